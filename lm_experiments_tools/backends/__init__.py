@@ -1,4 +1,4 @@
-"""Workers and how they talk: one protocol, three backends; imports config and modules.
+"""Workers and their communication: one protocol, three backends; imports config and modules.
 
 `get_backend` picks the backend of the launcher that started the process.
 """
@@ -41,22 +41,19 @@ def detect_backend(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def get_backend(args: TrainerArgs) -> Backend:
-    """The backend that `--backend` names, `auto` reading the launcher's environment.
-
-    Raises:
-        UserError: the launcher started several workers but the backend asked for is for one, or its package is absent.
-    """
+    """The backend that `--backend` names, `auto` reading the launcher's environment. Raises UserError."""
     detected, tasks = detect_backend(), cluster.started_tasks()
     name = detected if args.backend == "auto" else args.backend
-    formed = any(variable in os.environ for variable in ("WORLD_SIZE", "HOROVOD_SIZE"))
-    # tasks that no launcher of ours has joined serve Horovod with MPI too, and with srun several runs of their own
-    fits = tasks is not None and not formed and (name == "horovod" or (name == "local" and tasks.launcher == "srun"))
-    if tasks is not None and not formed and name == "accelerate":
+    if any(variable in os.environ for variable in ("WORLD_SIZE", "HOROVOD_SIZE")):
+        tasks = None  # torchrun or horovodrun has formed a job already
+    # Horovod with MPI forms its own job, and srun may start several independent runs
+    is_alone = tasks is not None and (name == "horovod" or (name == "local" and tasks.launcher == "srun"))
+    if tasks is not None and name == "accelerate":
         cluster.form_job(tasks)
-    elif name != detected and detected != "local" and not fits:
+    elif name != detected and detected != "local" and not is_alone:
         raise UserError(
-            f"--backend {name} was asked for, but this process was started by a launcher of {detected}: each worker "
-            f"would train alone; leave --backend out or start with the launcher of {name}"
+            f"--backend {name} was asked for, but the launcher is one of {detected}, so each worker would train "
+            f"alone: leave --backend out or start with the launcher of {name}"
         )
     if name not in BACKENDS:
         raise UserError(f"--backend {name}: choose auto or one of {', '.join(BACKENDS)}")

@@ -23,17 +23,14 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import (
     STALL_SECONDS,
-    DataParallelBackend,
+    Backend,
     PendingStep,
-    check_keys,
     check_not_trained_again,
-    check_unprepared,
     check_whole,
     saved_state,
 )
-from lm_experiments_tools.backends.compression import send_as_fp16
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
-from lm_experiments_tools.backends.roll_call import (
+from lm_experiments_tools.backends.process_groups import (
     host_group,
     leave_group,
     limit_waiting,
@@ -41,10 +38,9 @@ from lm_experiments_tools.backends.roll_call import (
     missing_ranks,
     restarts_store,
 )
-from lm_experiments_tools.backends.trees import as_carrier, put_back
-from lm_experiments_tools.backends.zero import LossScale, WholeOptimizer, take_groups
+from lm_experiments_tools.backends.trees import as_carrier, put_back, send_as_fp16
+from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, take_groups
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules.inspection import is_adapted
 
 try:
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -59,10 +55,8 @@ if TYPE_CHECKING:
 CLIPS_BY_NORM = "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
 
 
-class AccelerateBackend(DataParallelBackend):
+class AccelerateBackend(Backend):
     """One worker of an Accelerate job with DDP, or the only one; the base of FSDP and DeepSpeed.
-
-    Make one with `from_args`, or `from_accelerator` around a user's Accelerator.
 
     Args:
         precision: forward autocast and loss scaling.
@@ -83,11 +77,9 @@ class AccelerateBackend(DataParallelBackend):
         self.local_rank = accelerator.local_process_index
         if self.world_size > 1:
             atexit.register(leave_group, weakref.WeakMethod(self._drop_wrapper))
-        # Accelerate's way of trading communication for memory: reduce in every micro-batch.
         self._host_group = host_group(self.world_size, self.device, STALL_SECONDS)
-        self._sync_always = self.world_size == 1 or accelerator.gradient_state.plugin_kwargs.get(
-            "sync_each_batch", False
-        )
+        kwargs = accelerator.gradient_state.plugin_kwargs
+        self._sync_always = self.world_size == 1 or kwargs.get("sync_each_batch", False)
 
     @staticmethod
     def from_args(args: TrainerArgs) -> AccelerateBackend:
@@ -96,11 +88,7 @@ class AccelerateBackend(DataParallelBackend):
 
     @staticmethod
     def from_accelerator(accelerator: Accelerator, args: TrainerArgs) -> AccelerateBackend:
-        """The backend on a user's Accelerator.
-
-        Raises:
-            UserError: the Accelerator and the arguments disagree, or a flag has no meaning for its kind.
-        """
+        """The backend on a user's Accelerator. Raises UserError."""
         check_agreement(accelerator, args)
         kind = str(accelerator.distributed_type.value)
         precision = get_precision(**args.precision_options()) if kind != "DEEPSPEED" else None
@@ -114,7 +102,7 @@ class AccelerateBackend(DataParallelBackend):
         return backend
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        check_unprepared(model, optimizer)
+        _check_unprepared(model, optimizer)
         check_whole(model, "Accelerate")
         super().setup(model, optimizer)
         if self.exact is not None:  # which takes DDP's place
@@ -150,11 +138,10 @@ class AccelerateBackend(DataParallelBackend):
         if unused and not (handler is not None and handler.find_unused_parameters):
             raise UserError(
                 f"{len(unused)} parameters take no part in the loss ({', '.join(unused[:3])}, ...), which DDP cannot "
-                "reduce: freeze them with requires_grad_(False), or give TrainerAccelerate an Accelerator made with "
-                "DistributedDataParallelKwargs(find_unused_parameters=True)"
+                "reduce: freeze them, or pass an Accelerator with find_unused_parameters=True"
             )
 
-    # ---- talking to the other workers
+    # ---- collectives
     def sum(self, values: Tensor) -> Tensor:
         if self.world_size == 1:
             return values
@@ -210,7 +197,7 @@ class AccelerateBackend(DataParallelBackend):
 
 
 class FullyShardedBackend(AccelerateBackend):
-    """FSDP2: parameters, gradients and optimizer state are DTensors, each worker holding a slice."""
+    """FSDP2: parameters, gradients and optimizer state are DTensors, each worker holds a shard."""
 
     wrapping = "FSDP2"
     shards_model = True
@@ -221,15 +208,13 @@ class FullyShardedBackend(AccelerateBackend):
             raise UserError("--apex_opt_lvl does not work with FSDP: use --fp16 or --bf16 alone")
         plugin = accelerator.state.fsdp_plugin
         if plugin.fsdp_version != 2:
-            raise UserError(
-                f"FSDP version {plugin.fsdp_version} was asked for: set fsdp_version: 2, the one supported"
-            )
+            raise UserError(f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2")
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if self.holds(model):
             check_not_trained_again("FSDP", optimizer)
             return
-        check_unprepared(model, optimizer)
+        _check_unprepared(model, optimizer)
         check_whole(model, "FSDP", shards=True)
         fsdp.join_shared_modules(model)
         plugin = self.accelerator.state.fsdp_plugin
@@ -258,20 +243,18 @@ class FullyShardedBackend(AccelerateBackend):
         return nullcontext()
 
     def model_state(self) -> dict[str, Tensor] | None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        fsdp.reshard(self.unwrap())
+        return super().model_state()
 
-        adapted = is_adapted(self.unwrap())
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
-        state = get_model_state_dict(self.unwrap(), options=options)
-        if not self.is_main:
-            return None
-        return {name: state[name] for name in saved_state(self.unwrap())} if adapted else state
+    def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+        return fsdp.full_tensor(tensor, self.is_main)
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        names = saved_state(self.unwrap())
-        if self.is_main:
-            check_keys(state, names)
-        fsdp.load_state(names, state, self.is_main, self._broadcast_tensors)
+        fsdp.reshard(self.unwrap())
+        super().load_model_state(state)
+
+    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        tensor.copy_(fsdp.shard_like(tensor, value.to(tensor.dtype)))
 
     def _optimizer_tree(self) -> dict[str, Any] | None:
         return fsdp.optimizer_tree(self.optimizer, self.is_main)
@@ -290,7 +273,7 @@ class FullyShardedBackend(AccelerateBackend):
 class DeepSpeedBackend(AccelerateBackend):
     """A DeepSpeed engine with ZeRO 1, 2 or 3. It casts the model, scales the loss and clips; we call its steps.
 
-    Its checkpoints hold whole tensors, as those of any other backend; see zero.py.
+    Its checkpoints hold full tensors, as those of any other backend; see zero.py.
     """
 
     shards_optimizer = True
@@ -313,7 +296,7 @@ class DeepSpeedBackend(AccelerateBackend):
         if self.holds(model) and self.model is not model:  # but an engine
             check_not_trained_again("DeepSpeed", optimizer)
             return
-        check_unprepared(model, optimizer)
+        _check_unprepared(model, optimizer)
         check_whole(model, "DeepSpeed", shards=True)
         self._frozen: dict[str, Tensor | None] = {}  # weights on rank 0, not rounded to `dtype` as the model's own
         self._inner = model
@@ -321,9 +304,9 @@ class DeepSpeedBackend(AccelerateBackend):
             # ZeRO 1 and 2 shard nothing that evaluation needs; ZeRO 3 shards the weights, optimizer or not. The engine
             # would cast the model, so without one we do.
             self.optimizer = None
-            whole = self.stage < 3
+            is_full = self.stage < 3
             with deepspeed_config.refusals():
-                self.model = model.to(self.device, self.dtype) if whole else self.accelerator.prepare(model)
+                self.model = model.to(self.device, self.dtype) if is_full else self.accelerator.prepare(model)
             return
         deepspeed_config.check_optimizer(optimizer, self.stage)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -334,10 +317,10 @@ class DeepSpeedBackend(AccelerateBackend):
         groups = take_groups(optimizer)
         with deepspeed_config.refusals():
             self.model, _ = self.accelerator.prepare(model, optimizer)
-        limit_waiting(self.stall_timeout)  # the engine has made groups of its own
+        limit_waiting(self.stall_timeout)  # also of the engine's groups
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
-        self._whole, self._kind = WholeOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__
+        self._whole, self._kind = UnshardedOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__
         self.precision.scaler = LossScale(self.optimizer.loss_scaler) if self.optimizer.loss_scaler.dynamic else None
         if cast:  # and the engine has made its fp32 weights of that
             self.load_model_state(given)
@@ -367,7 +350,7 @@ class DeepSpeedBackend(AccelerateBackend):
 
     # ---- state
     @property
-    def whole_optimizer(self) -> WholeOptimizer:
+    def whole_optimizer(self) -> UnshardedOptimizer:
         return self._whole
 
     @property
@@ -377,50 +360,26 @@ class DeepSpeedBackend(AccelerateBackend):
     def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         return self._whole.cut(parameter, tensor)
 
-    def model_state(self) -> dict[str, Tensor] | None:
-        """The fp32 weights, from the optimizer's slices where the model's own are rounded to 16 bits."""
-        from deepspeed.runtime.zero import GatheredParameters
+    def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The fp32 weight, from the optimizer's shards where the model's own is rounded to 16 bits."""
+        if self._is_sharded(tensor):
+            return self._whole.weight(tensor)
+        if name in self._frozen:
+            return self._frozen[name]
+        with _gathered(tensor, None):
+            return tensor.detach().to("cpu", copy=True) if self.is_main else None
 
-        whole: dict[int, Tensor | None] = {}
-        names = saved_state(self.unwrap())
-        for name, tensor in names.items():
-            if id(tensor) in whole:
-                continue
-            if self._is_sliced(tensor):
-                whole[id(tensor)] = self._whole.weight(tensor)
-                continue
-            if name in self._frozen:
-                whole[id(tensor)] = self._frozen[name]
-                continue
-            with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=None):
-                whole[id(tensor)] = tensor.detach().to("cpu", copy=True) if self.is_main else None
-        return {name: whole[id(tensor)] for name, tensor in names.items()} if self.is_main else None
+    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        with _gathered(tensor, 0):
+            if not hasattr(tensor, "ds_id") or self.is_main:
+                tensor.detach().copy_(value)
+        if self._is_sharded(tensor):
+            self._whole.put_weight(tensor, value)
+        elif self.optimizer is not None and isinstance(tensor, nn.Parameter) and self.dtype != torch.float32:
+            self._frozen[name] = value.to("cpu", copy=True) if self.is_main else None
 
-    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        names = saved_state(self.unwrap())
-        if self.is_main:
-            check_keys(state, names)
-        shapes = self.broadcast({name: (value.shape, value.dtype) for name, value in (state or {}).items()})
-        done = set()
-        for name, tensor in names.items():
-            if id(tensor) in done:
-                continue
-            done.add(id(tensor))
-            shape, dtype = shapes[name]
-            value = (state[name] if self.is_main else torch.empty(shape, dtype=dtype)).to(self.device)
-            self._broadcast_tensors([value])
-            with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=0):
-                if not hasattr(tensor, "ds_id") or self.is_main:
-                    tensor.detach().copy_(value)
-            if self._is_sliced(tensor):
-                self._whole.put_weight(tensor, value)
-            elif self.optimizer is not None and isinstance(tensor, nn.Parameter) and self.dtype != torch.float32:
-                self._frozen[name] = value.to("cpu", copy=True) if self.is_main else None
-
-    def _is_sliced(self, tensor: Tensor) -> bool:
-        """True if the optimizer keeps fp32 slices of this parameter."""
+    def _is_sharded(self, tensor: Tensor) -> bool:
+        """True if the optimizer holds fp32 shards of this parameter."""
         if self.optimizer is None or not tensor.requires_grad:
             return False
         return hasattr(tensor, "_z3_optimizer") or hasattr(tensor, "_hp_mapping")
@@ -436,53 +395,46 @@ class DeepSpeedBackend(AccelerateBackend):
         return math.sqrt(self.sum(total).item())
 
 
-def make_accelerator(args: TrainerArgs) -> Accelerator:
-    """An Accelerator whose settings are our arguments, in the environment its launcher made.
+def _gathered(tensor: Tensor, modifier_rank: int | None) -> AbstractContextManager[None]:
+    """A context in which a parameter of ZeRO 3 is full on every worker."""
+    from deepspeed.runtime.zero import GatheredParameters
 
-    Raises:
-        UserError: the launcher asked for something that the arguments contradict or this machine cannot do.
-    """
-    started = PartialState._shared_state != {}
-    launch.check_device(started)
-    sharding = launch.wanted_sharding()
-    ours = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
-    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if told not in ("no", ours):
-        raise UserError(
-            f"accelerate launch says mixed_precision {told} but the arguments say {ours}: leave it out there (or "
-            f"say no) and give --{told}" + ("" if told in ("fp16", "bf16") else " is not supported")
-        )
+    return GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=modifier_rank)
+
+
+def make_accelerator(args: TrainerArgs) -> Accelerator:
+    """An Accelerator whose settings are our arguments, in the environment of its launcher. Raises UserError."""
+    initialized = PartialState._shared_state != {}
+    launch.check_device(initialized)
+    sharding, ours = launch.wanted_sharding(), _precision_name(args)
+    _check_equal("accelerate launch", "mixed_precision", os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), ours)
     seconds = args.stall_timeout or STALL_SECONDS
     handlers = [InitProcessGroupKwargs(init_method=restarts_store(), timeout=timedelta(seconds=seconds))]
-    if sharding is None:
-        handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     if sharding == "DEEPSPEED":
         launch.open_deepspeed_settings()
-        plugin = DeepSpeedPlugin()
-        with meeting(seconds):
-            return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
-    cpu = launch.cpu_asked() or (not torch.accelerator.is_available() and not started)
+        options = {"mixed_precision": ours, "deepspeed_plugin": DeepSpeedPlugin()}
+    else:
+        cpu = launch.cpu_asked() or (not torch.accelerator.is_available() and not initialized)
+        options = {"mixed_precision": "no", "cpu": cpu}
+    if sharding is None:
+        handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     with meeting(seconds):
-        return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=handlers)
+        return Accelerator(kwargs_handlers=handlers, **options)
 
 
 def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
-    """An Accelerator and our arguments say the same, or one of them is silent; DeepSpeed's settings are completed.
+    """Check that an Accelerator and our arguments do not contradict each other; complete DeepSpeed's settings.
 
     Raises:
         UserError: naming both values.
     """
     kind = str(accelerator.distributed_type.value)
-    ours = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
-    theirs, steps = accelerator.mixed_precision, accelerator.gradient_accumulation_steps
-    if theirs not in ("no", ours):
+    _check_equal("the Accelerator", "mixed_precision", accelerator.mixed_precision, _precision_name(args))
+    steps = args.gradient_accumulation_steps
+    if accelerator.gradient_accumulation_steps not in (1, steps):
         raise UserError(
-            f"the Accelerator says mixed_precision {theirs!r} but the arguments say {ours!r}: make them equal"
-        )
-    if steps not in (1, args.gradient_accumulation_steps):
-        raise UserError(
-            f"the Accelerator says gradient_accumulation_steps {steps} but --gradient_accumulation_steps is "
-            f"{args.gradient_accumulation_steps}: leave it out of the Accelerator"
+            f"the Accelerator says gradient_accumulation_steps {accelerator.gradient_accumulation_steps} but "
+            f"--gradient_accumulation_steps is {steps}: leave it out of the Accelerator"
         )
     hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
     if args.fp16_allreduce and (kind in ("FSDP", "DEEPSPEED") or hook != DDPCommunicationHookType.NO):
@@ -493,8 +445,22 @@ def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
         raise UserError("--apex_opt_lvl does not work with DeepSpeed: use --fp16 or --bf16 alone")
     if args.clip_grad_value:
         raise UserError(CLIPS_BY_NORM)
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    source = f"the DeepSpeed configuration {file}" if file else "the DeepSpeed configuration"
+    source = f"the DeepSpeed configuration {os.environ.get('ACCELERATE_DEEPSPEED_CONFIG_FILE', '')}".strip()
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     deepspeed_config.fill_config(config, args, accelerator.num_processes, source)
-    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    accelerator.gradient_accumulation_steps = steps
+
+
+def _precision_name(args: TrainerArgs) -> str:
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+
+
+def _check_equal(who: str, name: str, theirs: str, ours: str) -> None:
+    if theirs.lower() not in ("no", ours):
+        raise UserError(f"{who} says {name} {theirs} but the arguments say {ours}: make them equal, or leave it out")
+
+
+def _check_unprepared(model: nn.Module, optimizer: Optimizer | None) -> None:
+    for thing in (model, optimizer):
+        if getattr(thing, "_is_accelerate_prepared", False):
+            raise UserError(f"the {type(thing).__name__} was prepared already: pass the plain one")

@@ -1,8 +1,8 @@
 """The methods that the trainer calls, and the backend for one process.
 
-A backend owns everything that depends on how many workers there are and how they talk: the wrapped model, the
-reduction of gradients, mixed precision, and the few collectives the trainer needs. The trainer (`training/trainer.py`)
-never names a backend; a new one overrides the methods that differ from those of one process.
+A backend owns what depends on the number of workers and on how they communicate: the wrapped model, the reduction of
+gradients, mixed precision, and the few collectives the trainer needs. A new backend overrides the methods that differ
+from those of one process.
 
 Order of calls in one training step of M micro-batches::
 
@@ -13,15 +13,13 @@ Order of calls in one training step of M micro-batches::
             backend.backward(loss)
     grad_norm, applied = backend.clip_and_step(max_norm).result()
 
-Gradients are averaged over workers, so a loss that is to be summed over workers is multiplied by `averaged_over` first
-(the trainer does that).
+Gradients are averaged over workers, so the trainer multiplies a loss that is to be summed by `averaged_over` first.
 """
 
 from __future__ import annotations
 
 import math
 import resource
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -74,13 +72,13 @@ class Backend:
         local_rank: counts within one machine.
         model: the wrapped model; call it for a forward pass.
         optimizer: the wrapped optimizer; read its param_groups, set their lr.
-        shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker runs equally many.
-        shards_optimizer: each worker's `optimizer` holds slices of flat vectors.
-        shares: virtual ranks that this worker computes, 1 but for `--reproducible elastic`: it reads the rows of all.
+        shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker makes equally many.
+        shards_optimizer: `optimizer` holds shards of flat vectors.
+        shares: virtual data-parallel ranks that this worker computes; 1 but for `--reproducible elastic`.
         reproducible: [--reproducible, virtual ranks], which a run keeps.
-        exact: what gradients are summed by, with `--reproducible`, once set up for training.
+        exact: the component that sums gradients with `--reproducible`, once set up for training.
         before_update: called by `clip_and_step` when gradients are reduced, neither clipped nor applied.
-        runs_ahead: the device works through a queue, so that steps may be asynchronous (see `clip_and_step`).
+        runs_ahead: the device works asynchronously, so that steps may be too (see `clip_and_step`).
     """
 
     name: str
@@ -88,7 +86,7 @@ class Backend:
     world_size = 1
     model: nn.Module
     optimizer: Optimizer
-    planned_mib: float | None = None  # of this worker's memory
+    planned_mib: float | None = None  # memory estimate for this worker
     shards_model = shards_optimizer = False
     shares = 1
     reproducible: list[Any] = ["off", None]  # noqa: RUF012  (replaced as a whole)
@@ -103,7 +101,7 @@ class Backend:
         self._addends: int | None = None  # micro-batches of an update over all workers, where they are summed exactly
 
     def reproduce(self, args: TrainerArgs) -> None:
-        """Do as `--reproducible` says; before data is read, as it decides how much of it each worker reads.
+        """Configure `--reproducible`, before data is read: it decides which rows each worker reads.
 
         Raises:
             UserError: this backend or another flag cannot be exact, or the workers do not divide the virtual ranks.
@@ -132,9 +130,9 @@ class Backend:
             self.exact = ExactSum(parameters, self._addends, self.world_size, self._sum_in_place, self.gather)
 
     def release(self) -> None:
-        """Take the wrapping off the model after its training or evaluation, so that it can be set up once more.
+        """Unwrap the model after its training or evaluation, so that it can be set up again.
 
-        What shards the model keeps it: that is for good. It can be evaluated again, but not be trained.
+        A sharded model stays sharded. It can be evaluated again, but not trained.
         """
         self.model = self._inner
 
@@ -163,7 +161,7 @@ class Backend:
             self.exact.finish()
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if the micro-batches of this step have to be computed once more; see `ExactSum`."""
+        """True, on all workers, if the micro-batches of this step have to be computed again; see `ExactSum`."""
         return self.exact is not None and self.exact.must_repeat()
 
     def clip_and_step(
@@ -176,7 +174,7 @@ class Backend:
         Args:
             wait: read the result before returning. False: a GPU decides by itself whether to skip the step, and the
                 host reads the result later. This needs an optimizer that, like torch's fused ones, has
-                `_step_supports_amp_scaling` and leaves weights and state alone where its attribute `found_inf`, a
+                `_step_supports_amp_scaling` and leaves weights and state unchanged if its attribute `found_inf`, a
                 scalar on the device, is 1; any other is waited for.
         """
         if not wait and self._can_skip_on_device():
@@ -187,12 +185,8 @@ class Backend:
         norm = global_gradient_norm(parameters)
         grad_norm = norm.item()  # waits for the device, once a step
         finite = math.isfinite(grad_norm)
-        if finite:
-            if max_norm:
-                if max_norm < grad_norm + 1e-6:  # otherwise torch would go over all gradients to multiply them by 1
-                    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-            elif max_value:
-                torch.nn.utils.clip_grad_value_(parameters, max_value)
+        if finite and not (max_norm and max_norm >= grad_norm + 1e-6):  # torch would multiply all gradients by 1
+            _clip(parameters, norm, max_norm, max_value)
         applied = self.precision.step(self.optimizer, finite, self._step_optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         return PendingStep.done(grad_norm, applied)
@@ -207,10 +201,7 @@ class Backend:
     def _launch_step(self, max_norm: float | None, max_value: float | None) -> PendingStep:
         parameters = self.precision.parameters(self.optimizer)
         norm = global_gradient_norm(parameters)
-        if max_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        elif max_value:
-            torch.nn.utils.clip_grad_value_(parameters, max_value)
+        _clip(parameters, norm, max_norm, max_value)
         self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
         try:
             self.precision.step(self.optimizer, True, self._step_optimizer)
@@ -227,13 +218,13 @@ class Backend:
         """A context in which `optimizer.step()` must run, if any."""
         return None
 
-    # ---- talking to the other workers
+    # ---- collectives
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
         return values
 
     def _sum_in_place(self, values: Tensor) -> None:
-        """`values`, an int64 tensor on the device, becomes its sum over all workers."""
+        """Sum an int64 tensor on the device over all workers, in place."""
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable `value` of every worker in rank order, on all workers."""
@@ -247,10 +238,10 @@ class Backend:
         """Return when every worker has arrived."""
 
     def missing(self) -> list[int] | None:
-        """Ranks that do not answer after a collective has failed; None where none can be asked.
+        """Ranks that do not answer after a collective has failed; None if the backend cannot ask.
 
         Raises:
-            ConnectionError: what they answer through cannot be reached.
+            ConnectionError: the store through which workers answer cannot be reached.
         """
         return None
 
@@ -259,87 +250,102 @@ class Backend:
 
     # ---- state in and out; collective: every worker calls them
     def unwrap(self) -> nn.Module:
-        """The user's model under all wrappers."""
+        """The user's model without wrappers."""
         return self._inner
 
     def model_state(self) -> dict[str, Tensor] | None:
-        """The whole tensors that `saved_state` names, on rank 0 at least (None on workers that do not hold them)."""
-        return {name: tensor.detach() for name, tensor in saved_state(self.unwrap()).items()}
+        """The full tensors that `saved_state` names, on rank 0 at least."""
+        names, full = saved_state(self.unwrap()), {}
+        for name, tensor in untied(names).items():
+            full[id(tensor)] = self._get_weight(name, tensor)
+        return {name: full[id(tensor)] for name, tensor in names.items()} if self.is_main else None
 
+    @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        """The inverse of `model_state`: rank 0's whole tensors into the model on every worker."""
-        check_keys(state, saved_state(self.unwrap()))
-        self.unwrap().load_state_dict(state, strict=False)  # of an adapted model it is a part
+        """The inverse of `model_state`: rank 0's full tensors, one at a time, into the model on every worker."""
+        names = saved_state(self.unwrap())
+        if self.is_main:
+            check_keys(state, names)
+        kinds = self.broadcast({name: (value.shape, value.dtype) for name, value in (state or {}).items()})
+        for name, tensor in untied(names).items():
+            shape, dtype = kinds[name]
+            value = (state[name] if self.is_main else torch.empty(shape, dtype=dtype)).to(self.device, copy=True)
+            self._broadcast_tensors([value])
+            self._put_weight(name, tensor, value)
+
+    def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The full tensor of `saved_state`'s `tensor`, on rank 0 at least; collective."""
+        return tensor.detach()
+
+    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        """The inverse of `_get_weight`, with the full tensor on every worker."""
+        tensor.copy_(value)
 
     def optimizer_state(self) -> Any:
-        """The tree (dicts, lists, scalars, whole tensors) of optimizer and loss-scaler state, on rank 0 at least."""
+        """The tree (dicts, lists, scalars, full tensors) of optimizer and loss-scaler state, on rank 0 at least."""
         state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
-        state["names"], state["shapes"] = self._optimized_names(), self._optimized_shapes()
+        state["names"], state["shapes"] = self._optimized()
         return state if self.exact is None else {**state, "exponents": self.exact.exponents}
 
     def _optimizer_tree(self) -> dict[str, Any] | None:
-        """The optimizer's `state_dict`, of whole tensors, on rank 0 at least; collective."""
+        """The optimizer's `state_dict` with full tensors, on rank 0 at least; collective."""
         return self.whole_optimizer.state_dict()
 
-    def _optimized_names(self) -> list[str]:
-        """Of the parameters in the order of the optimizer, whose state has numbers; "" for copies of them."""
-        names: dict[int, str] = {}
-        for name, tensor in saved_state(self.unwrap()).items():  # the first name of a tied weight
-            names.setdefault(id(tensor), name)
-        groups = self.whole_optimizer.param_groups
-        return [names.get(id(parameter), "") for group in groups for parameter in group["params"]]
-
-    def _optimized_shapes(self) -> list[list[int]]:
-        """Full shapes of the parameters in the order of the optimizer; its state may have any other."""
-        parameters = (p for group in self.whole_optimizer.param_groups for p in group["params"])
-        return [list(getattr(p, "ds_shape", p.shape)) for p in parameters]
+    def _optimized(self) -> tuple[list[str], list[list[int]]]:
+        """Names ("" for copies of parameters) and full shapes of the parameters, in the order of the optimizer."""
+        names = {id(tensor): name for name, tensor in untied(saved_state(self.unwrap())).items()}
+        parameters = [p for group in self.whole_optimizer.param_groups for p in group["params"]]
+        shapes = [list(getattr(p, "ds_shape", p.shape)) for p in parameters]
+        return [names.get(id(parameter), "") for parameter in parameters], shapes
 
     @property
     def whole_optimizer(self) -> Optimizer:
-        """The optimizer, or what shows one of flat slices as one of whole parameters: its groups and its state."""
+        """The optimizer, or the unsharded view of one of flat shards: its groups and its state."""
         return self.optimizer
 
     @property
     def optimizer_kind(self) -> str:
-        """The class of the optimizer that `setup` was given, by which a checkpoint knows whose state it holds."""
+        """Class name of the optimizer that `setup` was given, which a checkpoint records."""
         return type(self.optimizer).__name__
 
     def load_optimizer_state(self, tree: Any) -> None:
         """The inverse of `optimizer_state`, of any backend on any number of workers; only rank 0's tree is read.
 
         Raises:
-            ValueError: it is of other parameters, as where `--freeze` has changed.
+            ValueError: it is of other parameters, for example because `--freeze` has changed.
         """
-        theirs = self.broadcast(tree.get("names", []) if self.is_main else None)
-        for number, (then, now) in enumerate(zip(theirs, self._optimized_names(), strict=False)):
+        tree = tree if self.is_main else {}
+        saved = self.broadcast({name: value for name, value in tree.items() if name != "optimizer"})
+        names, shapes = self._optimized()
+        for number, (then, now) in enumerate(zip(saved.get("names", []), names, strict=False)):
             if then != now and then and now:
                 raise ValueError(f"its parameter {number} is {then}, and that of this run is {now}")
-        shapes = self.broadcast(tree.get("shapes", []) if self.is_main else None)
-        for name, then, now in zip(self._optimized_names(), shapes, self._optimized_shapes(), strict=False):
+        for name, then, now in zip(names, saved.get("shapes", []), shapes, strict=False):
             if then != now:
                 raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
-        ours, send = tree["optimizer"] if self.is_main else None, self._broadcast_tensors
+        ours, send = tree.get("optimizer"), self._broadcast_tensors
         load_optimizer_tree(self.whole_optimizer, ours, self.is_main, self.broadcast, send, self._place)
-        self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
-        if self.exact is not None:
-            exponents = self.broadcast(tree.get("exponents", []) if self.is_main else None)
-            if len(exponents) == len(self.exact.exponents):  # else of other parameters, or of a run without
-                self.exact.exponents = exponents
+        self.precision.load_state_dict(saved["precision"])
+        exponents = saved.get("exponents", [])
+        if self.exact is not None and len(exponents) == len(self.exact.exponents):  # else of a run without
+            self.exact.exponents = exponents
 
     def share_weights(self, model: nn.Module) -> None:
-        """Give every worker rank 0's weights of a model that is not set up yet; for `setup` to do where it does."""
+        """Give every worker rank 0's weights of a model that is not set up yet, unless `setup` does."""
+        self._broadcast_tensors(list(untied(saved_state(model)).values()))
 
     def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with rank 0's."""
 
     def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """A whole tensor of a parameter's optimizer state, as this worker's optimizer holds it."""
+        """A full tensor of a parameter's optimizer state, as this worker's optimizer holds it."""
         return to_parameter(parameter, tensor)
 
+    # ---- for the log
     def weights_norm(self) -> float:
-        """Global L2 norm of the weights, for the log; collective where weights are sharded."""
-        whole = [p.detach() for p in self.unwrap().parameters() if p.is_floating_point()]  # others are quantised
-        return float(total_norm(whole))
+        """Global L2 norm of the weights; collective where weights are sharded."""
+        floating = [p.detach() for p in self.unwrap().parameters() if p.is_floating_point()]  # others are quantised
+        return float(total_norm(floating))
 
     def peak_memory_mib(self) -> float:
         """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
@@ -348,20 +354,20 @@ class Backend:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
     def memory(self) -> dict[str, float]:
-        """For the log: `peak_memory_mib`, and what was planned as its multiple, where there is a plan."""
+        """`peak_memory_mib`, and the ratio of the memory estimate, if there is one, to it."""
         found = {"memory_mib": self.peak_memory_mib()}
         if self.planned_mib is not None:
             found["memory_predicted_over_measured"] = self.planned_mib / found["memory_mib"]
         return found
 
     def describe(self) -> str:
-        """One line for the log: what is really running."""
+        """One line that says what is really running."""
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
         return f"backend {self.name}, {self.world_size} worker(s), device {self.device}, model wrapped as {kind}"
 
     @property
     def averaged_over(self) -> int:
-        """The number of workers that gradients become the mean over; 1 where they are summed."""
+        """The number of workers that gradients are averaged over; 1 where they are summed."""
         return self.world_size if self.exact is None else 1
 
     @property
@@ -383,38 +389,27 @@ class LocalBackend(Backend):
     def from_args(cls, args: TrainerArgs) -> LocalBackend:
         """The backend with the precision that the flags name."""
         if args.fp16_allreduce:
-            raise UserError("--fp16_allreduce is about gradients sent between workers, but this run has only one")
+            raise UserError("--fp16_allreduce is for several workers, and this run has only one: leave it out")
         return cls(get_precision(**args.precision_options()))
 
 
-class DataParallelBackend(Backend, ABC):
-    """Base of backends whose workers each hold the whole model and optimizer: rank 0's state goes to all."""
-
-    @abstractmethod
-    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's."""
-
-    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        if self.is_main:
-            super().load_model_state(state)
-        self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
-
-    def share_weights(self, model: nn.Module) -> None:
-        self._broadcast_tensors(list({id(tensor): tensor for tensor in saved_state(model).values()}.values()))
-
-
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor of what checkpoints hold: the state dict, or of a model with an adapter what is trained.
-
-    The tensors are the model's own: parameters, not copies.
-    """
+    """Name -> tensor, not copied, of a checkpoint: the state dict, or the trained part of an adapted model."""
     if is_adapted(model):
         return dict(trained_parameters(model))
     return model.state_dict(keep_vars=True)
 
 
+def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`saved_state` with the first name of each tied weight only."""
+    first: dict[int, str] = {}
+    for name, tensor in names.items():
+        first.setdefault(id(tensor), name)
+    return {name: names[name] for name in first.values()}
+
+
 def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
-    """A state to load has exactly the names and shapes of `saved_state`, whose tensors may be slices (ZeRO)."""
+    """A state to load has exactly the names and full shapes of `saved_state`, whose tensors may be shards."""
     if state is None:
         raise UserError("no model state to load; the checkpoint holds no weights")
     shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
@@ -428,43 +423,35 @@ def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> Non
 
 
 def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
-    """Raises UserError where `model` is held in a way that the backend `name` cannot train."""
+    """Raises UserError if the backend `name`, which may shard the model, cannot train it."""
     if is_spread(model):
-        raise UserError(
-            f"--device_map spreads the layers over several devices, which is for one process: leave {name} out "
-            "(--backend local), or --device_map."
-        )
+        raise UserError(f"--device_map is for one process, not for {name}: use --backend local, or leave it out.")
     if any(isinstance(module, HostEmbedding) for module in model.modules()):
-        raise UserError(
-            f"--embeddings_on_cpu is for one process, not for {name}: use --backend local, or leave it out."
-        )
+        raise UserError(f"--embeddings_on_cpu is for one process, not for {name}: use --backend local.")
     if shards and getattr(model, "is_quantized", False):
-        raise UserError(
-            f"--quantize does not work with {name}, which cannot cut quantised weights into slices: use Horovod or "
-            "DDP, or leave --quantize out."
-        )
+        raise UserError(f"--quantize does not work with {name}, which shards weights: use Horovod or DDP.")
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     if shards and scalars:
         raise UserError(
-            f"{name} cannot cut a parameter without dimensions into slices, as {', '.join(scalars[:3])}: give it the "
+            f"{name} cannot shard a parameter without dimensions, as {', '.join(scalars[:3])}: give it the "
             "shape (1,), or use Horovod or DDP."
         )
 
 
-def check_unprepared(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Raises UserError for what an Accelerator has prepared."""
-    for thing in (model, optimizer):
-        if getattr(thing, "_is_accelerate_prepared", False):
-            raise UserError(f"the {type(thing).__name__} was prepared already: give the trainer the plain one")
-
-
 def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
-    """Raises UserError where a model that `name` has cut into slices is to be trained."""
+    """Raises UserError where a model that `name` has sharded is to be trained."""
     if optimizer is not None:
         raise UserError(
-            f"under {name} a model is cut into slices by its first training or evaluation, and cannot be trained from "
-            "there: train first and evaluate then; to train once more, save it and load that in a new process."
+            f"under {name} a model is sharded by its first training or evaluation, and cannot be trained again: train "
+            "first and evaluate then, or save it and load it in a new process."
         )
+
+
+def _clip(parameters: list[nn.Parameter], norm: Tensor, max_norm: float | None, max_value: float | None) -> None:
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    elif max_value:
+        torch.nn.utils.clip_grad_value_(parameters, max_value)
 
 
 def global_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:

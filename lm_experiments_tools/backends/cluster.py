@@ -1,7 +1,6 @@
 """Tasks of a cluster's launcher (srun, mpirun, mpiexec, jsrun) and the job that they form.
 
-Such a launcher starts the same command several times and says so in variables of its own, which torch does not read:
-taken for nothing, each task would train alone.
+These launchers start the same command several times and set variables that torch does not read.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,9 +17,9 @@ from lm_experiments_tools.errors import UserError
 
 T = TypeVar("T")
 
-# Step numbers from here on are no steps of srun: the batch script, salloc's shell, and what Slurm runs beside a job.
+# Larger step numbers are the batch script, salloc's shell and Slurm's own processes.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# Ports of jobs: below those that systems hand out by themselves (from 32768 on).
+# Ports of jobs, below the ephemeral ports (from 32768 on).
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 # launcher -> variables of the number of tasks, this one's number, its number and their number on this machine
 _VARIABLES = {
@@ -36,14 +36,14 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Tasks:
-    """What a launcher says of its tasks and of this one.
+    """What a launcher reports of its tasks and of this one.
 
     Attributes:
-        launcher: its name, for a sentence.
+        launcher: its name, for messages.
         source: the variable that holds `count`.
         local_rank, local_count: on this machine; None where the launcher does not say.
         address, port: where rank 0 can be reached; None where the launcher does not say.
-        interactive: the task is, or lies below, a shell on a terminal (`srun --pty`).
+        interactive: the task runs in a terminal (`srun --pty`).
     """
 
     launcher: str
@@ -94,7 +94,7 @@ def _slurm_step(environ: Mapping[str, str]) -> Tasks | None:
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_count=_tasks_of_node(environ),
         address="127.0.0.1" if alone else host,
-        port=None if job is None else _FIRST_PORT + (job + 7919 * step) % _NUM_PORTS,  # steps of a job run at once
+        port=None if job is None else _FIRST_PORT + (job + 7919 * step) % _NUM_PORTS,
         interactive="SLURM_PTY_PORT" in environ,
     )  # fmt: skip
 
@@ -117,24 +117,19 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def attempt(function: Callable[[], T]) -> Callable[[], T]:
-    """Call `function` now; what is returned gives its result again.
+    """Call `function` now; the returned function gives its result.
 
-    On one machine an error comes at once, as all workers meet the same. Of several machines one may lack a file, and
-    the others would wait for its workers in vain: there it is raised when the result is asked for, by `on_all`.
+    On one machine all workers meet the same error, which is raised immediately. On several machines one may lack a
+    file: there the error is raised when the result is asked for, by `on_all`, so that the others do not wait for it.
     """
+    future: Future[T] = Future()
     try:
-        result = function()
+        future.set_result(function())
     except UserError as error:
         if not on_several_machines():
             raise
-        failure = error
-    else:
-        return lambda: result
-
-    def fail() -> T:
-        raise failure
-
-    return fail
+        future.set_exception(error)
+    return future.result
 
 
 def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -143,9 +138,8 @@ def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> No
     `MASTER_ADDR` and `MASTER_PORT` that are there already are kept.
 
     Raises:
-        UserError: the launcher does not say enough, or one task may be a shell of its own.
+        UserError: the launcher does not say enough, or a task may be an interactive shell.
     """
-    host = "$(hostname)"
     hint = f"`torchrun --nproc_per_node {tasks.count} SCRIPT ...` (or horovodrun) forms a job on one machine"
     if tasks.interactive:
         raise UserError(
@@ -157,8 +151,7 @@ def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> No
         missing = "the address of the first task" if tasks.local_rank is not None else "a task's number on its machine"
         raise UserError(
             f"{tasks.launcher} started {tasks.count} tasks ({tasks.source}) but does not tell {missing}, so each "
-            f"would train alone: set MASTER_ADDR and MASTER_PORT for all of them (mpirun -x MASTER_ADDR={host} -x "
-            f"MASTER_PORT=29500, mpiexec -genv, jsrun -E); {hint}"
+            f"would train alone: set MASTER_ADDR and MASTER_PORT for all of them (mpirun -x, mpiexec -genv); {hint}"
         )
     ours = {
         "RANK": tasks.rank,

@@ -14,21 +14,19 @@ from lm_experiments_tools.errors import UserError
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
-# Optimizers whose update of an element looks at that element alone. ZeRO hands the optimizer one flat slice of all
-# parameters joined, in which rows, columns and the norm of a matrix (Adafactor, LAMB, ...) no longer exist.
+# Elementwise optimizers. ZeRO flattens all parameters, so optimizers that need matrices (Adafactor, LAMB) cannot work.
 ELEMENTWISE = (
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD Lion FusedAdam FusedAdagrad FusedSGD "
     "DeepSpeedCPUAdam DeepSpeedCPUAdagrad DeepSpeedCPULion"
 ).split()
-# What keeps weights or optimizer state where checkpoints do not look for it, or gives workers the same rows.
-REFUSED = {
-    "zero_optimization.zenflow": "no checkpoint reaches its optimizer state",
-    "zero_optimization.offload_optimizer.super_offload": "no checkpoint reaches its optimizer state",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights would be rounded in checkpoints",
-    "tensor_parallel": "only data parallelism is supported",
-    "sequence_parallel_size": "only data parallelism is supported",
-}
-MISSING = object()
+# No checkpoint reaches their optimizer state, or frozen weights would be rounded in it, or workers get the same rows.
+REFUSED = (
+    "zero_optimization.zenflow",
+    "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "tensor_parallel",
+    "sequence_parallel_size",
+)
 
 
 def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, source: str) -> None:
@@ -49,17 +47,16 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise UserError(f"{source} says ZeRO stage {stage}: use 1, 2 or 3; without sharding, DDP does the same")
-    for key, reason in REFUSED.items():
+    for key in REFUSED:
         found: Any = config
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         if found and found != 1 or found is True:
-            raise UserError(f"{source} says {key} = {found}: take it out, {reason}")
+            raise UserError(f"{source} says {key} = {found}, which is not supported: take it out")
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if offload.get("device") == "nvme" or offload.get("ratio", 1.0) != 1.0:
         raise UserError(
-            f"{source} says offload_optimizer {offload}: a checkpoint reaches no optimizer state on NVMe, or part of "
-            "which is on the GPU; use device: cpu with ratio: 1"
+            f"{source} says offload_optimizer {offload}, which no checkpoint reaches: use device: cpu with ratio: 1"
         )
     steps = args.gradient_accumulation_steps
     if config.get("gradient_accumulation_steps") == 1:
@@ -86,8 +83,8 @@ def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source:
     *parents, leaf = key.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})
-    current = config.get(leaf, MISSING)
-    if current is MISSING or current == "auto" or current is None:
+    current = config.get(leaf)
+    if current is None or current == "auto":
         config[leaf] = value
     elif flag is not None and current != value:
         raise UserError(
@@ -109,25 +106,20 @@ def refusals() -> Iterator[None]:
 
 
 def check_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse an optimizer that would silently compute something else on ZeRO's flat slices.
-
-    Raises:
-        UserError: neither known to work element by element nor marked by an attribute `elementwise = True`; one of
-            several parameter groups that DeepSpeed 0.19 makes one of; or of parameters that stage 3 cannot gather.
-    """
+    """Refuse an optimizer that would silently compute something else on ZeRO's flat shards. Raises UserError."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if stage == 3 and any(getattr(parameter, "ds_numel", parameter.numel()) == 0 for parameter in parameters):
         raise UserError("ZeRO stage 3 cannot train a parameter without elements: remove it, or use stage 2 or DDP.")
     if type(optimizer) is torch.optim.Adagrad and len(optimizer.param_groups) > 1:
         raise UserError(
-            f"Adagrad cannot be trained under DeepSpeed in {len(optimizer.param_groups)} parameter groups, such as "
-            "those with and without --weight_decay: DeepSpeed makes one of them; use RMSprop or AdamW, FSDP or DDP"
+            f"Adagrad cannot be trained under DeepSpeed in {len(optimizer.param_groups)} parameter groups, which it "
+            "merges: use RMSprop or AdamW, FSDP or DDP"
         )
     if type(optimizer).__name__ not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
         raise UserError(
-            f"{type(optimizer).__name__} cannot be trusted under DeepSpeed: ZeRO joins all parameters to one vector, "
-            "and an optimizer that looks at rows, columns or norms of matrices would compute something else; use "
-            "AdamW, FSDP or DDP, or set `elementwise = True` on an optimizer that works element by element"
+            f"{type(optimizer).__name__} cannot be trusted under DeepSpeed: ZeRO flattens all parameters to one "
+            "vector, without rows and columns; use AdamW, FSDP or DDP, or set `elementwise = True` on an optimizer "
+            "that works element by element"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
-
-from lm_experiments_tools.backends.trees import map_tensors
+from torch.utils._pytree import tree_map_only
 
 
 def join_shared_modules(model: nn.Module) -> int:
-    """Make one module of leaf modules that are alike and hold the very same parameters; returns how many it replaced.
+    """Replace identical leaf modules with the same parameters by one; returns how many were replaced.
 
-    HF's T5 reaches one embedding table as `shared`, `encoder.embed_tokens` and `decoder.embed_tokens`. As three
-    modules they fall into three FSDP groups, which torch refuses for a shared parameter; as one module they do not.
-    Names in the state dict stay as they are. Modules that differ in more than identity are left alone.
+    HF's T5 has one embedding matrix in three modules. They would be in three FSDP groups, which torch refuses for a
+    shared parameter. Names in the state dict do not change.
     """
     first: dict[tuple, nn.Module] = {}
     replaced = 0
@@ -37,22 +35,17 @@ def join_shared_modules(model: nn.Module) -> int:
 
 
 def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The module classes among `names` that can be sharded as units of their own.
-
-    A class that shares a parameter with other modules (BERT's embeddings, with its output layer) is left out, and so
-    sharded with the rest: torch refuses a parameter of two units.
-    """
+    """The module classes among `names` that share no parameter with other modules, so that they can be units."""
     apart = {type(module).__name__ for module in model.modules() if _is_shared(model, [module])}
     return [name for name in names if name not in apart]
 
 
 @contextmanager
 def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
-    """Around accelerate's `prepare`, which makes a unit of the first and the last layer alone.
+    """Hide embeddings and output layer from accelerate's `prepare`, which would shard them as a unit.
 
-    The bias of BERT's last layer also belongs to the module around it, which would be in another unit; and the token
-    table of a BERT classifier lies inside a unit already, whose parameters torch cannot shard again. Accelerate is not
-    told of these layers then, and leaves them to the unit around them, with all their owners.
+    torch cannot shard a parameter of two units: the bias of BERT's output layer also belongs to the module around it,
+    and the embedding of a BERT classifier is inside a unit already.
 
     Args:
         units: names of the module classes that are units.
@@ -79,7 +72,7 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
 
 @contextmanager
 def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of the user's own object for one call: the next model may need others."""
+    """Set attributes of an object inside the block."""
     before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():
@@ -99,50 +92,26 @@ def _is_shared(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Cut the parameters that FSDP left whole after a forward pass (the root's) into slices again."""
+    """Shard the parameters again that FSDP left full after a forward pass (the root's)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-@torch.no_grad()
-def load_state(
-    names: dict[str, Tensor],
-    state: dict[str, Tensor] | None,
-    is_main: bool,
-    broadcast_tensors: Callable[[list[Tensor]], None],
-) -> None:
-    """Put rank 0's whole tensors into a model's sharded ones, one at a time; tied names once. Collective.
-
-    torch's own set_model_state_dict(broadcast_from_rank0=True) fails on tied names.
-
-    Args:
-        names: the model's `state_dict(keep_vars=True)`.
-        state: read on rank 0 only; must have the same names and shapes.
-    """
-    done = set()
-    for name, tensor in names.items():
-        if id(tensor) in done:
-            continue
-        done.add(id(tensor))
-        whole = state[name].to(tensor.dtype, copy=True) if is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
-        broadcast_tensors([whole])
-        tensor.copy_(shard_like(tensor, whole))
+def full_tensor(tensor: Tensor, is_main: bool) -> Tensor | None:
+    """The full CPU tensor of a sharded (or plain) one, on rank 0 alone; collective."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu() if is_main else None
 
 
 def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
-    """`optimizer.state_dict()` with whole tensors on rank 0: the same tree as without sharding; collective."""
-
-    def whole(tensor: Tensor) -> Tensor | None:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return full.detach().cpu() if is_main else None
-
-    tree = map_tensors(optimizer.state_dict(), whole)
+    """`optimizer.state_dict()` with full tensors on rank 0: the same tree as without sharding; collective."""
+    tree = tree_map_only(Tensor, lambda tensor: full_tensor(tensor, is_main), optimizer.state_dict())
     return tree if is_main else None
 
 
 def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """The DTensor of a whole tensor: sharded as its parameter if it has its shape, else replicated; a scalar stays."""
+    """The DTensor of a full tensor: sharded as its parameter if it has its shape, else replicated; a scalar stays."""
     if not isinstance(parameter, DTensor) or not tensor.dim():
         return tensor
     mesh = parameter.device_mesh

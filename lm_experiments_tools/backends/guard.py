@@ -1,9 +1,8 @@
-"""A process beside each worker of a job, which ends it once it has been stopped for longer than the others wait.
+"""A process that kills its parent, a worker, once that has been stopped for longer than the others wait.
 
-A stopped worker (SIGSTOP) cannot end itself, SIGTERM reaches it only after SIGCONT, and its launcher sees a process
-that runs: the workers that are left give up after `--stall_timeout`, but on its machine its launcher waits for ever.
-The guard is this file, run by itself with the standard library alone. It is in its worker's process group: who
-suspends the whole job (Ctrl-Z, `scontrol suspend`) suspends the guard too, and its count goes on with the job.
+A stopped worker (SIGSTOP) does not see SIGTERM, and its launcher waits forever for it, while the other workers give up
+after `--stall_timeout`. The guard is this file, run with the standard library alone. It is in its worker's process
+group: suspending the whole job (Ctrl-Z, `scontrol suspend`) suspends the guard too.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
 
     from lm_experiments_tools.config.training import TrainerArgs
 
-_INTERVAL = 0.25  # seconds between two looks
-_GRACE = 1.0  # seconds in which the others can still see that it is stopped, and say so
+_INTERVAL = 0.25  # seconds between two checks
+_GRACE = 1.0  # seconds in which the others can still report that it is stopped
 _guards: list[subprocess.Popen] = []  # of this process: one
 
 
 def watch(args: TrainerArgs) -> None:
-    """Start a guard of this process, unless it has one, is no worker among several or runs on no Linux."""
+    """Start a guard of this process, if it is one of several workers, on Linux, and has none."""
     import subprocess
 
     from lm_experiments_tools.backends.backend import STALL_SECONDS
@@ -44,10 +43,10 @@ def watch(args: TrainerArgs) -> None:
 
 
 def guard(process: int, seconds: float, rank: int, log: str) -> None:
-    """Return when the parent `process` has ended, or was stopped for `seconds` and has been killed.
+    """Return when the parent `process` has ended, or was killed because it was stopped for `seconds`.
 
     Args:
-        log: file of the worker, for the sentence; "" for none.
+        log: log file of the worker; "" for none.
     """
     stopped = 0.0
     while os.getppid() == process and stopped <= seconds + _GRACE:

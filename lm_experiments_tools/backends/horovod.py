@@ -1,8 +1,7 @@
 """Data parallelism over Horovod: `horovodrun -np 8 python run_t5_pretraining.py ...`, or `mpirun` with an MPI build.
 
-Horovod's DistributedOptimizer is used for what it does well, overlapping the reduction of gradients with the backward
-pass, and for nothing else: it re-creates the optimizer it wraps from its param_groups, which loses the other
-arguments of its constructor, so it wraps an SGD that never steps and the user's optimizer stays as it is.
+Horovod's DistributedOptimizer overlaps the reduction of gradients with the backward pass. It re-creates the optimizer
+that it wraps from its param_groups, which loses other arguments, so it wraps an SGD that never steps.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lm_experiments_tools.backends import horovod_elastic
-from lm_experiments_tools.backends.backend import STALL_SECONDS, DataParallelBackend, check_whole
+from lm_experiments_tools.backends.backend import STALL_SECONDS, Backend, check_whole
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, put_back
@@ -29,23 +28,23 @@ try:
 except ImportError as error:
     raise UserError(
         f"Horovod's PyTorch part cannot be imported ({error}); build it with `lmtools build-horovod` "
-        "(scripts/build_horovod.py), or start this script with torchrun or accelerate launch instead"
+        "(scripts/build_horovod.py), or use torchrun or accelerate launch"
     ) from None
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
-NEVER = 1 << 30  # backward passes: more than any step has
+_NEVER = 1 << 30  # backward passes: more than any step has
 
 
-class HorovodBackend(DataParallelBackend):
+class HorovodBackend(Backend):
     """One worker of a Horovod job, pinned to the GPU of its local rank where there are GPUs.
 
     Args:
         precision: forward autocast and loss scaling.
         fp16_allreduce: send gradients as fp16, half the traffic, rounded to 11 bits of mantissa.
-        stall_timeout: seconds that workers wait for one that is late, or gone. None: STALL_SECONDS for a late one,
-            Horovod's 30 for one that is gone, in an elastic job 300.
+        stall_timeout: seconds that workers wait for a late or lost one. None: STALL_SECONDS for a late one,
+            Horovod's 30 for a lost one, in an elastic job 300.
 
     Raises:
         UserError: the launcher started more workers than Horovod sees, or more local workers than GPUs.
@@ -61,7 +60,7 @@ class HorovodBackend(DataParallelBackend):
             os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(stall_timeout)
             os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(min(60, stall_timeout // 2))  # it warns, then ends
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
-        # Else a GPU's gradients would be waited for by the host, not by the GPU's next work.
+        # otherwise the host waits for the reduction of a GPU's gradients
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         horovod_elastic.listen(notification_manager)
         horovod_elastic.ask_for_rank()
@@ -118,15 +117,12 @@ class HorovodBackend(DataParallelBackend):
     def backward(self, loss: Tensor) -> None:
         # Horovod sends a gradient after its n-th backward pass: never, until the last micro-batch makes it the next.
         if self._reducer is not None:
-            self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)
+            self._reducer.set_backward_passes_per_step(1 if self._sync else _NEVER)
         super().backward(loss)
 
     @record_function("communication")
     def _reduce_gradients(self) -> None:
-        """Average gradients; one that no worker has stays None, so that its parameter is left alone by the optimizer.
-
-        Horovod reads a missing gradient as zeros, with which AdamW would still decay weights and moments.
-        """
+        """Average gradients; one that no worker has stays None, where Horovod gives zeros and AdamW would decay."""
         if self._reducer is None:
             return
         present = torch.tensor([p.grad is not None for p in self._reduced], dtype=torch.float32)
@@ -172,11 +168,7 @@ class HorovodBackend(DataParallelBackend):
 
 
 class SummedAsFp16(hvd.compression.Compressor):
-    """Gradients summed as fp16 and divided by the number of workers in fp32.
-
-    Horovod's own compression divides the sum in fp16, where all below 6e-8 becomes zero. What a worker's own gradient
-    loses below 3e-8 stays lost: to scale it, all workers would have to agree on a factor before each one is sent.
-    """
+    """Gradients summed as fp16 and divided in fp32; Horovod's own compression divides in fp16, which loses more."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -193,7 +185,7 @@ def _local_device() -> torch.device:
     if hvd.local_size() > torch.cuda.device_count():
         raise UserError(
             f"{hvd.local_size()} workers on this machine but {torch.cuda.device_count()} GPU(s): start at most one "
-            "worker per GPU (horovodrun -np), or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+            "worker per GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     torch.cuda.set_device(hvd.local_rank())
     return torch.device("cuda", hvd.local_rank())
@@ -203,10 +195,9 @@ def _check_launch(world_size: int) -> None:
     """Refuse to be one of several workers that each train alone."""
     wanted, source = wanted_processes()
     if wanted > world_size:
-        hint = "not torchrun" if source == "WORLD_SIZE" else "mpirun and srun need a Horovod built with MPI"
         raise UserError(
-            f"the launcher started {wanted} workers ({source}) but Horovod sees {world_size}, so each would "
-            f"train alone; start the Horovod trainer with `horovodrun -np {wanted} python ...` ({hint})"
+            f"the launcher started {wanted} workers ({source}) but Horovod sees {world_size}, so each would train "
+            f"alone; use `horovodrun -np {wanted} python ...` (mpirun and srun need a Horovod built with MPI)"
         )
 
 
@@ -215,7 +206,7 @@ def _check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
     if bf16:
         raise UserError(
             f"{len(bf16)} parameters are bfloat16 ({bf16[0]}, ...), which Horovod {horovod.__version__} cannot "
-            "reduce; keep the model in fp32 and use --bf16, which computes in bfloat16 and keeps fp32 gradients"
+            "reduce: keep the model in fp32 and use --bf16"
         )
     if hasattr(optimizer, "skip_synchronize"):
-        raise UserError("pass the plain optimizer: this one is a Horovod DistributedOptimizer, which the trainer adds")
+        raise UserError("pass the plain optimizer, not a Horovod DistributedOptimizer, which the trainer makes")

@@ -1,7 +1,6 @@
-"""Checks that what the launcher was asked for is what runs.
+"""Checks that the launcher's request is what runs.
 
-Accelerate silently runs one process, or several that each train alone, or plain DDP where FSDP or DeepSpeed was asked
-for; a run must refuse instead.
+Accelerate silently runs one process, or several that each train alone, or DDP instead of FSDP or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
     """FSDP or DEEPSPEED, if the launcher asked for one of them."""
     wanted = [kind for variable, kind in SHARDING.items() if environ.get(variable, "false").lower() == "true"]
     if len(wanted) > 1:
-        raise UserError(f"the launcher asked for {' and '.join(wanted)} at once (ACCELERATE_USE_...): choose one")
+        raise UserError(f"the launcher asked for {' and '.join(wanted)} (ACCELERATE_USE_...): choose one")
     return wanted[0] if wanted else None
 
 
 def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Number of workers that the launcher was asked for, and where that was read."""
-    told = [(int(environ[variable]), variable) for variable in COUNTS if environ.get(variable, "").isdigit()]
+    reported = [(int(environ[variable]), variable) for variable in COUNTS if environ.get(variable, "").isdigit()]
     if (tasks := started_tasks(environ)) is not None:
-        told.append((tasks.count, tasks.source))
-    return max(told or [(1, "nothing")], key=lambda pair: pair[0])
+        reported.append((tasks.count, tasks.source))
+    return max(reported or [(1, "nothing")], key=lambda pair: pair[0])
 
 
 def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
@@ -46,7 +45,7 @@ def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_device(initialized: bool) -> None:
-    """Before an Accelerator is made: sharding needs an accelerator device, and a GPU serves one worker.
+    """Before an Accelerator is made: sharding needs a GPU, and each worker its own.
 
     Args:
         initialized: a state of Accelerate exists already, so what it found counts, not what is looked for here.
@@ -63,25 +62,19 @@ def check_device(initialized: bool) -> None:
     if torch.cuda.is_available() and not cpu_asked() and local > torch.cuda.device_count():
         raise UserError(
             f"{local} workers on this machine but {torch.cuda.device_count()} GPU(s): start at most one worker per "
-            "GPU, or set ACCELERATE_USE_CPU=1 to train on CPUs (srun: leave --gpus-per-task and --gpu-bind out, for "
-            "each task must see all GPUs of its machine)"
+            "GPU (srun: without --gpus-per-task and --gpu-bind), or set ACCELERATE_USE_CPU=1 to train on CPUs"
         )
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """After an Accelerator was made: it is what the launcher was asked for.
-
-    Raises:
-        UserError: fewer workers than started, not the sharding asked for, or a kind that this package does not train.
-    """
+    """After an Accelerator was made: it is what the launcher was asked for. Raises UserError."""
     kind, found = str(accelerator.distributed_type.value), accelerator.num_processes
     wanted, source = wanted_processes()
     if wanted > found and source.startswith("SLURM_"):
         raise UserError(
-            f"srun started {wanted} tasks ({source}) but each is in a group of {found} worker(s) of its own: start "
-            f"the script itself with srun, which forms one job of all tasks, or `srun --ntasks-per-node=1 torchrun "
-            "--nnodes N --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node M SCRIPT ...`; runs that are "
-            "meant to be apart are started by a srun -n1 each"
+            f"srun started {wanted} tasks ({source}) but each is in its own group of {found} worker(s): start the "
+            "script itself with srun, or `srun --ntasks-per-node=1 torchrun --nnodes N --rdzv_backend c10d "
+            "--rdzv_endpoint HOST:PORT --nproc_per_node M SCRIPT ...`"
         )
     if wanted > found:
         raise UserError(
@@ -92,17 +85,20 @@ def check_accelerator(accelerator: Accelerator) -> None:
     sharding = wanted_sharding()
     if sharding and kind != sharding:
         raise UserError(
-            f"the launcher asked for {sharding} but Accelerate runs {kind} on {found} worker(s) (it shards on at "
-            f"least two workers with a GPU each, never with ACCELERATE_USE_CPU); {CPU_FORM.format(n=max(wanted, 2))}"
+            f"the launcher asked for {sharding} but Accelerate runs {kind} on {found} worker(s): it shards on at "
+            "least two workers with a GPU each, never with ACCELERATE_USE_CPU"
         )
     if kind not in SUPPORTED_TYPES:
         raise UserError(f"distributed_type {kind} is not supported: choose DDP, FSDP (version 2) or DeepSpeed")
     if accelerator.parallelism_config is not None:
-        raise UserError(
-            "the Accelerator has a parallelism_config, but tensor and context parallelism are not supported"
-        )
+        raise UserError("the Accelerator's parallelism_config is not supported: only data parallelism is")
     if found == 1:
-        check_parent(_parent_command())
+        import psutil  # comes with accelerate
+
+        try:
+            check_parent(psutil.Process().parent().cmdline())
+        except (psutil.Error, AttributeError):  # no parent, or one of another user
+            pass
 
 
 def check_parent(command: Sequence[str]) -> None:
@@ -124,24 +120,12 @@ def check_parent(command: Sequence[str]) -> None:
     if wanted is not None and wanted > 1:
         raise UserError(
             f"`accelerate launch` was asked for {wanted} processes ({source}) and started one, as it does without "
-            f"GPUs; {CPU_FORM.format(n=wanted)}, so does `ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu "
-            f"--num_machines 1 --num_processes {wanted} SCRIPT ...`"
+            f"GPUs; {CPU_FORM.format(n=wanted)}"
         )
 
 
-def _parent_command() -> list[str]:
-    """Command line of the process that started this one, empty where it cannot be read."""
-    import psutil  # comes with accelerate
-
-    try:
-        parent = psutil.Process().parent()
-        return parent.cmdline() if parent is not None else []
-    except psutil.Error:
-        return []
-
-
 def open_deepspeed_settings() -> None:
-    """Leave open, for `deepspeed_config.fill_config`, what accelerate launch says of its own accord.
+    """Remove defaults of accelerate launch, so that `deepspeed_config.fill_config` can set them.
 
     Raises:
         UserError: DeepSpeed cannot be imported.
@@ -150,8 +134,7 @@ def open_deepspeed_settings() -> None:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise UserError(f"DeepSpeed was asked for but cannot be imported ({error}); `pip install deepspeed`") from None
-    # accelerate launch hands its own defaults on as if they had been asked for, 1 step and clipping at 1.0; and an
-    # Accelerator cannot read "auto", which is what a plugin takes an absent variable for.
+    # accelerate launch passes its defaults on as if they had been requested, and an Accelerator cannot read "auto"
     for variable, default in (("GRADIENT_ACCUMULATION_STEPS", "1"), ("GRADIENT_CLIPPING", "1.0")):
         if os.environ.get(f"ACCELERATE_{variable}") in (default, "auto"):
             del os.environ[f"ACCELERATE_{variable}"]

@@ -1,7 +1,6 @@
 """Numerical precision of a training step: fp32, bf16 autocast, fp16 with loss scaling, NVIDIA apex.
 
-A `Precision` is told when the last micro-batch of a step runs and how gradients are reduced, because each scheme wants
-the reduction at its own place: torch.amp unscales after it, apex wants it inside its `scale_loss` context.
+`Precision.backward` calls the reduction of gradients: torch.amp unscales after it, apex needs it inside `scale_loss`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ StepContext = Callable[[], "AbstractContextManager[None] | None"]
 class Precision:
     """Full precision, or autocast to `dtype` (bf16 needs no loss scaling)."""
 
-    scaler: Any = None  # holds the state to save, where the loss is scaled
-    skips_on_device = True  # nothing but the optimizer has to know of a gradient that is not finite
+    scaler: Any = None  # has a state to save, if the loss is scaled
+    skips_on_device = True  # only the optimizer depends on whether the gradient is finite
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
@@ -62,7 +61,7 @@ class Precision:
 
 
 class LossScaledFp16(Precision):
-    """fp16 autocast with torch's dynamic loss scaling, kept between `min_scale` and `max_scale`.
+    """fp16 autocast with torch's dynamic loss scaling, clamped to `min_scale` and `max_scale`.
 
     A step with non-finite gradients is skipped and the scale halved; 2000 good steps double it (torch's defaults).
     """
@@ -99,7 +98,7 @@ class LossScaledFp16(Precision):
 
 
 class ApexAmp(Precision):
-    """NVIDIA apex.amp (O0 to O3). Deprecated upstream in favour of torch.amp; kept for those who have it installed."""
+    """NVIDIA apex.amp (O0 to O3), which upstream has deprecated in favour of torch.amp."""
 
     skips_on_device = False
 
@@ -108,12 +107,9 @@ class ApexAmp(Precision):
         try:
             self.amp = self.scaler = importlib.import_module("apex.amp")
         except ImportError as error:
-            found = "NVIDIA apex is not installed"
-            if error.name != "apex":
-                found = "the installed apex has no apex.amp, which NVIDIA has removed (PyPI's apex is another package)"
             raise UserError(
-                f"--apex_opt_lvl {opt_level}: {found}; leave the flag out to use torch.amp, or build an apex of 2024 "
-                "from source."
+                f"--apex_opt_lvl {opt_level}: NVIDIA's apex.amp is not installed ({error}); leave the flag out to "
+                "use torch.amp, or build an apex of 2024 from source."
             ) from error
         self.opt_level, self.scales = opt_level, {"min_loss_scale": min_scale, "max_loss_scale": max_scale}
 
@@ -148,11 +144,7 @@ def get_precision(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = None,
 ) -> Precision:
-    """The scheme that the precision flags ask for.
-
-    Raises:
-        UserError: apex asked for but not installed, or bf16 on a GPU that has none.
-    """
+    """The scheme that the precision flags ask for. Raises UserError."""
     if fp16 and apex_opt_lvl:
         return ApexAmp(apex_opt_lvl, min_loss_scale, max_loss_scale)
     if fp16:

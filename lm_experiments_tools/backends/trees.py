@@ -1,51 +1,30 @@
-"""Trees of tensors (dicts, lists, tuples of tensors and plain values) sent from rank 0 to every worker."""
+"""Tensors sent between workers: rank 0's optimizer state, and gradients as fp16."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-HOW = ("fused", "foreach", "capturable", "differentiable")  # how torch's optimizers compute; what is the same
-CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # same width: types some libraries cannot send
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # settings of torch's optimizers
+_CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the same width; some libraries need them
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
     """A contiguous tensor of the same bits in a type that Horovod and gloo can broadcast; a view where it can be."""
-    return tensor.detach().view(CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
+    return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 
 def put_back(carrier: Tensor, tensor: Tensor) -> None:
-    """Undo `as_carrier`: write what arrived into `tensor`, unless it is there already."""
+    """Undo `as_carrier`: copy a received carrier into `tensor`, unless it is a view of it."""
     if carrier.data_ptr() != tensor.data_ptr() or carrier.device != tensor.device:
         tensor.detach().copy_(carrier.view(tensor.dtype))
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """Stands for a tensor in a tree that is sent without its tensors."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The tree with `function` applied to its tensors, in an order that depends on the tree's structure alone."""
-    return _map_leaves(tree, function, Tensor)
-
-
-def _map_leaves(tree: Any, function: Callable[[Any], Any], kind: type) -> Any:
-    if isinstance(tree, kind):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: _map_leaves(value, function, kind) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map_leaves(value, function, kind) for value in tree)
-    return tree
 
 
 def broadcast_tree(
@@ -54,28 +33,21 @@ def broadcast_tree(
     broadcast: Callable[[Any], Any],
     broadcast_tensors: Callable[[list[Tensor]], None],
 ) -> Any:
-    """Rank 0's tree on every worker, its tensors on the CPU.
-
-    The structure travels as one object and each tensor by itself, so no copy of the whole tree is ever serialized. The
-    tensors are copies on rank 0 too, whose own may lie in a file.
+    """Copies of rank 0's tree on every worker, tensors on the CPU; only the structure is pickled.
 
     Args:
         tree: read on rank 0 only.
         broadcast: sends rank 0's picklable value to all.
         broadcast_tensors: overwrites CPU tensors with rank 0's.
     """
-    tensors: list[Tensor] = []
-
-    def strip(tensor: Tensor) -> _Leaf:
-        tensors.append(tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
-        return _Leaf(tuple(tensor.shape), tensor.dtype)
-
-    skeleton = broadcast(map_tensors(tree, strip) if is_main else None)
-    if not is_main:
-        _map_leaves(skeleton, lambda leaf: tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype)), _Leaf)
+    structure = broadcast(tree_map_only(Tensor, lambda t: t.detach().to("meta"), tree) if is_main else None)
+    copies = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), structure)
+    tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
+    if is_main:
+        for copy, tensor in zip(tensors, (t for t in tree_leaves(tree) if isinstance(t, Tensor)), strict=True):
+            copy.copy_(tensor.detach())
     broadcast_tensors(tensors)
-    received = iter(tensors)
-    return _map_leaves(skeleton, lambda leaf: next(received), _Leaf)
+    return copies
 
 
 def to_parameter(parameter: Tensor, tensor: Tensor) -> Tensor:
@@ -91,35 +63,54 @@ def load_optimizer_tree(
     broadcast_tensors: Callable[[list[Tensor]], None],
     place: Callable[[Tensor, Tensor], Tensor] = to_parameter,
 ) -> None:
-    """`optimizer.load_state_dict` of rank 0's tree on every worker, sent and put in place by one parameter's state.
+    """`optimizer.load_state_dict` of rank 0's tree on every worker.
 
-    So no worker ever holds more beside its optimizer than the state of one parameter. Trees of optimizers that have a
-    form of their own are sent whole.
-
-    How the optimizer computes stays its own: one that is fused now has other state than one that was not.
+    The state of one parameter is sent and placed at a time. A tree of another form is sent as one. Settings
+    such as `fused` stay those of `optimizer`.
 
     Args:
         tree: read on rank 0 only.
-        place: f(parameter, tensor of its state, whole and on the CPU) -> the tensor as the optimizer holds it.
+        place: f(parameter, full CPU tensor of its state) -> the tensor as the optimizer holds it.
     """
 
-    def sent(part: Any) -> Any:
+    def received(part: Any) -> Any:
         return broadcast_tree(part, is_main, broadcast, broadcast_tensors)
 
     keys = broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
     if keys is None:
-        optimizer.load_state_dict(sent(tree))
+        optimizer.load_state_dict(received(tree))
         return
-    groups = sent(tree["param_groups"] if is_main else None)
+    groups = received(tree["param_groups"] if is_main else None)
     for group, own in zip(groups, optimizer.param_groups, strict=False):
-        group.update({name: own[name] for name in HOW if name in own})
+        group.update({name: own[name] for name in _IMPLEMENTATION if name in own})
     numbers = [number for group in groups for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    of_number = dict(zip(numbers, parameters, strict=False))  # where they differ in number, the optimizer says so
+    by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer reports another number of parameters
     state = {}
     for key in keys:
-        whole = sent(tree["state"][key] if is_main else None)
-        if (parameter := of_number.get(key)) is not None:
-            whole = map_tensors(whole, lambda tensor, parameter=parameter: place(parameter, tensor))
-        state[key] = whole
+        state[key] = received(tree["state"][key] if is_main else None)
+        if (parameter := by_number.get(key)) is not None:
+            state[key] = tree_map_only(Tensor, lambda t, parameter=parameter: place(parameter, t), state[key])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def send_as_fp16(world_size, bucket):  # DDP refuses annotations that are strings
+    """Average a bucket of gradients over workers as fp16; a hook for DDP's `register_comm_hook`.
+
+    torch's own hook divides by the number of workers in fp16, which flushes all below 6e-8 to zero. Here the largest
+    element of all workers is scaled by a power of two so that the sum just fits, and the division is done in fp32:
+    elements down to 2^-29 / world_size of the largest keep 11 bits.
+    """
+    buffer = bucket.buffer()
+    largest = torch.linalg.vector_norm(buffer, torch.inf).float()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    available = 15 - math.ceil(math.log2(world_size))
+    # largest < 2^exponent; inf and nan have an arbitrary exponent and stay what they are
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    scale = torch.ldexp(torch.ones_like(largest), available - exponent)
+    sent = (buffer * scale).half()
+
+    def average(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return buffer.copy_(future.value()[0].float().div_(scale * world_size))
+
+    return dist.all_reduce(sent, async_op=True).get_future().then(average)

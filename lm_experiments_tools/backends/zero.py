@@ -1,6 +1,6 @@
-"""The optimizer of a DeepSpeed engine, which holds slices of flat vectors, seen as one of whole parameters.
+"""The unsharded view of a DeepSpeed optimizer, which holds shards of flat vectors.
 
-Its state is then saved and loaded as that of any other backend: by ZeRO of any stage and on any number of workers.
+Its state is saved and loaded as that of any other backend, by ZeRO of any stage and on any number of workers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class _Slice(NamedTuple):
-    """The part of a flattened parameter that a worker keeps, and where: numbers of elements."""
+class _Shard(NamedTuple):
+    """The part of a flattened parameter that a worker holds, in elements."""
 
     vector: int  # among the worker's flat vectors
     start: int  # in that vector
@@ -26,15 +26,15 @@ class _Slice(NamedTuple):
     length: int
 
 
-def _is_sliced(value: Any) -> bool:
-    """True for a value of each element of a vector, False for one of them all, such as the number of steps."""
+def _is_flat(value: Any) -> bool:
+    """True for per-element state of a vector, False for a scalar such as the number of steps."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def take_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of a torch optimizer, which keeps those parameters that DeepSpeed can optimize.
+    """The parameter groups of a torch optimizer, which keeps only what DeepSpeed can optimize.
 
-    It leaves out frozen ones, those without elements, and groups without parameters, not all of them in each stage.
+    Frozen parameters and those without elements are removed.
     """
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -43,18 +43,18 @@ def take_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _optimized(parameters: list[Tensor]) -> dict[int, Tensor]:
-    """Those that DeepSpeed optimizes, by their place among `parameters`."""
+    """Those that DeepSpeed optimizes, by their index in `parameters`."""
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
     return {i: p for i, (p, size) in enumerate(zip(parameters, sizes, strict=True)) if p.requires_grad and size}
 
 
-class WholeOptimizer:
+class UnshardedOptimizer:
     """The parameter groups and the state that a torch optimizer would have without ZeRO.
 
     Args:
         zero: DeepSpeed's optimizer, of stage 1, 2 or 3.
         groups: what `take_groups` gave before DeepSpeed took the parameters away.
-        device: on which slices are gathered.
+        device: on which shards are gathered.
     """
 
     def __init__(self, zero: Any, groups: list[dict[str, Any]], device: torch.device) -> None:
@@ -64,39 +64,35 @@ class WholeOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of each group, with its whole parameters; of groups that nothing trains, those of the start."""
+        """The settings of each group with its full parameters; of untrained groups the initial ones."""
         own = iter(self.zero.optimizer.param_groups)
         pairs = zip(self.groups, self._optimized, strict=True)
         return [{**(next(own) if optimized else group), "params": group["params"]} for group, optimized in pairs]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """`torch.optim.Optimizer.state_dict` with whole fp32 tensors on the CPU, on rank 0 alone; collective."""
-        state, groups = {}, []
+        """`torch.optim.Optimizer.state_dict` with full fp32 tensors on the CPU, on rank 0 alone; collective."""
+        state, groups, held_by = {}, [], self.zero.optimizer.state
         numbers, index = count(), count()
         for group, optimized in zip(self.param_groups, self._optimized, strict=True):
             of_group = [next(numbers) for _ in group["params"]]
             groups.append({**group, "params": of_group})
             if not optimized:
                 continue
-            vector = next(iter(self._vectors(next(index)).values()))
-            if held := self.zero.optimizer.state.get(vector):
-                state.update((of_group[i], self._whole_state(p, held)) for i, p in optimized.items())
+            held = held_by.get(next(iter(self._vectors(next(index)).values())), {})
+            flat = [name for name, value in held.items() if _is_flat(value)]
+            for i, parameter in optimized.items() if held else ():
+                full = self._gather(parameter, lambda vector, flat=flat: [held_by[vector][name] for name in flat])
+                by_name = dict(zip(flat, full, strict=False))  # empty on other ranks
+                if self.is_main:
+                    entries = ((name, by_name[name] if name in flat else deepcopy(held[name])) for name in held)
+                    state[of_group[i]] = dict(entries)
         return {"state": state, "param_groups": groups} if self.is_main else None
 
-    def _whole_state(self, parameter: Tensor, held: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter on rank 0; collective. `held` is that of a flat vector of its group."""
-        sliced, state = [name for name, value in held.items() if _is_sliced(value)], self.zero.optimizer.state
-        whole = self._gather(parameter, lambda vector: [state[vector][name] for name in sliced])
-        if not self.is_main:
-            return {}
-        of_name = dict(zip(sliced, whole, strict=True))
-        return {name: of_name[name] if name in of_name else deepcopy(held[name]) for name in held}
-
     def cut(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """This worker's slice of a whole tensor of a parameter's state; a scalar, such as a number of steps, stays.
+        """This worker's shard of a full tensor of a parameter's state; a scalar, such as a number of steps, stays.
 
         Raises:
-            ValueError: the tensor has another shape than its parameter, or that is frozen and has no slice.
+            ValueError: the tensor has another shape than its parameter, or it is frozen and has no shard.
         """
         if not tensor.dim():
             return tensor
@@ -106,51 +102,46 @@ class WholeOptimizer:
             raise ValueError(f"state of shape {tuple(tensor.shape)} for a parameter of shape {tuple(shape)}")
         if not tensor.numel():
             return tensor
-        own = self._slice(parameter)
+        own = self._shard(parameter)
         return tensor.flatten()[own.offset : own.offset + own.length].clone()
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, for a tree whose tensors went through `cut`.
-
-        Raises:
-            ValueError: other parameter groups, or parameters of one group with different numbers of steps, of which
-                a flat vector has one.
-        """
+        """The inverse of `state_dict`, for a tree whose tensors went through `cut`. Raises ValueError."""
         groups, base = tree["param_groups"], self.zero.optimizer
         if [len(group["params"]) for group in groups] != [len(own["params"]) for own in self.groups]:
             raise ValueError("loaded state dict has other parameter groups")
-        whole: dict[int, Any] = {}
+        states: dict[int, Any] = {}
         loaded = []
         taken = [pair for pair in zip(groups, self._optimized, strict=True) if pair[1]]
         for index, ((group, optimized), own) in enumerate(zip(taken, base.param_groups, strict=True)):
             vectors = self._vectors(index)
-            states = [(parameter, tree["state"].get(group["params"][i])) for i, parameter in optimized.items()]
-            entries = [(parameter, state) for parameter, state in states if state]
-            whole.update(self._join(vectors, entries))
+            saved = [(parameter, tree["state"].get(group["params"][i])) for i, parameter in optimized.items()]
+            entries = [(parameter, state) for parameter, state in saved if state]
+            states.update(self._join(vectors, entries))
             settings = {name: value for name, value in group.items() if name in own}
             loaded.append({**own, **settings, "params": list(vectors)})
             own["params"] = list(vectors.values())  # ZeRO 3 puts them there for the moment of a step
-        base.load_state_dict({"state": whole, "param_groups": loaded})
+        base.load_state_dict({"state": states, "param_groups": loaded})
         for number, vector in self._vectors().items():  # torch has cast it to the vector's type
-            sliced = {name: value for name, value in whole.get(number, {}).items() if _is_sliced(value)}
-            base.state.get(vector, {}).update(sliced)
+            flat = {name: value for name, value in states.get(number, {}).items() if _is_flat(value)}
+            base.state.get(vector, {}).update(flat)
         if self._is_stage_3:
             for group in base.param_groups:
                 group["params"] = []
         self.zero._hp_optimizer_states_linked = False  # ZeRO 1, 2: for safe_get_full_optimizer_state
 
     def weight(self, parameter: Tensor) -> Tensor | None:
-        """The whole fp32 weight on the CPU, on rank 0 alone; collective."""
+        """The full fp32 weight on the CPU, on rank 0 alone; collective."""
         return next(iter(self._gather(parameter, lambda vector: [vector])), None)
 
     @torch.no_grad()
-    def put_weight(self, parameter: Tensor, whole: Tensor) -> None:
-        """Make the whole weight, given on every worker, that which is optimized."""
-        own = self._slice(parameter)
+    def put_weight(self, parameter: Tensor, full: Tensor) -> None:
+        """Make the full weight, given on every worker, the one that is optimized."""
+        own = self._shard(parameter)
         vector = self._vectors()[own.vector].narrow(0, own.start, own.length)
-        vector.copy_(whole.flatten().narrow(0, own.offset, own.length))
+        vector.copy_(full.flatten().narrow(0, own.offset, own.length))
 
-    # ---- where slices are
+    # ---- positions of shards
     @property
     def _is_stage_3(self) -> bool:
         return hasattr(self.zero, "fp32_partitioned_groups_flat")
@@ -164,19 +155,19 @@ class WholeOptimizer:
         vectors = enumerate(self.zero.fp32_partitioned_groups_flat)
         return {number: vector for number, vector in vectors if group in (None, of_group[number])}
 
-    def _slice(self, parameter: Tensor) -> _Slice:
+    def _shard(self, parameter: Tensor) -> _Shard:
         if self._is_stage_3:  # as many elements of each parameter on each worker, the last ones padded
             number, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
             offset = min(dist.get_rank() * length, parameter.ds_numel)
-            return _Slice(number, start, offset, min(length, parameter.ds_numel - offset))
-        number, at = self._places[parameter]
+            return _Shard(number, start, offset, min(length, parameter.ds_numel - offset))
+        number, at = self._offsets[parameter]
         size = len(self._vectors(number)[number])  # the same for each worker, of all parameters joined
         first = dist.get_rank() * size
         begin, end = max(at, first), min(at + parameter.numel(), first + size)
-        return _Slice(number, begin - first, begin - at, end - begin) if begin < end else _Slice(number, 0, 0, 0)
+        return _Shard(number, begin - first, begin - at, end - begin) if begin < end else _Shard(number, 0, 0, 0)
 
     @cached_property
-    def _places(self) -> dict[Tensor, tuple[int, int]]:
+    def _offsets(self) -> dict[Tensor, tuple[int, int]]:
         """The flat vector of each parameter, and where it begins in all workers' parts of it joined, for ZeRO 1 and 2.
 
         DeepSpeed's `_hp_mapping` does not know the order that `round_robin_gradients` makes.
@@ -186,9 +177,9 @@ class WholeOptimizer:
 
     @torch.no_grad()
     def _gather(self, parameter: Tensor, of: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """The whole fp32 tensors of a parameter, on rank 0 alone; `of` gives those of a flat vector. Collective."""
+        """The full fp32 tensors of a parameter, on rank 0 alone; `of` gives those of a flat vector. Collective."""
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        own, vectors = self._slice(parameter), self._vectors()
+        own, vectors = self._shard(parameter), self._vectors()
         held = of(vectors[own.vector])
         buffer = torch.zeros(len(held), shape.numel(), device=self.device)
         for row, values in zip(buffer, held, strict=True):
@@ -197,26 +188,25 @@ class WholeOptimizer:
         return [row.view(shape).to("cpu", copy=True) for row in buffer] if self.is_main else []
 
     def _join(self, vectors: dict[int, Tensor], entries: list[tuple[Tensor, dict[str, Any]]]) -> dict[int, Any]:
-        """The state of a group's flat vectors, from slices of the states of its parameters."""
+        """The state of a group's flat vectors, from shards of the states of its parameters."""
         if not entries:
             return {}
         first = entries[0][1]
-        sliced = [name for name in first if any(_is_sliced(state.get(name)) for _, state in entries)]
-        counts = [{name: value for name, value in state.items() if name not in sliced} for _, state in entries]
-        if any(one != counts[0] for one in counts):
+        flat = [name for name in first if any(_is_flat(state.get(name)) for _, state in entries)]
+        common, *others = ({n: v for n, v in state.items() if n not in flat} for _, state in entries)
+        if any(other != common for other in others):
             raise ValueError("parameters of one group have different numbers of steps, of which ZeRO keeps one")
         if type(self.zero.optimizer).__module__.startswith("deepspeed."):  # whose CPU optimizers count in Python
-            counts[0] = {name: int(value) for name, value in counts[0].items()}
-        joined = {}
+            common = {name: int(value) for name, value in common.items()}
+        in_fp32, joined = getattr(self.zero.optimizer, "fp32_optimizer_states", False), {}
         for number, vector in vectors.items():
-            dtype = torch.float32 if getattr(self.zero.optimizer, "fp32_optimizer_states", False) else vector.dtype
-            zeros = {name: torch.zeros_like(vector, dtype=dtype) for name in sliced}
-            joined[number] = {name: zeros[name] if name in zeros else deepcopy(counts[0][name]) for name in first}
+            zeros = torch.zeros_like(vector, dtype=torch.float32 if in_fp32 else vector.dtype)
+            joined[number] = {name: zeros.clone() if name in flat else deepcopy(common[name]) for name in first}
         for parameter, state in entries:
-            own = self._slice(parameter)
-            for name in sliced if own.length else ():
-                if isinstance(piece := state.get(name), Tensor):
-                    joined[own.vector][name].narrow(0, own.start, own.length).copy_(piece.flatten())
+            own = self._shard(parameter)
+            for name in flat if own.length else ():
+                if isinstance(shard := state.get(name), Tensor):
+                    joined[own.vector][name].narrow(0, own.start, own.length).copy_(shard.flatten())
         return joined
 
 

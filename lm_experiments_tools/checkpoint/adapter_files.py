@@ -1,4 +1,4 @@
-"""Adapters on disk, in peft's layout: only what was trained, and the sha256 of the weights it was trained on."""
+"""Adapters on disk, in peft's layout: only trained parameters, and the sha256 of the base model's weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lm_experiments_tools.checkpoint.manifest import keep_from_pruning, verify_model
+from lm_experiments_tools.checkpoint.manifest import pin, verify_model
 from lm_experiments_tools.checkpoint.source import (
     ADAPTER_CONFIG,
     ENSEMBLE_CONFIG,
@@ -20,8 +20,7 @@ from lm_experiments_tools.checkpoint.source import (
     ensemble_folders,
     real_names,
 )
-from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
-from lm_experiments_tools.checkpoint.tree import load_tensors
+from lm_experiments_tools.checkpoint.tree import WriteTensors, load_tensors, write_now
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import trained_parameters
 from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # peft's name
 DEFAULT_ADAPTER = "default"  # peft's name of a model's only adapter
-_BASE_SHA256 = "base_sha256"  # in the header of ADAPTER_WEIGHTS, which peft does not look at: Source.fingerprint
+_BASE_SHA256 = "base_sha256"  # Source.fingerprint of the base, in the header of ADAPTER_WEIGHTS; peft ignores it
 
 
 def saved_names(model: PeftModel) -> dict[str, str]:
@@ -41,7 +40,7 @@ def saved_names(model: PeftModel) -> dict[str, str]:
 
     every = dict(model.named_parameters(remove_duplicate=False))  # peft asks for a tied one by any of its names
     name_of = {id(parameter): name for name, parameter in trained_parameters(model).items()}
-    if model.peft_config[DEFAULT_ADAPTER].is_prompt_learning:  # peft would compute the prompt, from slices if need be
+    if model.peft_config[DEFAULT_ADAPTER].is_prompt_learning:  # peft would compute the prompt, also from shards
         state: dict[str, Tensor] = {"prompt_embeddings": model.prompt_encoder[DEFAULT_ADAPTER].embedding.weight}
         for path, module in model.named_modules():
             if isinstance(module, AuxiliaryTrainingWrapper):  # a head that peft copied to train it
@@ -62,7 +61,7 @@ def save_adapter(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, of an ensemble a folder with them for each prompt.
 
-    The labels of a classifier go into label_names.json, which peft does not look at.
+    The labels of a classifier go into label_names.json, which peft ignores.
 
     Args:
         state: the values of `trained_parameters` where the model's own are sharded.
@@ -70,7 +69,7 @@ def save_adapter(
     state = trained_parameters(model) if state is None else state
     config, base = model.peft_config[DEFAULT_ADAPTER], getattr(model, "base_fingerprint", None)
     if config.base_model_name_or_path:
-        keep_from_pruning(Path(config.base_model_name_or_path))
+        pin(Path(config.base_model_name_or_path))
     if names := real_names(model.config.id2label, str(path)):
         (path / LABELS_FILE).write_text(json.dumps({"label_names": names}), encoding="utf-8")
     if isinstance(model, PromptEnsemble):
@@ -79,16 +78,16 @@ def save_adapter(
             (path / folder).mkdir(exist_ok=True)
             _write(path / folder, weights, config, base, write)
         (path / ENSEMBLE_CONFIG).write_text(json.dumps({"folders": list(parts)}), encoding="utf-8")
-        return
-    _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, config, base, write)
+    else:
+        _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, config, base, write)
 
 
 def _write(
     path: Path, weights: dict[str, Tensor], config: PeftConfig, base_fingerprint: str | None, write: WriteTensors
 ) -> None:
-    whole = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    unsharded = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     base = {} if base_fingerprint is None else {_BASE_SHA256: base_fingerprint}
-    write(whole, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
+    write(unsharded, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
     saved = copy.copy(config)
     saved.inference_mode = True  # as peft writes it
     for name, value in vars(config).items():
@@ -98,23 +97,17 @@ def _write(
 
 
 def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
-    """Name of the parameter -> its value in an adapter's folder.
-
-    Raises:
-        UserError: the folder has no adapter, one that does not fit, or one of a base with other weights.
-    """
+    """Name of the parameter -> its value in an adapter's folder. Raises UserError."""
     verify_model(path)
     folders = ensemble_folders(path)
     if not folders and not (path / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{path} is no adapter of peft ({ADAPTER_CONFIG}): name the base model by --from_pretrained.")
+    shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trained_parameters(model).items()}
+    wanted = list(model.file_names()) if isinstance(model, PromptEnsemble) else []
+    if folders != wanted:
         raise UserError(
-            f"{path} is no adapter of peft ({ADAPTER_CONFIG} is missing), and of this model only the adapter is "
-            "loaded: name the base model by --from_pretrained."
+            f"{path} holds {len(folders) or 1} prompt(s), this model has {len(wanted) or 1}: see --num_prompts."
         )
-    own = trained_parameters(model)
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in own.items()}
-    if isinstance(model, PromptEnsemble) != bool(folders) or (folders and folders != list(model.file_names())):
-        here = len(model.file_names()) if isinstance(model, PromptEnsemble) else 1
-        raise UserError(f"{path} holds {len(folders) or 1} prompt(s), this model has {here}: see --num_prompts.")
     if folders:
         shapes["prompts"] = shapes["prompts"][1:]
         parts = {folder: saved_by_name(path / folder) for folder in folders}
@@ -136,8 +129,7 @@ def _check_fit(path: Path, saved: dict[str, Tensor], names: dict[str, str], shap
         raise UserError(
             f"the adapter in {path} does not fit this model: {len(missing)} of its weights are missing, "
             f"{len(unexpected)} unexpected, {len(other)} of another shape "
-            f"({', '.join([*missing[:2], *unexpected[:2], *example])}); it is of another base model, or was made with "
-            "other settings of --peft."
+            f"({', '.join([*missing[:2], *unexpected[:2], *example])}); check the base model and --peft."
         )
 
 
@@ -149,14 +141,12 @@ def check_base(model: PeftModel, path: Path) -> None:
     if then is None or now is None or then == now:
         return
     former, present = Source(str(path), path).base, model.peft_config[DEFAULT_ADAPTER].base_model_name_or_path
+    advice = "put those back"
     if former != present and Path(former).is_dir() and Source(former, Path(former)).fingerprint() == then:
-        raise UserError(
-            f"the adapter in {path} was trained on {former}, and the weights of {present} are others: go on by "
-            f"--from_pretrained {former} --resume {path}, or train a new adapter with another --model_path."
-        )
+        advice = f"continue by --from_pretrained {former} --resume {path}"
     raise UserError(
-        f"the weights of {present} are not those that the adapter in {path} was trained on ({former}, as it was "
-        "then): put these back, or train a new adapter."
+        f"the weights of {present} are not those that the adapter in {path} was trained on ({former}): {advice}, or "
+        "train a new adapter with another --model_path."
     )
 
 

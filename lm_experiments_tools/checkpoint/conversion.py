@@ -15,8 +15,7 @@ def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[s
     """Convert `weights` from a file as `from_pretrained` of the model's class would.
 
     `save_pretrained` writes an architecture's original format, e.g. a matrix for each expert of Qwen3-MoE, which the
-    model holds as one tensor. Weights of a model without such a conversion are returned unchanged, and so are those
-    that it does not know.
+    model holds as one tensor. Weights of a model without such a conversion, and unknown ones, are unchanged.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -77,15 +76,12 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_unsharded() -> Iterator[None]:
-    """Full weights from `from_pretrained` during a ZeRO-3 run, where transformers would shard them.
-
-    The engine shards them later, after a checkpoint was loaded into them and adapters were added, as every backend.
-    """
+    """Full weights from `from_pretrained` during a ZeRO-3 run; the engine shards them later."""
     from transformers.integrations import deepspeed
 
-    begun = deepspeed._hf_deepspeed_config_weak_ref
+    before = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = begun
+        deepspeed._hf_deepspeed_config_weak_ref = before

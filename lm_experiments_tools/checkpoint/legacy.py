@@ -1,8 +1,7 @@
-"""Checkpoints of this project's ancestors: t5-experiments `model_N.pth`, nanoT5 `pytorch_model.bin`.
+"""Checkpoints of t5-experiments (`model_N.pth`) and nanoT5 (`pytorch_model.bin`).
 
 Both are pickles. They are read with torch's restricted unpickler, which builds tensors and plain containers and runs
-no code; the numpy scalars that t5-experiments stored as metrics are allowed too (since torch 2.6 its own files
-cannot be read without that).
+no code; the numpy scalars that t5-experiments stored as metrics are allowed too.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import replacing
 
 _SCALAR_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -31,8 +30,8 @@ _READ_ERRORS += (TypeError, AttributeError, ImportError)  # of bytes that are no
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
-class _LeftOut:
-    """Stands for an object of a package that is not to be imported: its content is dropped."""
+class _Ignored:
+    """Replaces an object of a package that is not to be imported; its content is dropped."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -44,7 +43,7 @@ def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, 
 
     Args:
         allow_pickle: unpickle anything, which can run any code the file's author chose.
-        left_out: packages whose objects in the file are of no interest: nothing of them is imported or called.
+        left_out: packages whose objects in the file are dropped; nothing of them is imported or called.
 
     Raises:
         UserError: the file holds objects other than tensors and numbers (named), or is corrupt.
@@ -52,28 +51,63 @@ def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, 
     try:
         if allow_pickle:
             return torch.load(path, map_location="cpu", weights_only=False)
-        known = _left_out(path, left_out) if left_out else _numpy_scalar_globals()
+        known = _stand_ins(path, left_out) if left_out else _numpy_scalar_globals()
         with torch.serialization.safe_globals(known), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about the pickle protocol of old files, which these are
+            warnings.simplefilter("ignore")  # torch warns about the pickle protocol of old files
             return torch.load(path, map_location="cpu", weights_only=True)
-    except _READ_ERRORS as error:
-        raise _corrupt(path, error) from error
-    except pickle.UnpicklingError as error:
+    except (*_READ_ERRORS, pickle.UnpicklingError) as error:
         refused = re.search(r"GLOBAL (\S+)|`add_safe_globals`,? but got (.+)", str(error))
-        if not refused:
-            raise _corrupt(path, error) from error
-        raise UserError(
-            f"{path} is a pickle that asks for {refused[1] or refused[2]}, which could run code, and was "
-            "not read: convert it to safetensors, or pass --allow_pickle if you trust whoever made it."
-        ) from error
+        if refused and isinstance(error, pickle.UnpicklingError):
+            raise UserError(
+                f"{path} is a pickle that asks for {refused[1] or refused[2]}, which could run code, and was "
+                "not read: convert it to safetensors, or pass --allow_pickle if you trust whoever made it."
+            ) from error
+        reason = first_line(error)
+        if reason.startswith("Weights only load failed"):
+            reason = "not a file of torch.save"
+        raise UserError(f"{path} cannot be read ({reason}): it is truncated, corrupt or no checkpoint.") from error
+
+
+def _numpy_scalar_globals() -> list[Any]:
+    """The globals that a pickled np.float64(...) asks for, under their numpy 1 and numpy 2 module names."""
+    scalar = np.float64(0).__reduce__()[0]
+    globals_ = [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar"), np.dtype]
+    return globals_ + [type(np.dtype(name)) for name in _SCALAR_DTYPES]
+
+
+def _stand_ins(path: Path, packages: tuple[str, ...]) -> list[Any]:
+    """Stand-ins for objects of these packages in the file, and the plain container that holds settings."""
+    asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    return [(_Ignored, name) for name in asked if name.partition(".")[0] in packages] + [argparse.Namespace]
+
+
+def state_dict_of(content: Any, path: Path) -> dict[str, Tensor]:
+    """The weights inside an unpickled file: t5-experiments keeps them under `model_state_dict`, nanoT5 at the top.
+
+    Raises UserError when there is no dictionary of tensors.
+    """
+    weights = content.get("model_state_dict", content) if isinstance(content, dict) else None
+    is_state = isinstance(weights, dict) and weights and all(isinstance(key, str) for key in weights)
+    if not is_state or not all(isinstance(value, Tensor) for value in weights.values()):
+        found = sorted(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
+        raise UserError(f"{path} holds no model weights: expected a dictionary of tensors, found {found}.")
+    return strip_wrappers(dict(weights))
+
+
+def strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop a `module.` or `_orig_mod.` that every key starts with."""
+    for prefix in _WRAPPERS * 2:
+        if weights and all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
 
 
 def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> dict[str, Any]:
-    """Where a t5-experiments `.pth`, or folder of its accelerate trainer, stopped.
+    """Where a t5-experiments `.pth`, or a folder of its accelerate trainer, stopped.
 
     Returns:
         {"iteration": int, "epoch": int, "metrics": {name: number}, "optimizer_state": the optimizer's state_dict or
-        None}. The ancestor numbers updates from 0 and stores the last one made, so `iteration + 1` updates were made.
+        None}. t5-experiments numbers updates from 0 and stores the last one, so `iteration + 1` updates were made.
         An empty dict for a source that holds weights only: a directory, safetensors, nanoT5's `pytorch_model.bin`.
 
     Raises:
@@ -90,18 +124,22 @@ def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> 
         content = read_pickle(path, allow_pickle=allow_pickle)
         if not isinstance(content, dict) or "model_state_dict" not in content:
             return {}
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, (np.generic, Tensor)) and value.ndim == 0 else value
+
     return {
         "iteration": int(content.get("iteration", -1)),  # -1: none was made
         "epoch": int(content.get("epoch", 0)),
-        "metrics": {name: _plain(value) for name, value in (content.get("metrics") or {}).items()},
+        "metrics": {name: plain(value) for name, value in (content.get("metrics") or {}).items()},
         "optimizer_state": content.get("optimizer_state_dict"),
     }
 
 
 def write_old_checkpoint(
-    path: Path, weights: dict[str, torch.Tensor], optimizer_state: dict[str, Any], step: int, epoch: int, metrics: dict
+    path: Path, weights: dict[str, Tensor], optimizer_state: dict[str, Any], step: int, epoch: int, metrics: dict
 ) -> None:
-    """Write a `model_N.pth` as t5-experiments did, which this module and its programs read: whole or not at all.
+    """Write a `model_N.pth` as t5-experiments did, completely or not at all.
 
     Args:
         step: updates made.
@@ -118,78 +156,32 @@ def write_old_checkpoint(
 
 
 def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """A t5-experiments optimizer state for an optimizer with groups of its own.
+    """A t5-experiments optimizer state for an optimizer with other parameter groups.
 
-    Both number parameters in the order of their groups. Where the checkpoint has one group and `optimizer` others,
-    its order is that of `model.parameters()`. Settings such as the learning rate are those of `optimizer`.
+    Both number parameters in the order of their groups. A checkpoint with a single group has the order of
+    `model.parameters()`. Settings such as the learning rate are those of `optimizer`.
 
     Raises:
-        UserError: the state is of another number of parameters or groups.
+        UserError: the state is of another number of parameters or groups, or of another optimizer.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups, own = optimizer_state["param_groups"], [group["params"] for group in optimizer.param_groups]
     sizes = [len(group["params"]) for group in groups]
-    alike = sizes == list(map(len, own))  # groups of the program's own, or one with frozen parameters
-    if not alike and sizes != [len(parameters)]:
+    same_groups = sizes == list(map(len, own))  # groups of the program's own, or one with frozen parameters
+    if not same_groups and sizes != [len(parameters)]:
         raise UserError(
             f"the checkpoint's optimizer state has {sum(sizes)} parameters in {len(groups)} group(s), the model has "
             f"{len(parameters)} to train; start with --reset_optimizer to take the weights only"
         )
     if unknown := sorted(set(groups[0]) - {"params", "initial_lr"} - set(optimizer.param_groups[0])):
         raise UserError(
-            f"the checkpoint's optimizer has settings ({', '.join(unknown)}) that this run's does not know, so it "
-            "was another one; choose the same --optimizer, or start with --reset_optimizer"
+            f"the checkpoint's optimizer has settings ({', '.join(unknown)}) that this run's does not know: "
+            "choose the same --optimizer, or start with --reset_optimizer"
         )
     numbers, states = count(), optimizer_state["state"]
     settings = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
-    if alike:
+    if same_groups:
         return {"state": states, "param_groups": settings}
-    place = {parameter: number for number, parameter in enumerate(parameters)}
-    saved = [place[parameter] for group in own for parameter in group]
+    position = {parameter: number for number, parameter in enumerate(parameters)}
+    saved = [position[parameter] for group in own for parameter in group]
     return {"state": {i: states[n] for i, n in enumerate(saved) if n in states}, "param_groups": settings}
-
-
-def state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
-    """The weights inside an unpickled file: t5-experiments keeps them under `model_state_dict`, nanoT5 at the top.
-
-    Raises UserError when there is no dictionary of tensors.
-    """
-    weights = content.get("model_state_dict", content) if isinstance(content, dict) else None
-    is_state = isinstance(weights, dict) and weights and all(isinstance(key, str) for key in weights)
-    if not is_state or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        found = sorted(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
-        raise UserError(f"{path} holds no model weights: expected a dictionary of tensors, found {found}.")
-    return strip_wrappers(dict(weights))
-
-
-def strip_wrappers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Drop a `module.` or `_orig_mod.` that every key starts with."""
-    for _ in range(len(_WRAPPERS)):
-        for prefix in _WRAPPERS:
-            if weights and all(key.startswith(prefix) for key in weights):
-                weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-    return weights
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, (np.generic, torch.Tensor)) and value.ndim == 0 else value
-
-
-def _numpy_scalar_globals() -> list[Any]:
-    """The globals that a pickled np.float64(...) asks for, under their numpy 1 and numpy 2 module names."""
-    scalar = np.float64(0).__reduce__()[0]
-    globals_ = [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar"), np.dtype]
-    return globals_ + [type(np.dtype(name)) for name in _SCALAR_DTYPES]
-
-
-def _left_out(path: Path, packages: tuple[str, ...]) -> list[Any]:
-    """Stand-ins for what the file asks for of these packages, and the plain container that holds settings."""
-    asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    return [(_LeftOut, name) for name in asked if name.partition(".")[0] in packages] + [argparse.Namespace]
-
-
-def _corrupt(path: Path, error: Exception) -> UserError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if first.startswith("Weights only load failed"):
-        first = "not a file of torch.save"
-    return UserError(f"{path} cannot be read ({first}): it is truncated, corrupt or not a checkpoint; copy it again.")

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint directory: what belongs in it, byte for byte, and the check that it is all there."""
+"""The manifest of a checkpoint directory (size and sha256 of every file), and checks of untrusted folders."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from lm_experiments_tools.checkpoint.untrusted import check_untrusted, is_plain_relative_name
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.files import read_json, to_jsonable
 
 FORMAT = "lm_experiments_tools checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+INDEXES = "*.index.json"
 REPLACED = ".old-"  # prefix of a step's earlier checkpoint while the new version takes its name
-OF_TRAINING = "trainer_state.safetensors"  # in every checkpoint of ours, and in no folder of another tool
-KEPT = "kept-"  # prefix of an empty file beside a checkpoint that is not to be pruned
+PINNED = "kept-"  # prefix of an empty file next to a checkpoint that is never pruned
+TRAINER_STATE = "trainer_state.safetensors"  # in each of our checkpoints, and in no folder of another tool
 
 logger = logging.getLogger(__name__)
 
-_STATE_OF_TRAINING = ("optimizer", "trainer_state")  # how the names of files begin that are of no use to a model
-_EDITED = "adapter_config.json"  # names the adapter's base, which users write there when that has moved
+_TRAINING_ONLY = ("optimizer", "trainer_state")  # prefixes of files that a model does not need
+_EDITABLE = "adapter_config.json"  # users write the base model's new path there
 _NO_HASH = "0" * 64
 _CHUNK = 1 << 22
-_HASHING_THREADS = 4  # hashlib releases the GIL; more threads than this only fight over the disk
+_HASHING_THREADS = 4  # hashlib releases the GIL; more threads only fight over the disk
 
-_checked: set[tuple[Any, ...]] = set()  # what `verify_model` has found right: folder, manifest, names, their stamps
+_verified: set[tuple[Any, ...]] = set()  # what `verify_model` has found valid: folder, manifest, names, stat results
 
 
 class CheckpointDamaged(UserError):
@@ -46,35 +46,54 @@ class CheckpointDamaged(UserError):
         self.reason = reason
 
 
+# ---- names ----------------------------------------------------------------------------------------------------------
 def step_directory_name(step: int) -> str:
     """`step_000500`: zero-padded so that a listing sorts by step."""
     return f"step_{step:06d}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a checkpoint directory's name, or None if the name is not one `step_directory_name` makes."""
+    """The step of a checkpoint directory's name, or None if `step_directory_name` does not make this name."""
     match = re.fullmatch(r"step_(\d{1,18})", name)
     return int(match[1]) if match and step_directory_name(int(match[1])) == name else None
 
 
-def as_it_stands(path: Path) -> Path:
-    """The checkpoint of this name: the earlier one where a kill came between the two renames of a replacement."""
+def or_replaced(path: Path) -> Path:
+    """`path`, or its earlier version if a kill came between the two renames of a replacement."""
     earlier = path.parent / f"{REPLACED}{path.name}"
     return earlier if not path.exists() and earlier.is_dir() else path
 
 
-def keep_from_pruning(path: Path) -> None:
-    """Mark a checkpoint of a run, if it is one, by an empty file beside it, so that its run never prunes it."""
+def pin(path: Path) -> None:
+    """Mark a checkpoint, if `path` is one, by an empty file next to it, so that its run never prunes it."""
     if parse_step(path.name) is None or not (path / MANIFEST).is_file():
         return
     try:
-        path.with_name(f"{KEPT}{path.name}").touch()
+        path.with_name(f"{PINNED}{path.name}").touch()
     except OSError as error:
-        logger.warning(
-            "%s cannot be marked as in use (%s): its run may prune it, so copy it elsewhere", path, error.strerror
-        )
+        logger.warning("%s cannot be pinned (%s): its run may prune it, so copy it elsewhere", path, error.strerror)
 
 
+def list_files(directory: Path) -> dict[str, Path]:
+    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered.
+
+    Raises:
+        OSError: a directory cannot be listed.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    found = {}
+    for parent, directories, files in os.walk(directory, onerror=fail, followlinks=False):
+        links = [name for name in directories if (Path(parent) / name).is_symlink()]
+        for name in [*files, *links]:
+            path = Path(parent) / name
+            found[path.relative_to(directory).as_posix()] = path
+    return dict(sorted(found.items()))
+
+
+# ---- writing and reading the manifest -------------------------------------------------------------------------------
 def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -83,37 +102,21 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def list_files(directory: Path) -> dict[str, Path]:
-    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered.
-
-    Raises OSError where a directory cannot be listed: of a manifest, half a list would be the whole checkpoint.
-    """
-    found = {}
-    for parent, directories, files in os.walk(directory, onerror=_raise, followlinks=False):
-        links = [name for name in directories if (Path(parent) / name).is_symlink()]
-        for name in [*files, *links]:
-            path = Path(parent) / name
-            found[path.relative_to(directory).as_posix()] = path
-    return dict(sorted(found.items()))
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
+def describe_file(path: Path) -> dict[str, Any]:
+    """The entry of a file in a manifest."""
+    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, Any]) -> str:
-    """The manifest's text for the files now in `directory` (all regular files).
+    """The manifest's text for the files now in `directory`.
 
-    The manifest guards itself as well: `manifest_sha256` is the hash of its own text with that value zeroed.
+    `manifest_sha256` is the hash of the text with that value zeroed, so that the manifest guards itself too.
     """
     import torch
 
     files = list_files(directory)
-    for name, path in files.items():
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise ValueError(f"{name} in {directory} is not a regular file and cannot be part of a checkpoint")
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        hashes = list(pool.map(sha256_of, files.values()))
+        entries = dict(zip(files, pool.map(describe_file, files.values()), strict=True))
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -121,10 +124,7 @@ def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, A
         "is_best": is_best,
         "torch": torch.__version__,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "files": {
-            name: {"size": path.stat().st_size, "sha256": digest}
-            for (name, path), digest in zip(files.items(), hashes, strict=True)
-        },
+        "files": entries,
         "extra": to_jsonable(extra),
         "manifest_sha256": _NO_HASH,
     }
@@ -134,13 +134,11 @@ def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, A
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Parse and check the manifest itself (not the files it lists). Raises CheckpointDamaged."""
+    """Parse and check the manifest, not the files that it lists. Raises CheckpointDamaged."""
     path = checkpoint / MANIFEST
-    if path.is_symlink():
-        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is a symbolic link")
-    if path.exists() and not path.is_file():  # to read a pipe would never end
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would never end
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not a regular file")
-    with _reading(checkpoint, MANIFEST, " (a save that never finished?)"):
+    with _reading(checkpoint, MANIFEST):
         raw = path.read_bytes()
     try:
         manifest = json.loads(raw)
@@ -148,147 +146,156 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not valid JSON ({len(raw)} bytes)") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not a manifest of this project")
-    version = manifest.get("format_version")
-    if type(version) is not int or version > FORMAT_VERSION or version < 1:
+    if manifest.get("format_version") != FORMAT_VERSION:
         raise CheckpointDamaged(
-            checkpoint, f"{MANIFEST} has format version {version}; this release reads up to {FORMAT_VERSION}"
+            checkpoint,
+            f"{MANIFEST} has format version {manifest.get('format_version')}; this release reads {FORMAT_VERSION}",
         )
-    digest = manifest.get("manifest_sha256")
-    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise CheckpointDamaged(checkpoint, f"{MANIFEST} has no sha256 of itself")
-    head, _, tail = raw.rpartition(digest.encode())
+    digest = str(manifest.get("manifest_sha256") or None)
+    head, _, tail = raw.rpartition(digest.encode(errors="replace"))
     if hashlib.sha256(head + _NO_HASH.encode() + tail).hexdigest() != digest:
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} does not match its own sha256")
+    if not isinstance(manifest.get("files"), dict):
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} lists no files")
     return manifest
 
 
 def is_listed(file: Path) -> bool:
-    """True for a file that the manifest in its folder lists, there or not. Raises CheckpointDamaged."""
-    folder = file.parent
-    return os.path.lexists(folder / MANIFEST) and file.name in _listed(folder, read_manifest(folder))
+    """True for a file that the manifest in its folder lists, whether it exists or not. Raises CheckpointDamaged."""
+    return os.path.lexists(file.with_name(MANIFEST)) and file.name in read_manifest(file.parent)["files"]
 
 
+# ---- comparing files with the manifest ------------------------------------------------------------------------------
 def verify(path: Path | str) -> None:
-    """Check that a checkpoint directory is exactly what was committed.
+    """Check that a checkpoint directory is exactly what was committed; reads every byte once.
 
-    Reads every byte once. A link such as `last` is followed to the directory it names; nothing inside is followed.
+    A link such as `last` is followed to the directory it names. Nothing inside is followed, and no file is opened
+    that the directory itself does not hold, whatever names the manifest lists.
 
     Raises:
-        CheckpointDamaged: names the file and the reason: missing, wrong size, wrong sha256, not listed, a symbolic
-            link, a name that leaves the directory, an unknown format version, a step that is not the directory's.
+        CheckpointDamaged: names the file and the reason: missing, other content, not listed, no regular file, an
+            unknown format version, a step that is not the directory's.
     """
     checkpoint = Path(path).resolve()
     if not checkpoint.is_dir():
         raise CheckpointDamaged(checkpoint, "it is not a directory")
-    if not any(checkpoint.iterdir()):
-        raise CheckpointDamaged(checkpoint, "the directory is empty")
-    manifest = read_manifest(checkpoint)
-    if manifest.get("step") != parse_step(checkpoint.name.removeprefix(REPLACED)):
-        raise _of_another_step(checkpoint, manifest)
-    _check_listed(checkpoint, manifest, None)
-    unlisted = [name for name in list_files(checkpoint) if name != MANIFEST and name not in manifest["files"]]
-    if unlisted:
-        raise CheckpointDamaged(checkpoint, f"{unlisted[0]} is not in the manifest ({len(unlisted)} unlisted files)")
+    manifest, found = read_manifest(checkpoint), list_files(checkpoint)
+    _check_step(checkpoint, manifest, parse_step(checkpoint.name.removeprefix(REPLACED)))
+    _check_files(checkpoint, manifest, found, sorted({*manifest["files"], *found} - {MANIFEST}))
 
 
 def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
     """Compare a model's folder with its manifest before it is read, then check that its files name no code.
 
-    Users move and thin out checkpoints before they start from their weights, so only `names` have to be there
-    (default: all that is listed but the state of training). A process reads the bytes once, however often it asks. A
-    folder without a manifest passes; a checkpoint that lost it passes with a warning, as does an adapter_config.json
-    that was edited.
+    Users move and thin out checkpoints, so only `names` have to exist (default: all listed files but the training
+    state), and edit adapter_config.json, which is not compared. A process reads the bytes once, however often it
+    asks. A folder without a manifest passes; a checkpoint that lost it passes with a warning.
 
-    Raises CheckpointDamaged as `verify` does, and UserError as `check_untrusted` does.
+    Raises:
+        CheckpointDamaged: as `verify`.
+        UserError: as `check_untrusted`.
     """
-    _verify_listed(folder, names)
+    if os.path.lexists(folder / MANIFEST):
+        _verify_listed(folder, names)
+    elif (folder / TRAINER_STATE).is_file():
+        logger.warning("%s has lost its %s: what is read from it cannot be checked", folder, MANIFEST)
     check_untrusted(folder)
 
 
 def _verify_listed(folder: Path, names: Sequence[str] | None) -> None:
-    if not os.path.lexists(folder / MANIFEST):
-        if (folder / OF_TRAINING).is_file():
-            logger.warning("%s has lost its %s: what is read from it cannot be checked", folder, MANIFEST)
-        return
-    manifest = read_manifest(folder)
-    if parse_step(folder.name) not in (None, manifest.get("step")):
-        raise _of_another_step(folder, manifest)
+    manifest, found = read_manifest(folder), list_files(folder)
+    if (step := parse_step(folder.name)) is not None:
+        _check_step(folder, manifest, step)
     if names is None:
-        names = [name for name in _listed(folder, manifest) if not name.startswith(_STATE_OF_TRAINING)]
-    stamps = [(folder / name).lstat() for name in names if os.path.lexists(folder / name)]
+        names = [name for name in manifest["files"] if not name.startswith(_TRAINING_ONLY)]
+    stats = [found[name].lstat() for name in names if name in found]
     key = (str(folder), manifest["manifest_sha256"], *names)
-    key += tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stamps)
-    if key not in _checked:
-        _check_listed(folder, manifest, [name for name in names if PurePosixPath(name).name != _EDITED])
-        for name in names:
-            if PurePosixPath(name).name == _EDITED:
-                _say_if_edited(folder, manifest, name)
-        _checked.add(key)
+    key += tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
+    if key not in _verified:
+        _check_files(folder, manifest, found, [n for n in names if n not in found or found[n].name != _EDITABLE])
+        _verified.add(key)
 
 
-def _say_if_edited(folder: Path, manifest: dict[str, Any], name: str) -> None:
-    try:
-        _check_listed(folder, manifest, [name])
-    except CheckpointDamaged as damage:
-        if not (folder / name).is_file():
-            raise
-        logger.warning("%s is not as it was saved (%s): read as it is, its base may have moved", folder, damage.reason)
+def _check_step(checkpoint: Path, manifest: dict[str, Any], step: int | None) -> None:
+    if manifest.get("step") != step:
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is of step {manifest.get('step')}, the directory is not")
 
 
-def _of_another_step(checkpoint: Path, manifest: dict[str, Any]) -> CheckpointDamaged:
-    return CheckpointDamaged(checkpoint, f"{MANIFEST} is of step {manifest.get('step')}, the directory is not")
-
-
-def _listed(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The files that a manifest lists, all names checked before any file is opened."""
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise CheckpointDamaged(checkpoint, f"{MANIFEST} lists no files")
-    for name in files:
-        if not is_plain_relative_name(name):
-            raise CheckpointDamaged(checkpoint, f"{MANIFEST} lists {name!r}, which is not inside the directory")
-    return files
-
-
-def _check_listed(checkpoint: Path, manifest: dict[str, Any], names: Sequence[str] | None) -> None:
-    files = _listed(checkpoint, manifest)
-    chosen = list(files) if names is None else names
-    for name in chosen:
-        if name not in files:
+def _check_files(checkpoint: Path, manifest: dict[str, Any], found: dict[str, Path], names: Sequence[str]) -> None:
+    """Compare the files `names` with the manifest; `found` are those of the directory. Raises CheckpointDamaged."""
+    listed = manifest["files"]
+    for name in names:
+        if name not in listed:
             raise CheckpointDamaged(checkpoint, f"{name} is not in the manifest")
-        _check_size(checkpoint, name, files[name].get("size"))
+        if name not in found:
+            raise CheckpointDamaged(checkpoint, f"{ascii(name)[1:-1]} is missing")
+        if not stat.S_ISREG(found[name].lstat().st_mode):
+            raise CheckpointDamaged(checkpoint, f"{name} is not a regular file")
+
+    def describe(name: str) -> dict[str, Any]:
+        with _reading(checkpoint, name):
+            return describe_file(found[name])
+
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        digests = pool.map(lambda name: _digest(checkpoint, name), chosen)
-        for name, digest in zip(chosen, digests, strict=True):
-            if digest != files[name].get("sha256"):
+        for name, description in zip(names, pool.map(describe, names), strict=True):
+            if description != listed[name]:
                 raise CheckpointDamaged(checkpoint, f"the content of {name} does not match its sha256")
 
 
-def _check_size(checkpoint: Path, name: str, size: Any) -> None:
-    path = checkpoint / name
-    inside = [path, *(parent for parent in path.parents if checkpoint in parent.parents)]
-    with _reading(checkpoint, name):
-        is_link = any(part.is_symlink() for part in inside)
-        status = path.lstat()
-    if is_link:
-        raise CheckpointDamaged(checkpoint, f"{name} is a symbolic link")
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointDamaged(checkpoint, f"{name} is not a regular file")
-    if status.st_size != size:
-        raise CheckpointDamaged(checkpoint, f"{name} has {status.st_size} bytes, {size} were written")
-
-
-def _digest(checkpoint: Path, name: str) -> str:
-    with _reading(checkpoint, name):
-        return sha256_of(checkpoint / name)
-
-
 @contextmanager
-def _reading(checkpoint: Path, name: str, hint: str = "") -> Iterator[None]:
-    """Turn what the system says while the file `name` is read into CheckpointDamaged; `hint` is for a missing one."""
+def _reading(checkpoint: Path, name: str) -> Iterator[None]:
+    """Turn an error of the system, while the file `name` is read, into CheckpointDamaged."""
     try:
         yield
     except FileNotFoundError:
-        raise CheckpointDamaged(checkpoint, f"{name} is missing{hint}") from None
+        raise CheckpointDamaged(checkpoint, f"{name} is missing") from None
     except OSError as error:
         raise CheckpointDamaged(checkpoint, f"{name} cannot be read ({error.strerror})") from error
+
+
+# ---- untrusted folders ----------------------------------------------------------------------------------------------
+def check_untrusted(folder: Path) -> None:
+    """Refuse a model folder that points outside of itself or names code to run. A missing folder passes.
+
+    Import strings in a configuration are checked where they are resolved, by `names.resolve_configured`.
+
+    Raises:
+        UserError: a shard outside the folder, or an attention kernel from the Hub.
+    """
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    indexes = {*folder.glob(INDEXES), folder / str(config.get("transformers_weights"))}  # of any subfolder
+    for index in indexes:
+        if index.match(INDEXES) and index.is_file():
+            shards_of(index)
+    for key, value in _hub_kernels(config):
+        raise UserError(
+            f"{folder / 'config.json'}: {key} is {value!r}, a kernel of the Hub, which is code: remove it there, "
+            "or name the file by --model_cfg."
+        )
+
+
+def shards_of(index: Path) -> list[str]:
+    """The files that an index of weight shards lists, all inside its folder. Raises UserError."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} is not an index of weight shards: copy the checkpoint again.")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not is_plain_relative_name(name):
+            raise UserError(f"{index} points to {name!r}, outside its directory: the checkpoint is not to be trusted.")
+    return sorted(set(weight_map.values()))
+
+
+def is_plain_relative_name(name: str) -> bool:
+    """True for `a/b.txt`: no absolute path, no `..`, no backslash, drive, NUL or half a surrogate pair."""
+    parts = PurePosixPath(name).parts
+    safe = bool(name) and not name.startswith("/") and not re.search(r"[\\:\x00\ud800-\udc7f\udd00-\udfff]", name)
+    return safe and ".." not in parts and PurePosixPath(name).as_posix() == name and name != "."
+
+
+def _hub_kernels(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Attention implementations, in a (nested) configuration, that transformers would take from the Hub."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _hub_kernels({f"{key}.{name}": inner for name, inner in value.items()})
+        elif isinstance(value, str) and "/" in value and "_implementation" in key:
+            yield key, value

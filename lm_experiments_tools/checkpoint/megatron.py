@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM (megatron.core) in its `torch` format: BERT and T5, whole or split over tensor ranks.
+"""Checkpoints of Megatron-LM (megatron.core) in its `torch` format: BERT and T5, of one or more tensor-parallel ranks.
 
     weights, kind, settings = read_megatron("runs/bert/iter_0100000")
 
@@ -21,7 +21,7 @@ from lm_experiments_tools.checkpoint.legacy import read_pickle
 from lm_experiments_tools.errors import UserError
 
 _FILE, _TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
-_OTHERS = ("megatron", "numpy", "types", "_codecs")  # whose objects in a checkpoint say nothing of the model
+_IGNORED_PACKAGES = ("megatron", "numpy", "types", "_codecs")
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # Transformer Engine's layers have the norm before them inside.
 _FUSED = {
@@ -64,7 +64,7 @@ _T5 = {
     "decoder.final_layernorm": "model.decoder.layer_norm",
     "output_layer": "lm_head",
 }
-_PLAIN = {
+_REQUIRED_ARGS = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
     "add_bias_linear": True,
@@ -89,27 +89,29 @@ def read_megatron(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Ten
     """The weights by transformers' names, the name of their class there, and settings of its configuration.
 
     Raises:
-        UserError: a rank is missing, pieces of a pipeline, another model than these two, mathematics that their
-            classes have not, Megatron's other formats, or a pickle of more than tensors and settings.
+        UserError: a rank is missing, several pipeline stages, another model or variant, another format of Megatron,
+            or a pickle of more than tensors and settings.
     """
     folder = _iteration(path)
-    pieces, args = _ranks(folder, allow_pickle)
-    named = [_named(piece) for piece in pieces]
+    ranks, args = _ranks(folder, allow_pickle)
+    named = [_named(rank) for rank in ranks]
     is_t5 = "decoder.final_layernorm.weight" in named[0] and "encoder.final_layernorm.weight" in named[0]
     if not is_t5 and "lm_head.dense.weight" not in named[0]:
         raise UserError(f"{folder}: it is neither a BERT nor a T5 of Megatron-LM: only these are converted.")
-    _refuse_unknown_mathematics(args, folder)
+    for name, value in _REQUIRED_ARGS.items():
+        if args.get(name, value) != value:
+            raise UserError(f"{folder}: {name} is {args[name]}; only models with {value} are converted.")
     needed = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.bias")
     if absent := [name for name in needed[: 2 if is_t5 else 3] if name not in named[0]]:
         raise UserError(f"{folder}: the model has no {absent[0]}.")
     if differ := [name for name in named[0] if any(name not in other for other in named)]:
         raise UserError(f"{folder}: {differ[0]} is not in every rank: copy the checkpoint again.")
-    whole = {name: _merged(name, [piece[name].float() for piece in named], folder) for name in named[0]}
-    rows, padded = len(whole["embedding.word_embeddings.weight"]), args.get("padded_vocab_size")
+    merged = {name: _merged(name, [rank[name].float() for rank in named], folder) for name in named[0]}
+    rows, padded = len(merged["embedding.word_embeddings.weight"]), args.get("padded_vocab_size")
     if padded is not None and padded != rows:
         raise UserError(f"{folder}: the embedding has {rows} rows, its args say {padded} (padded_vocab_size).")
     weights: dict[str, Tensor] = {}
-    for name, value in whole.items():
+    for name, value in merged.items():
         weights |= _renamed(name, value, args["num_attention_heads"], is_t5, folder)
     return weights, *(_t5_settings if is_t5 else _bert_settings)(weights, args)
 
@@ -126,31 +128,24 @@ def _iteration(path: Path) -> Path:
         raise UserError(f"{tracker} names no iteration, but {step[:40]!r}: put one of the folders iter_... into it.")
     folder = path / (f"iter_{int(step):07d}" if step.isdecimal() else step)
     if (folder / "common.pt").is_file():
-        raise UserError(
-            f"{folder} is in Megatron's torch_dist format: have Megatron-LM write it anew with --ckpt-convert-format "
-            "torch --ckpt-convert-save FOLDER."
-        )
+        raise UserError(f"{folder} is in Megatron's torch_dist format: convert it with --ckpt-convert-format torch.")
     return folder
 
 
 def _ranks(folder: Path, allow_pickle: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The model of each tensor-parallel rank, and Megatron's arguments."""
-    ranks = sorted(path.name for path in folder.glob("mp_rank_*"))
-    if pipeline := [name for name in ranks if not re.fullmatch(r"mp_rank_\d+", name)]:
-        raise UserError(
-            f"{folder / pipeline[0]} is a piece of a pipeline: let Megatron-LM's tools/checkpoint/convert.py write "
-            "the checkpoint with --target-pipeline-parallel-size 1."
-        )
+    found = sorted(path.name for path in folder.glob("mp_rank_*"))
+    if pipeline := [name for name in found if not re.fullmatch(r"mp_rank_\d+", name)]:
+        raise UserError(f"{folder / pipeline[0]} is a pipeline stage: convert it to one stage with Megatron-LM.")
     contents = [_read_rank(folder / "mp_rank_00" / _FILE, allow_pickle)]
     args = vars(contents[0]["args"])
     if missing := [name for name in _SIZES if not isinstance(args.get(name), int) or args[name] < 1]:
         raise UserError(f"{folder}: its args have no {', '.join(missing)}.")
-    if args.get("pipeline_model_parallel_size", 1) != 1:
-        raise UserError(f"{folder} is split over {args['pipeline_model_parallel_size']} stages of a pipeline: that is "
-                        "not converted.")  # fmt: skip
+    if (stages := args.get("pipeline_model_parallel_size", 1)) != 1:
+        raise UserError(f"{folder} is split over {stages} stages of a pipeline: convert it to one with Megatron-LM.")
     size = args.get("tensor_model_parallel_size") or 1
-    if len(ranks) > size:
-        raise UserError(f"{folder} has {len(ranks)} ranks, its args say {size}: remove those of another run.")
+    if len(found) > size:
+        raise UserError(f"{folder} has {len(found)} ranks, its args say {size}: remove those of another run.")
     contents += [_read_rank(folder / f"mp_rank_{rank:02}" / _FILE, allow_pickle) for rank in range(1, size)]
     if len(steps := {content.get("iteration") for content in contents}) > 1:
         raise UserError(f"{folder}: its ranks are of the iterations {', '.join(sorted(map(str, steps)))}.")
@@ -160,14 +155,10 @@ def _ranks(folder: Path, allow_pickle: bool) -> tuple[list[dict[str, Any]], dict
 def _read_rank(file: Path, allow_pickle: bool) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file} is missing: copy the checkpoint again, with every rank.")
-    content = read_pickle(file, allow_pickle=allow_pickle, left_out=_OTHERS)
+    content = read_pickle(file, allow_pickle=allow_pickle, left_out=_IGNORED_PACKAGES)
     model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict) or not hasattr(content.get("args"), "__dict__"):
-        raise UserError(f"{file} has no `model` and `args`: it is no whole checkpoint of Megatron-LM.")
-    if "language_model" in model:
-        raise UserError(
-            f"{file} has the layout before megatron.core: let Megatron-LM's tools/checkpoint/convert.py write it anew."
-        )
+    if not isinstance(model, dict) or not hasattr(content.get("args"), "__dict__") or "language_model" in model:
+        raise UserError(f"{file} has no `model` and `args` of megatron.core: convert older ones with Megatron-LM.")
     return content
 
 
@@ -183,26 +174,15 @@ def _named(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return named
 
 
-def _refuse_unknown_mathematics(args: Mapping[str, Any], folder: Path) -> None:
-    for name, value in _PLAIN.items():
-        if args.get(name, value) != value:
-            raise UserError(f"{folder}: {name} is {args[name]}; only models with {value} are converted.")
-    width = args["hidden_size"] // args["num_attention_heads"]
-    if args.get("kv_channels") not in (None, width):
-        raise UserError(f"{folder}: kv_channels is {args['kv_channels']}; transformers' class has {width}.")
-
-
-def _merged(name: str, pieces: list[Tensor], folder: Path) -> Tensor:
-    """A weight of all ranks: joined, or the same in each."""
-    if any(piece.shape != pieces[0].shape for piece in pieces):
-        raise UserError(f"{folder}: {name} has another shape in another rank: they are of different checkpoints.")
+def _merged(name: str, shards: list[Tensor], folder: Path) -> Tensor:
+    """A weight of all ranks: concatenated, or identical in each."""
     if name.split(".")[-2:][0] in _ROWS:
-        return torch.cat(pieces)
+        return torch.cat(shards)
     if name.endswith(_COLUMNS):
-        return torch.cat(pieces, dim=1)
-    if not all(torch.equal(pieces[0], piece) for piece in pieces):
+        return torch.cat(shards, dim=1)
+    if not all(torch.equal(shards[0], shard) for shard in shards):
         raise UserError(f"{folder}: {name} differs between the ranks: they are of different checkpoints.")
-    return pieces[0]
+    return shards[0]
 
 
 def _renamed(name: str, value: Tensor, heads: int, is_t5: bool, folder: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the state is copied while training waits, and written while it goes on."""
+"""Checkpoints of a run: training waits while the state is copied, and continues while it is written."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.checkpoint.tensor_files import PostponedFiles, WriteTensors, write_now
 from lm_experiments_tools.checkpoint.train_state import TrainState
-from lm_experiments_tools.checkpoint.tree import save_tree
+from lm_experiments_tools.checkpoint.tree import PostponedFiles, WriteTensors, save_tree, write_now
 from lm_experiments_tools.checkpoint.weights import save_model
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import UserError
@@ -28,14 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves checkpoints, one at a time; its verbs are collective, so every worker calls them.
+    """Saves checkpoints, one at a time; its methods are collective, so every worker calls them.
 
-    Files are written by rank 0 alone, to which a sharded model or optimizer is gathered.
+    Rank 0 alone writes files, because the machines of a job need not share a folder. Sharded weights and optimizer
+    states are gathered there.
 
     Args:
         writer: of the run directory; None saves nothing.
-        in_background: let rank 0 write while training goes on. Its memory then holds another copy of weights and
-            optimizer state until they are written, of a sharded model (FSDP) the gathered ones.
+        in_background: let rank 0 write while training continues. Its memory then holds another copy of weights and
+            optimizer state until they are written, of a sharded model the gathered ones.
         tokenizer_dir: its tokenizer files are put into every checkpoint.
     """
 
@@ -48,9 +49,9 @@ class Saver:
         tokenizer_dir: Path | None = None,
     ) -> None:
         self.backend, self.writer, self.tokenizer_dir = backend, writer, tokenizer_dir
-        self._postpones = in_background
-        self._alongside = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # the end of the process waits for it
+        self.in_background = in_background
+        self._is_training = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # joined at the end of the process
         self._writing: Future[None] | None = None
 
     @classmethod
@@ -59,23 +60,23 @@ class Saver:
         writer = None
         if args.model_path:
             run = Path(args.model_path)
-            writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run)
+            writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, links_in=run)
         return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir)
 
     def is_own(self, checkpoint: Path) -> bool:
-        """True for a checkpoint among those that are written here."""
+        """True for a checkpoint in the folder that this saver writes to."""
         return self.writer is not None and checkpoint.resolve().parent == self.writer.root.resolve()
 
     @contextmanager
     def alongside(self) -> Iterator[None]:
-        """While entered, `save` returns before the files are written. The end waits for them, however it comes."""
-        self._alongside = True
+        """Inside the block `save` returns before the files are written; the end waits for them, also on an error."""
+        self._is_training = True
         try:
             yield
         finally:
-            self._alongside = False
+            self._is_training = False
             if self._writing is not None and (error := self._writing.exception()) is not None:
-                logger.error("%s", error)  # beside another exception, which is on its way
+                logger.error("%s", error)  # another exception may be on its way
 
     @property
     def failed(self) -> bool:
@@ -94,23 +95,32 @@ class Saver:
             writing.result()
 
     def save(self, state: TrainState, per_worker: dict[str, Any], *, is_best: bool = False) -> None:
-        """Begin a checkpoint of weights, optimizer and trainer state, once the one before it is complete.
+        """Start a checkpoint of weights, optimizer and trainer state, once the one before it is complete.
 
         It is atomic, and older ones are pruned after it.
 
         Raises:
             RunError: this one or the one before it cannot be written.
-            UserError: the state has what no checkpoint can hold.
+            UserError: the state has objects that no checkpoint can hold.
         """
         self.wait()
         backend, writer, step = self.backend, self.writer, state.step
-        postponed = PostponedFiles() if self._postpones and self._alongside else None
-        all_workers = backend.gather(per_worker)
-        path = on_main(backend, lambda: writer.begin(step))
+        postponed = PostponedFiles() if self.in_background and self._is_training else None
         copy, keep = (write_now, write_now) if postponed is None else (postponed.copy, postponed.keep)
-        self._save_weights(path, step, copy)  # first: what was gathered of them is gone when the optimizer's state is
-        self._save_optimizer(path, step, keep)
-        self._on_main(step, lambda: self._save_trainer(path, state, all_workers, keep))
+        workers = backend.gather(per_worker)
+        path = on_main(backend, lambda: writer.begin(step))
+
+        def write(save: Callable[..., None], *content: Any, by: Callable[..., None]) -> None:
+            def guarded() -> None:
+                with writer.guarded(step):
+                    save(path, *content, by)
+
+            on_all(backend, guarded, only_main=True)
+
+        # one after the other: gathered weights are freed before the optimizer's state is gathered
+        write(self._save_weights, backend.model_state(), by=copy)
+        write(_save_optimizer, backend.optimizer_state(), by=keep)
+        write(_save_trainer, self._trainer_tree(state, workers), by=keep)
         manifest = {"world_size": backend.world_size, "backend": backend.describe()}
 
         def complete() -> None:
@@ -125,35 +135,27 @@ class Saver:
         elif backend.is_main:
             self._writing = self._thread.submit(complete)
 
-    def _save_weights(self, path: Path, step: int, write: WriteTensors) -> None:
-        weights, model = self.backend.model_state(), self.backend.unwrap()
-        self._on_main(
-            step, lambda: save_model(path, model, state_dict=weights, tokenizer_dir=self.tokenizer_dir, write=write)
-        )
+    def _save_weights(self, path: Path, weights: dict[str, Tensor] | None, write: WriteTensors) -> None:
+        model = self.backend.unwrap()
+        save_model(path, model, state_dict=weights, tokenizer_dir=self.tokenizer_dir, write=write)
 
-    def _save_optimizer(self, path: Path, step: int, write: WriteTensors) -> None:
-        tree = self.backend.optimizer_state()
-        self._on_main(step, lambda: save_tree(path / "optimizer", tree, write=write))
-
-    def _on_main(self, step: int, write: Callable[[], None]) -> None:
-        def guarded() -> None:
-            with self.writer.guarded(step):
-                write()
-
-        on_all(self.backend, guarded, only_main=True)
-
-    def _save_trainer(
-        self, path: Path, state: TrainState, all_workers: list[dict[str, Any]], write: WriteTensors
-    ) -> None:
-        tree = {
+    def _trainer_tree(self, state: TrainState, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
             "state": asdict(state),
             "world_size": self.backend.world_size,
             "reproducible": self.backend.reproducible,
             "threads": torch.get_num_threads(),
             "optimizer": self.backend.optimizer_kind,
-            "workers": all_workers,
+            "workers": workers,
         }
-        try:
-            save_tree(path / "trainer_state", tree, write=write)
-        except TypeError as error:  # of a loader's state_dict, or what keep_for_metrics_fn keeps
-            raise UserError(f"a checkpoint cannot be saved: {error}") from error
+
+
+def _save_optimizer(path: Path, tree: Any, write: WriteTensors) -> None:
+    save_tree(path / "optimizer", tree, write=write)
+
+
+def _save_trainer(path: Path, tree: dict[str, Any], write: WriteTensors) -> None:
+    try:
+        save_tree(path / "trainer_state", tree, write=write)
+    except TypeError as error:  # of a loader's state_dict, or of accumulated outputs
+        raise UserError(f"a checkpoint cannot be saved: {error}") from error

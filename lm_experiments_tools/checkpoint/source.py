@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm_experiments_tools.checkpoint.manifest import (
+    INDEXES,
     MANIFEST,
-    OF_TRAINING,
-    as_it_stands,
+    TRAINER_STATE,
+    check_untrusted,
+    is_plain_relative_name,
+    or_replaced,
     parse_step,
     read_manifest,
     sha256_of,
     verify_model,
 )
-from lm_experiments_tools.checkpoint.untrusted import INDEXES, check_untrusted, is_plain_relative_name
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
 CONFIG = "config.json"  # transformers' name
 ADAPTER_CONFIG = "adapter_config.json"  # peft's name
 ENSEMBLE_CONFIG = "prompt_ensemble.json"  # names the folders of its prompts, adapters each
-LABELS_FILE = "label_names.json"  # beside the adapter of a classifier: config.json lies with its base
+LABELS_FILE = "label_names.json"  # next to the adapter of a classifier: config.json is in its base's folder
 KINDS = ("model_type", "task")
-TASK_FILE = "finetuning_task.json"  # beside weights that were fine-tuned: what they were trained to answer, and how
+TASK_FILE = "finetuning_task.json"  # next to fine-tuned weights: the task and its settings
 _SECONDS_TO_CONNECT = 5.0
-_TRIES = 10  # to read a checkpoint of a run that removes old ones meanwhile
+_TRIES = 10  # to read a checkpoint of a running job, which removes old ones
 T = TypeVar("T")
 _TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
 # transformers' names, in the order in which it looks for them
@@ -50,7 +52,7 @@ class Source:
     Attributes:
         name: a Hub name, or the path of a folder or file.
         path: None on the Hub.
-        is_adapter: what peft saved, to be put on a base model.
+        is_adapter: saved by peft, to be put on a base model.
     """
 
     name: str
@@ -59,26 +61,28 @@ class Source:
 
     @property
     def is_file(self) -> bool:
-        """Weights alone (t5-experiments, nanoT5), which do not say what model they are of."""
+        """Weights alone (t5-experiments, nanoT5), without a configuration."""
         return self.path is not None and self.path.is_file()
 
     @property
     def reference(self) -> str:
-        """A name that holds in any working folder: the Hub's, or the path from the root."""
+        """A name that is valid in any working folder: the Hub's, or the path from the root."""
         return self.name if self.path is None else str(self.path.resolve())
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Content of config.json in a folder; empty without one, and on the Hub. Raises UserError."""
-        file = None if self.path is None else self.path / CONFIG
-        found = read_json(file) if file is not None and file.is_file() else {}
-        real_names(found.get("id2label"), str(file))  # what transformers would end in, or labels without names
+        found = self._json(CONFIG)
+        real_names(found.get("id2label"), f"{self.path}/{CONFIG}")
         return found
 
     @cached_property
     def task(self) -> dict[str, Any]:
-        """What the weights in a folder were fine-tuned for (see `recipes.finetuning.saved_task`); empty elsewhere."""
-        file = None if self.path is None else self.path / TASK_FILE
+        """The task that weights in a folder were fine-tuned for (`recipes.finetuning.saved_task`); empty elsewhere."""
+        return self._json(TASK_FILE)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = None if self.path is None else self.path / name
         return read_json(file) if file is not None and file.is_file() else {}
 
     @property
@@ -100,9 +104,7 @@ class Source:
     def fingerprint(self) -> str | None:
         """sha256 of the weights (of several files: of their sha256, in the order of names); None where there are none.
 
-        Nothing less tells weights of before and after some training apart: sizes, names and shapes are equal. It
-        costs one reading, 1.4 GB/s and once a start, which is less than loading costs; the manifest of a checkpoint
-        has it for nothing.
+        A checkpoint's manifest has it; other weights are read once.
         """
         folder = self.path
         if folder is None:
@@ -150,30 +152,30 @@ def real_names(id2label: Any, where: str) -> tuple[str, ...]:
     """The labels in the order of their numbers; empty where they are transformers' LABEL_0, LABEL_1, ...
 
     Raises:
-        UserError: in `where` it is no object of texts, or of numbers that stand for them, by the labels' numbers.
+        UserError: it is no object of texts or numbers by the labels' numbers; `where` is named.
     """
     if id2label is None:
         return ()
     try:
         named = {int(number): name for number, name in id2label.items()}
+        if not all(isinstance(name, str | int | float) for name in named.values()):
+            raise ValueError(f"labels {list(named.values())}")
     except (AttributeError, ValueError) as error:
         raise UserError(
             f'{where}: id2label names no label by its number ({error}): write it as {{"0": "no", "1": "yes"}}.'
         ) from error
-    for number, name in named.items():
-        if not isinstance(name, str | int | float):
-            raise UserError(f"{where}: id2label names the label {number} by {name!r}: write a text there.")
     names = tuple(str(named[number]) for number in sorted(named))
     return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
 
 
+# ---- finding what a flag names --------------------------------------------------------------------------------------
 def find_source(name: str, flag: str = "--from_pretrained") -> Source:
     """The folder (of a run: its best checkpoint, else its last), weights file or model of the Hub that `name` is.
 
     Raises:
-        UserError: nothing of the kind is there, or the Hub cannot be reached.
+        UserError: there is no such source, or the Hub cannot be reached.
     """
-    path = as_it_stands(Path(name))
+    path = or_replaced(Path(name))
     if path.is_file():
         return Source(name, path)
     if path.is_dir():
@@ -181,135 +183,19 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
     if name.count("/") > 1 or name.startswith((".", "~", os.sep)) or path.suffix in (".pth", ".bin", ".safetensors"):
         raise UserError(f"{flag} {name}: there is no such file or folder.")
     check_reachable(name, flag)
-    _check_hub_files(name)
-    return Source(name)
-
-
-def _check_hub_files(name: str) -> None:
-    """Check the configuration and the indexes of a model of the Hub."""
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, allow_patterns=[CONFIG, INDEXES])
-    except (OSError, ValueError):  # reported where the model is loaded
-        return
-    check_untrusted(Path(folder))
-
-
-def on_newest(name: str, read: Callable[[], T]) -> T:
-    """Result of `read`, which opens `name`; once more where that is a run that has removed what was read.
-
-    Raises:
-        UserError, OSError: those of `read`, of a run that stands still or is too fast.
-    """
-    for _ in range(_TRIES - 1):
-        before = _chosen(name)
-        try:
-            return read()
-        except (UserError, OSError):
-            if _chosen(name) == before:
-                raise
-    return read()
-
-
-def _chosen(name: str) -> list[Path]:
-    """The checkpoints that a run names now."""
-    return [Path(os.path.realpath(Path(name) / link)) for link in ("best", "last")]
-
-
-class ModelFiles:
-    """Sources of the model, tokenizer and configuration of a fine-tuning run.
-
-    Each is looked for when it is first needed, once, and raises UserError where it is not available.
-
-    Args:
-        found: `--from_pretrained`, where it was looked for before.
-    """
-
-    def __init__(self, args: FinetuningArgs, found: Sequence[Source] = ()) -> None:
-        self.args = args
-        if found:
-            self.named = found[0]
-
-    @cached_property
-    def named(self) -> Source | None:
-        """`--from_pretrained`: a model, or an adapter."""
-        return find_source(self.args.from_pretrained) if self.args.from_pretrained else None
-
-    @property
-    def task(self) -> dict[str, Any]:
-        """What the named weights were fine-tuned for, where it is the task of this run; else empty."""
-        saved = {} if self.named is None else self.named.task
-        return saved if [saved.get(n) for n in KINDS] == [getattr(self.args, n) for n in KINDS] else {}
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """Labels that the named weights were trained for, in the order of their numbers; empty where none is known."""
-        names = self.named.label_names if self.named is not None else ()
-        return names or tuple(self.task.get("label_names", ()))
-
-    @property
-    def adapter(self) -> Source | None:
-        """The adapter that is named, if one is."""
-        return self.named if self.named is not None and self.named.is_adapter else None
-
-    @cached_property
-    def base(self) -> Source | None:
-        """The model that is named, or lies under the adapter."""
-        return self.named if self.adapter is None else find_base(self.adapter)
-
-    @cached_property
-    def configuration(self) -> Source:
-        """The source whose config.json describes the model; not for `--model_cfg`."""
-        args = self.args
-        return self.base or find_source(args.base_model or args.init_checkpoint, "--base_model or --init_checkpoint")
-
-    @property
-    def tokenizer_flag(self) -> tuple[str, str]:
-        """Flag and value that the tokenizer comes from. Raises UserError."""
-        for flag in ("tokenizer", "from_pretrained", "init_checkpoint"):
-            if value := getattr(self.args, flag):
-                return f"--{flag}", value
-        raise UserError("--model_cfg brings no tokenizer: name one with --tokenizer (a folder or a .model file).")
-
-    @cached_property
-    def tokenizer(self) -> Source:
-        """A folder may hold nothing else; a weights file has it beside itself, an adapter perhaps beside its base."""
-        flag, name = self.tokenizer_flag
-        path, is_named = Path(name), flag == "--from_pretrained"
-        if any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):
-            verify_model(path)
-            has_config = is_named and (path / CONFIG).is_file()
-            return self.named if has_config and self.named.path == path else Source(name, path)
-        source = self.named if is_named else find_source(name, flag)
-        if source.is_adapter and not any(source.path.glob("tokenizer*")):
-            source = self.base if is_named else find_base(source)
-        return Source(str(source.path.parent), source.path.parent) if source.is_file else source
-
-
-def find_base(adapter: Source) -> Source:
-    """The base model of an adapter.
-
-    Raises:
-        UserError: it is not there any more, or is an adapter itself.
-    """
-    name, file = adapter.base, adapter.base_named_in
-    if os.path.isabs(name) and not os.path.exists(name):
-        pruned = " (its run has pruned that checkpoint)" if parse_step(Path(name).name) is not None else ""
-        raise UserError(
-            f"the base model of the adapter {adapter.name} is gone: there is no {name}{pruned}; put it back, or, "
-            f"where it lies elsewhere, write that path as base_model_name_or_path into {file}."
-        )
-    base = find_source(name, f"the base model that {file} names")
-    if base.is_adapter:
-        raise UserError(f"{adapter.name} was trained on another adapter, {base.name}: merge that one first.")
-    return base
+        check_untrusted(Path(snapshot_download(name, allow_patterns=[CONFIG, INDEXES])))
+    except OSError:  # reported where the model is loaded
+        pass
+    return Source(name)
 
 
 def _folder(path: Path, flag: str) -> Source:
     for link in ("best", "last"):  # first, for a run's own config.json holds its arguments
-        checkpoint = as_it_stands(Path(os.path.realpath(path / link)))
-        if any((checkpoint / name).is_file() for name in (MANIFEST, OF_TRAINING)):
+        checkpoint = or_replaced(Path(os.path.realpath(path / link)))
+        if any((checkpoint / name).is_file() for name in (MANIFEST, TRAINER_STATE)):
             return _folder(checkpoint, flag)
     verify_model(path)
     if holds_adapter(path):
@@ -323,7 +209,7 @@ def _folder(path: Path, flag: str) -> Source:
 
 
 def check_reachable(name: str, flag: str) -> None:
-    """Refuse at once what the Hub cannot have; without network its client tries for half a minute.
+    """Refuse a missing model immediately; without network the Hub's client tries for half a minute.
 
     Raises:
         UserError: no connection, and `name` was not downloaded before.
@@ -347,6 +233,109 @@ def check_reachable(name: str, flag: str) -> None:
             reason = f"{address.hostname} cannot be reached: {error.strerror or error}"
     if reason is not None:
         raise UserError(
-            f"{flag} {name}: there is no such folder here, it has not been downloaded from the Hugging Face Hub "
-            f"before, and {reason}; copy the model to this machine and name its folder."
+            f"{flag} {name}: there is no such folder, it has not been downloaded from the Hugging Face Hub, and "
+            f"{reason}; copy the model to this machine and name its folder."
         )
+
+
+def find_base(adapter: Source) -> Source:
+    """The base model of an adapter. Raises UserError."""
+    name, file = adapter.base, adapter.base_named_in
+    if os.path.isabs(name) and not os.path.exists(name):
+        pruned = " (its run has pruned that checkpoint)" if parse_step(Path(name).name) is not None else ""
+        raise UserError(
+            f"the base model of the adapter {adapter.name} is gone: there is no {name}{pruned}; put it back, or "
+            f"write its new path as base_model_name_or_path into {file}."
+        )
+    base = find_source(name, f"the base model that {file} names")
+    if base.is_adapter:
+        raise UserError(f"{adapter.name} was trained on another adapter, {base.name}: merge that one first.")
+    return base
+
+
+def on_newest(name: str, read: Callable[[], T]) -> T:
+    """Result of `read`, which opens `name`; retried if that is a running job that has removed the checkpoint.
+
+    Raises:
+        UserError, OSError: those of `read`.
+    """
+
+    def linked() -> list[str]:
+        return [os.path.realpath(Path(name) / link) for link in ("best", "last")]
+
+    for _ in range(_TRIES - 1):
+        before = linked()
+        try:
+            return read()
+        except (UserError, OSError):
+            if linked() == before:
+                raise
+    return read()
+
+
+class ModelFiles:
+    """Sources of the model, tokenizer and configuration of a fine-tuning run, each found when first needed.
+
+    Args:
+        found: `--from_pretrained`, if it was found before.
+    """
+
+    def __init__(self, args: FinetuningArgs, found: Sequence[Source] = ()) -> None:
+        self.args = args
+        if found:
+            self.named = found[0]
+
+    @cached_property
+    def named(self) -> Source | None:
+        """`--from_pretrained`: a model, or an adapter."""
+        return find_source(self.args.from_pretrained) if self.args.from_pretrained else None
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """The task that the named weights were fine-tuned for, if it is the task of this run; else empty."""
+        saved = {} if self.named is None else self.named.task
+        return saved if [saved.get(n) for n in KINDS] == [getattr(self.args, n) for n in KINDS] else {}
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Labels that the named weights were trained for, in the order of their numbers; empty where none is known."""
+        names = self.named.label_names if self.named is not None else ()
+        return names or tuple(self.task.get("label_names", ()))
+
+    @property
+    def adapter(self) -> Source | None:
+        """The named adapter, if `--from_pretrained` is one."""
+        return self.named if self.named is not None and self.named.is_adapter else None
+
+    @cached_property
+    def base(self) -> Source | None:
+        """The named model, or the base of the named adapter."""
+        return self.named if self.adapter is None else find_base(self.adapter)
+
+    @cached_property
+    def configuration(self) -> Source:
+        """The source whose config.json describes the model; not for `--model_cfg`."""
+        args = self.args
+        return self.base or find_source(args.base_model or args.init_checkpoint, "--base_model or --init_checkpoint")
+
+    @property
+    def tokenizer_flag(self) -> tuple[str, str]:
+        """Flag and value that the tokenizer comes from. Raises UserError."""
+        for flag in ("tokenizer", "from_pretrained", "init_checkpoint"):
+            if value := getattr(self.args, flag):
+                return f"--{flag}", value
+        raise UserError("--model_cfg brings no tokenizer: name one with --tokenizer (a folder or a .model file).")
+
+    @cached_property
+    def tokenizer(self) -> Source:
+        """The source of the tokenizer: a weights file's is next to it, an adapter's may be with its base model."""
+        flag, name = self.tokenizer_flag
+        path, is_named = Path(name), flag == "--from_pretrained"
+        if any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):
+            verify_model(path)
+            has_config = is_named and (path / CONFIG).is_file()
+            return self.named if has_config and self.named.path == path else Source(name, path)
+        source = self.named if is_named else find_source(name, flag)
+        if source.is_adapter and not any(source.path.glob("tokenizer*")):
+            source = self.base if is_named else find_base(source)
+        return Source(str(source.path.parent), source.path.parent) if source.is_file else source

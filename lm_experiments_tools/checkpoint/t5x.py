@@ -12,7 +12,6 @@ import math
 import re
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,17 +38,8 @@ _PARTS = {
         "mlp": "layer.2.DenseReluDense",
     },
 }
-_MATRICES = {
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "out": "o",
-    "wi": "wi",
-    "wi_0": "wi_0",
-    "wi_1": "wi_1",
-    "wo": "wo",
-}
-_ELSEWHERE = {
+_MATRICES = {"query": "q", "key": "k", "value": "v", "out": "o", **{n: n for n in ("wi", "wi_0", "wi_1", "wo")}}
+_OUTSIDE_LAYERS = {
     "token_embedder.embedding": "shared.weight",
     "encoder.encoder_norm.scale": "encoder.final_layer_norm.weight",
     "decoder.decoder_norm.scale": "decoder.final_layer_norm.weight",
@@ -65,24 +55,20 @@ def is_t5x(path: Path) -> bool:
 
 
 def read_t5x(path: Path) -> dict[str, Tensor]:
-    """The weights by the names of transformers' T5ForConditionalGeneration.
-
-    Raises:
-        UserError: an array that is none of a T5, damaged, or written by another compressor than gzip.
-    """
+    """The weights by the names of transformers' T5ForConditionalGeneration. Raises UserError."""
     folders = sorted(folder for folder in path.glob(f"{_PREFIX}*") if (folder / ".zarray").is_file())
     weights = {}
     for folder in folders:
         name = folder.name.removeprefix(_PREFIX)
-        turned = name.endswith((".kernel", ".rel_embedding"))
+        is_transposed = name.endswith((".kernel", ".rel_embedding"))
         tensor = _read_zarr(folder)
-        weights[_name_of(name, folder)] = tensor.T.contiguous() if turned else tensor
+        weights[_name_of(name, folder)] = tensor.T.contiguous() if is_transposed else tensor
     return weights
 
 
 def _name_of(name: str, folder: Path) -> str:
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
+    if name in _OUTSIDE_LAYERS:
+        return _OUTSIDE_LAYERS[name]
     if match := _LAYER.fullmatch(name):
         stack, number, rest = match.groups()
         parts = _PARTS[stack]
@@ -95,30 +81,22 @@ def _name_of(name: str, folder: Path) -> str:
 
 
 def _read_zarr(folder: Path) -> Tensor:
-    """An array of zarr's version 2: a grid of chunks, each a file of its own."""
-    about = read_json(folder / ".zarray")
-    compressor = about.get("compressor")
-    if about.get("order") != "C" or (compressor or {}).get("id", "gzip") != "gzip":
-        raise UserError(f"{folder}: it is compressed by {compressor} in order {about.get('order')}, not by gzip in C.")
-    is_bfloat16 = about["dtype"] == "bfloat16"
-    shape, chunks = about["shape"], about["chunks"]
-    whole = np.zeros(shape, np.dtype("<u2" if is_bfloat16 else about["dtype"]))
-    counts = [math.ceil(size / chunk) for size, chunk in zip(shape, chunks, strict=True)]
-    for place in itertools.product(*map(range, counts)):
-        name = about.get("dimension_separator", ".").join(map(str, place))
-        values = _read_chunk(folder / name, compressor, whole.dtype, chunks)
-        corner = tuple(slice(p * c, min((p + 1) * c, s)) for p, c, s in zip(place, chunks, shape, strict=True))
-        whole[corner] = values[tuple(slice(0, s.stop - s.start) for s in corner)]
-    tensor = torch.from_numpy(whole.view(np.int16) if is_bfloat16 else whole)
+    """An array of zarr's version 2: a grid of chunks, each in its own file."""
+    info = read_json(folder / ".zarray")
+    compressor = info.get("compressor")
+    if info.get("order") != "C" or (compressor or {}).get("id", "gzip") != "gzip":
+        raise UserError(f"{folder}: it is compressed by {compressor} in order {info.get('order')}, not by gzip in C.")
+    is_bfloat16 = info["dtype"] == "bfloat16"
+    shape, chunks = info["shape"], info["chunks"]
+    array = np.zeros(shape, np.dtype("<u2" if is_bfloat16 else info["dtype"]))
+    for index in itertools.product(*(range(math.ceil(s / c)) for s, c in zip(shape, chunks, strict=True))):
+        file = folder / info.get("dimension_separator", ".").join(map(str, index))
+        try:
+            content = gzip.decompress(file.read_bytes()) if compressor else file.read_bytes()
+            values = np.frombuffer(content, array.dtype).reshape(chunks)
+        except (EOFError, OSError, ValueError, zlib.error) as error:
+            raise UserError(f"{file} is damaged ({error}): copy the checkpoint again.") from error
+        corner = tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(index, chunks, shape, strict=True))
+        array[corner] = values[tuple(slice(0, s.stop - s.start) for s in corner)]
+    tensor = torch.from_numpy(array.view(np.int16) if is_bfloat16 else array)
     return (tensor.view(torch.bfloat16) if is_bfloat16 else tensor).float()
-
-
-def _read_chunk(file: Path, compressor: Any, dtype: np.dtype, shape: list[int]) -> np.ndarray:
-    try:
-        content = file.read_bytes()
-        content = gzip.decompress(content) if compressor else content
-        return np.frombuffer(content, dtype).reshape(shape)
-    except FileNotFoundError as error:
-        raise UserError(f"{file} is missing: copy the checkpoint again.") from error
-    except (EOFError, OSError, ValueError, zlib.error) as error:
-        raise UserError(f"{file} is damaged ({error}): copy the checkpoint again.") from error

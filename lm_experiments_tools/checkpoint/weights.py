@@ -1,4 +1,4 @@
-"""Model weights to and from disk: Hugging Face layout out; that layout and the ancestors' files in, strictly."""
+"""Model weights to and from disk: Hugging Face layout out; that layout and those of other projects in, strictly."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.conversion import to_model_names, without_progress_bars
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_listed, verify_model
+from lm_experiments_tools.checkpoint.manifest import is_listed, shards_of, verify_model
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
 from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
-from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
-from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
-from lm_experiments_tools.checkpoint.untrusted import shards_of
+from lm_experiments_tools.checkpoint.tree import WriteTensors, as_os_error, load_tensors, write_now
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.modules.inspection import is_adapted
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")
 _TOKENIZER_FILES += ("chat_template*", TASK_FILE)
-_NAMES_SHOWN = 3
-_IGNORED = ("load_unexpected", "save")  # obsolete keys, and constants that the model computes
 
 
 @dataclass(frozen=True)
@@ -42,18 +39,28 @@ class LoadReport:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
     def __str__(self) -> str:
-        return (
-            f"{len(self.matched)} weights loaded, {len(self.missing)} missing{_first(self.missing)}, "
-            f"{len(self.unexpected)} unexpected{_first(self.unexpected)}, "
-            f"{len(self.mismatched)} of another shape{_first([_shapes(*entry) for entry in self.mismatched])}"
-        )
+        shapes = [f"{name}: {_by(a)} in the file, {_by(b)} in the model" for name, a, b in self.mismatched]
+        parts = [f"{len(self.matched)} weights loaded"]
+        for what, names in (("missing", self.missing), ("unexpected", self.unexpected), ("of another shape", shapes)):
+            shown = names[:3] + ["..."] * (len(names) > 3)
+            parts.append(f"{len(names)} {what}" + (f" ({', '.join(shown)})" if names else ""))
+        return ", ".join(parts)
 
 
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
 def save_model(
     path: Path,
-    model: torch.nn.Module,
-    state_dict: dict[str, torch.Tensor] | None = None,
+    model: nn.Module,
+    state_dict: dict[str, Tensor] | None = None,
     tokenizer_dir: Path | None = None,
     generation_config: Any = None,
     write: WriteTensors = write_now,
@@ -74,68 +81,87 @@ def save_model(
         OSError: the disk refused.
         UserError: `tokenizer_dir` has no tokenizer.
     """
+    path = Path(path)
     try:
-        _write_model(Path(path), model, state_dict, generation_config, write)
+        if is_adapted(model):
+            save_adapter(path, model, state_dict, write)
+        elif hasattr(model, "save_pretrained"):
+            _save_pretrained(path, model, state_dict, write)
+            if generation_config is not None:
+                generation_config.save_pretrained(path)
+        else:
+            weights = state_dict if state_dict is not None else model.state_dict()
+            write(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
-        raise as_os_error(error, Path(path)) from error
-    apply_umask(*Path(path).rglob("*.safetensors"))  # of a model that writes its own
-    if tokenizer_dir is not None and not copy_tokenizer(Path(tokenizer_dir), Path(path)):
+        raise as_os_error(error, path) from error
+    apply_umask(*path.rglob("*.safetensors"))  # of a model that writes its own
+    if tokenizer_dir is not None and not copy_tokenizer(Path(tokenizer_dir), path):
         raise UserError(f"{tokenizer_dir} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
 
 
-def _write_model(
-    path: Path,
-    model: torch.nn.Module,
-    state_dict: dict[str, torch.Tensor] | None,
-    generation_config: Any,
-    write: WriteTensors,
-) -> None:
-    if is_adapted(model):
-        save_adapter(path, model, state_dict, write)
-    elif hasattr(model, "save_pretrained"):
-        weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
-        with without_progress_bars(), _deepspeed_not_imported(), _transformers_writes_by(write):
-            model.save_pretrained(path, state_dict=weights)
-        if generation_config is not None:
-            generation_config.save_pretrained(path)
-    else:
-        weights = state_dict if state_dict is not None else model.state_dict()
-        write(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
+def _save_pretrained(path: Path, model: Any, state_dict: dict[str, Tensor] | None, write: WriteTensors) -> None:
+    """`save_pretrained`, which decides what to store under which names, with our writer of tensors.
 
-
-@contextlib.contextmanager
-def _transformers_writes_by(write: WriteTensors) -> Iterator[None]:
-    """Have save_pretrained, which knows what to store under which names, hand the tensors on."""
-    module = sys.modules.get("transformers.modeling_utils")
-    if not hasattr(module, "safe_save_file"):
-        yield
-        return
-    original, module.safe_save_file = module.safe_save_file, write
-    try:
-        yield
-    finally:
-        module.safe_save_file = original
-
-
-@contextlib.contextmanager
-def _deepspeed_not_imported() -> Iterator[None]:
-    """Where DeepSpeed is installed, save_pretrained imports it to ask whether the model is one of its engines.
-
-    That takes seconds and prints a warning on machines without GPU; of what was never imported there is no engine.
+    It asks accelerate whether the model is an engine of DeepSpeed. The import of an installed DeepSpeed, which takes
+    seconds, is avoided: without that import there is no engine.
     """
-    asking = sys.modules.get("accelerate.utils.other")
-    if asking is None or "deepspeed" in sys.modules:
-        yield
-        return
-    original, asking.is_deepspeed_available = asking.is_deepspeed_available, lambda: False
+    weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_progress_bars())
+        stack.enter_context(_patched("transformers.modeling_utils", "safe_save_file", write))
+        if "deepspeed" not in sys.modules:
+            stack.enter_context(_patched("accelerate.utils.other", "is_deepspeed_available", lambda: False))
+        model.save_pretrained(path, state_dict=weights)
+
+
+@contextlib.contextmanager
+def _patched(module_name: str, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module, if both exist, inside the block."""
+    module = sys.modules.get(module_name)
+    original = getattr(module, name, None)
+    if original is not None:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        asking.is_deepspeed_available = original
+        if original is not None:
+            setattr(module, name, original)
 
 
+def _tie(state_dict: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Tensor]:
+    """Gathering gives each name of a tied weight its own copy; make equal copies one object again, stored once."""
+    result = dict(state_dict)
+    for alias, name in tied.items():
+        if alias in result and name in result and torch.equal(result[alias], result[name]):
+            result[alias] = result[name]
+    return result
+
+
+def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous weights, one name for each; views that overlap without being the same weight are copied."""
+    first: dict[tuple, str] = {}
+    storages: set[int] = set()
+    result = {}
+    for name, tensor in weights.items():
+        if first.setdefault(_identity(tensor), name) != name:
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.detach().clone() if storage in storages else tensor.detach().contiguous()
+        storages.add(storage)
+    return result
+
+
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copy a tokenizer's files, and the description of the fine-tuned task; False if there is no tokenizer."""
+    files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+    return any(file.name != TASK_FILE for file in files)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
 def load_weights(
-    model: torch.nn.Module,
+    model: nn.Module,
     source: Path | str,
     *,
     allow_partial: bool | None = False,
@@ -166,39 +192,32 @@ def load_weights(
 
 
 def place_weights(
-    model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path, *, allow_partial: bool | None = False
+    model: nn.Module, weights: dict[str, Tensor], path: Path, *, allow_partial: bool | None = False
 ) -> LoadReport:
     """Copy `weights`, which were read from `path`, into `model`; see `load_weights`."""
     own, weights = model.state_dict(keep_vars=True), to_model_names(model, weights)
-    report = _compare(own, weights, *(_declared(model, f"_keys_to_ignore_on_{key}") for key in _IGNORED))
+    report = _compare(model, own, weights)
     if not report.matched:
         raise UserError(
             f"no weight in {path} fits the model: {report}; the file is of another architecture, or its parameters "
             "have other names."
         )
-    if not allow_partial and (report.missing or report.unexpected or report.mismatched):
+    if not allow_partial and not report.is_complete:
         advice = "" if allow_partial is None else ", or pass --allow_partial_checkpoint to load only what fits"
         raise UserError(f"{path} does not fit the model: {report}; check --model_cfg and --model_cls{advice}.")
-    _refuse_untied_values(own, weights, report, path)
+    _check_tied(own, weights, report, path)
     with torch.no_grad():
         for name in report.matched:
             own[name].copy_(weights[name])
     return report
 
 
-def _declared(model: torch.nn.Module, name: str) -> list[str]:
-    return list(getattr(model, name, None) or ())
-
-
-def _compare(
-    own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], obsolete: list[str], unsaved: list[str]
-) -> LoadReport:
-    matched = [name for name in weights if name in own and weights[name].shape == own[name].shape]
-    mismatched = [
-        (name, tuple(weights[name].shape), tuple(own[name].shape))
-        for name in weights
-        if name in own and weights[name].shape != own[name].shape
-    ]
+def _compare(model: nn.Module, own: dict[str, Tensor], weights: dict[str, Tensor]) -> LoadReport:
+    obsolete = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of transformers' classes
+    unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    common = [name for name in weights if name in own]
+    matched = [name for name in common if weights[name].shape == own[name].shape]
+    mismatched = [(name, tuple(weights[name].shape), tuple(own[name].shape)) for name in common if name not in matched]
     loaded = {_identity(own[name]) for name in matched}
     absent = [name for name in own if name not in weights and name not in unsaved]
     missing = [name for name in absent if _identity(own[name]) not in loaded]
@@ -208,10 +227,8 @@ def _compare(
     return LoadReport(matched, missing, unexpected, mismatched)
 
 
-def _refuse_untied_values(
-    own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], report: LoadReport, path: Path
-) -> None:
-    """A v1.1 file (own lm_head) in a tied model would silently overwrite the embedding with the output layer."""
+def _check_tied(own: dict[str, Tensor], weights: dict[str, Tensor], report: LoadReport, path: Path) -> None:
+    """In a tied model the lm_head of a v1.1 file would silently overwrite the embedding."""
     first: dict[tuple, str] = {}
     for name in report.matched:
         other = first.setdefault(_identity(own[name]), name)
@@ -222,23 +239,23 @@ def _refuse_untied_values(
             )
 
 
-def _identity(tensor: torch.Tensor) -> tuple:
-    """Equal for two names of one weight. Empty and meta tensors have no address and are told apart by object."""
+def _identity(tensor: Tensor) -> tuple:
+    """Equal for two names of one weight. Empty and meta tensors, which have no address, are compared by object."""
     pointer = tensor.data_ptr() if not tensor.is_meta else 0
     return (tensor.device, pointer, tuple(tensor.shape), tensor.stride()) if pointer else (id(tensor),)
 
 
-def read_state(model: torch.nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
-    """The weights in `path` by the names of `model`, whose own may be sharded: all, or what an adapter trains."""
+def read_state(model: nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
+    """The weights in `path` by the names of `model`, whose own may be sharded: all, or those an adapter trains."""
     if is_adapted(model):
         return read_adapter(model, path)
     weights, own = to_model_names(model, read_weights(path, allow_pickle)), model.state_dict(keep_vars=True)
-    held = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
-    tied = {name: held[id(tensor)] for name, tensor in own.items() if name not in weights and id(tensor) in held}
+    by_tensor = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
+    tied = {n: by_tensor[id(tensor)] for n, tensor in own.items() if n not in weights and id(tensor) in by_tensor}
     return {**weights, **tied}
 
 
-def read_weights(path: Path, allow_pickle: bool = False, *, verified: bool = False) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, allow_pickle: bool = False, *, verified: bool = False) -> dict[str, Tensor]:
     """The state dict in `path` (see `load_weights` for what it may be), on the CPU. Raises UserError."""
     if path.is_dir():
         return _read_directory(path, allow_pickle, verified)
@@ -249,88 +266,32 @@ def read_weights(path: Path, allow_pickle: bool = False, *, verified: bool = Fal
     return _read_file(path, allow_pickle)
 
 
-def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str, torch.Tensor]:
+def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str, Tensor]:
     for single in ("model.safetensors", "pytorch_model.bin"):
-        index = path / f"{single}.index.json"
-        if index.is_file():
-            if not verified and (path / MANIFEST).is_file():
-                verify_model(path, [index.name])
-            names = _shards(index)
+        index, read = f"{single}.index.json", []
+        if (path / index).is_file():
+            read, names = [index], shards_of(path / index)
         elif (path / single).is_file():
             names = [single]
         else:
             continue
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise UserError(f"{path / missing[0]} is missing, though {index} lists it: copy it again.")
         if not verified:
-            verify_model(path, names)
-        weights: dict[str, torch.Tensor] = {}
+            verify_model(path, [*read, *names])
+        weights: dict[str, Tensor] = {}
         for name in names:
             weights.update(_read_file(path / name, allow_pickle))
         return weights
     if is_t5x(path):
         return read_t5x(path)
     if holds_adapter(path):
-        raise UserError(
-            f"{path} holds an adapter, not a whole model: name it by --from_pretrained, which loads its base too."
-        )
-    hint = (
-        f"; it looks like a run directory: give {path / 'last'} or {path / 'best'}" if (path / "last").is_dir() else ""
-    )
+        raise UserError(f"{path} holds an adapter, not a whole model: name it by --from_pretrained.")
+    hint = f": name {path / 'last'} or {path / 'best'} of this run directory" if (path / "last").is_dir() else ""
     raise UserError(f"{path} has no weights (model.safetensors, its shards or pytorch_model.bin){hint}.")
 
 
-def _shards(index: Path) -> list[str]:
-    names = shards_of(index)
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise UserError(
-                f"{index.parent / name} is missing, though {index.name} lists it: copy the checkpoint again."
-            )
-    return names
-
-
-def _read_file(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
+def _read_file(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
         return state_dict_of(read_pickle(path, allow_pickle=allow_pickle), path)
     return strip_wrappers(load_tensors(path))
-
-
-def _tie(state_dict: dict[str, torch.Tensor], tied: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Gathering gives each name of a tied weight its own copy; make equal copies one object again, stored once."""
-    result = dict(state_dict)
-    for alias, name in tied.items():
-        if alias in result and name in result and torch.equal(result[alias], result[name]):
-            result[alias] = result[name]
-    return result
-
-
-def _unshared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous weights, one name for each; views that overlap without being the same weight are copied."""
-    kept: dict[tuple, str] = {}
-    storages: set[int] = set()
-    result = {}
-    for name, tensor in weights.items():
-        if kept.setdefault(_identity(tensor), name) != name:
-            continue
-        storage = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.detach().clone() if storage in storages else tensor.detach().contiguous()
-        storages.add(storage)
-    return result
-
-
-def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy the files of a tokenizer, and what it was fine-tuned for; False if there is none."""
-    files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
-    for file in files:
-        shutil.copyfile(file, target / file.name)
-    return any(file.name != TASK_FILE for file in files)
-
-
-def _first(names: list[str]) -> str:
-    if not names:
-        return ""
-    more = ", ..." if len(names) > _NAMES_SHOWN else ""
-    return f" ({', '.join(names[:_NAMES_SHOWN])}{more})"
-
-
-def _shapes(name: str, in_file: tuple[int, ...], in_model: tuple[int, ...]) -> str:
-    return f"{name}: {'x'.join(map(str, in_file))} in the file, {'x'.join(map(str, in_model))} in the model"

@@ -370,7 +370,7 @@ def test_deepspeed_in_16_bits_keeps_fp32_weights_and_skips_alike(results, kind):
 def test_deepspeed_refuses_what_it_would_do_differently(results, kind):
     for rank, errors in enumerate(results.of(kind, "zero_refusals")):
         assert "--clip_grad_value" in errors["value"]
-        assert "Adafactor" in errors["adafactor"] and "one vector" in errors["adafactor"]
+        assert "Adafactor" in errors["adafactor"]
         assert rank or "1 unexpected ['nonsense']" in errors["keys"]
 
 

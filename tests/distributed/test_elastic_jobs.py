@@ -96,7 +96,7 @@ def test_without_reproducible_another_number_of_workers_reads_on_where_the_other
 def test_a_fixed_run_ends_with_a_sentence_when_its_number_of_workers_changes(tmp_path):
     job = resized_job(tmp_path, "reproducible=fixed", widths=(3,))
     assert job.returncode not in (0, None), job.output[-3000:]
-    assert "fixed of 2 worker(s), and this start is fixed of 3" in job.output
+    assert "fixed with 2 ranks, and this start has fixed with 3" in job.output
     assert (tmp_path / "starts").read_text().split() == ["2", "3"]
 
 

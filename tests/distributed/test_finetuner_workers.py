@@ -63,7 +63,7 @@ def test_evaluation_and_training_follow_each_other_as_in_one_process(folder, alo
     )
     losses, output = worker(folder, name, launcher(), 4, *steps)
     if sharded:
-        assert "save it and load that in a new process" in losses.pop()
+        assert "save it and load it in a new process" in losses.pop()
     assert losses == pytest.approx(alone[1:3] if sharded else alone, rel=1e-4)  # a new AdamW steps by signs
     assert re.findall(r"written by (\d)", output) == ["0"]
     ours, theirs = (AutoModelForSeq2SeqLM.from_pretrained(folder / run).state_dict() for run in (name, "alone"))

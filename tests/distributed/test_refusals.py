@@ -180,7 +180,7 @@ def test_what_launchers_tell():
     assert wanted_processes({}) == (1, "nothing")
     assert wanted_sharding({"ACCELERATE_USE_FSDP": "true"}) == "FSDP"
     assert wanted_sharding({"ACCELERATE_USE_FSDP": "false"}) is None
-    with pytest.raises(UserError, match="at once"):
+    with pytest.raises(UserError, match="choose one"):
         wanted_sharding({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"})
     assert detect_backend({"HOROVOD_RANK": "0"}) == "horovod"
     assert detect_backend({"WORLD_SIZE": "2"}) == "accelerate"
@@ -224,7 +224,7 @@ def test_deepspeed_settings_are_filled_from_the_arguments():
         ({"zero_optimization": {"stage": 0}}, r"ZeRO stage 0"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-            r"zero2.json says offload_optimizer .*'nvme'.*: a checkpoint reaches no",
+            r"zero2.json says offload_optimizer .*'nvme'",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}},
@@ -232,9 +232,9 @@ def test_deepspeed_settings_are_filled_from_the_arguments():
         ),
         (
             {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
-            r"zero_optimization.zenflow = .*reach",
+            r"zero_optimization.zenflow = .*take it out",
         ),
-        (deepspeed(tensor_parallel={"autotp_size": 2}), r"tensor_parallel = .*only data parallelism"),
+        (deepspeed(tensor_parallel={"autotp_size": 2}), r"tensor_parallel = .*take it out"),
     ],
 )
 def test_deepspeed_settings_that_disagree_are_refused(config, words):
@@ -254,7 +254,7 @@ def test_parameters_without_dimensions_are_not_cut_into_slices():
     model = torch.nn.Module()
     model.temperature = torch.nn.Parameter(torch.tensor(1.0))
     check_whole(model, "Accelerate")
-    with pytest.raises(UserError, match=r"DeepSpeed cannot cut .* temperature: give it the shape \(1,\)"):
+    with pytest.raises(UserError, match=r"DeepSpeed cannot shard .* temperature: give it the shape \(1,\)"):
         check_whole(model, "DeepSpeed", shards=True)
 
 

@@ -27,7 +27,7 @@ from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import get_precision
-from lm_experiments_tools.backends.roll_call import host_group
+from lm_experiments_tools.backends.process_groups import host_group
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError

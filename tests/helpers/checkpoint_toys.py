@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lm_experiments_tools.checkpoint.writer import CheckpointWriter, save_tree
+from lm_experiments_tools.checkpoint.tree import save_tree
+from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.models.build import build_model
 
 

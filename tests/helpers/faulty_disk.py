@@ -43,7 +43,7 @@ class FaultyDisk:
         patch.setattr(builtins, "open", self._open_counted(open))
         patch.setattr(io, "open", builtins.open)
         patch.setattr(shutil, "disk_usage", self._counted("statvfs", shutil.disk_usage))
-        patch.setattr("lm_experiments_tools.checkpoint.tensor_files.save_file", self._save_tensors)
+        patch.setattr("lm_experiments_tools.checkpoint.tree.save_file", self._save_tensors)
 
     def reached(self, name: str, path: object) -> bool:
         """Note a call; True if it is to fail."""

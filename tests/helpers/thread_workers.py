@@ -1,43 +1,58 @@
-"""Two workers or more in one process, for what needs their collectives and no gradients."""
+"""Two workers or more in one process, for tests of their collectives."""
 
 import threading
 
 import torch
 
-from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.backend import Backend
+
+
+class ThreadBackend(Backend):
+    """One of several workers that are threads of this process."""
+
+    name = "threads"
+
+    def __init__(self, rank, barrier, slots):
+        super().__init__()
+        self.rank, self.world_size, self.barrier, self.slots = rank, len(slots), barrier, slots
+
+    def gather(self, value):
+        self.slots[self.rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+    def sum(self, values):
+        return torch.stack(self.gather(values)).sum(0)
+
+    def _broadcast_tensors(self, tensors):
+        with torch.no_grad():
+            for own, sent in zip(tensors, self.gather(tensors)[0], strict=True):
+                own.copy_(sent)
+        self.gather(None)
 
 
 class Workers:
-    """Backends of workers that are threads of this process."""
+    """Runs functions on several `ThreadBackend`s at the same time."""
 
     def __init__(self, number):
         self.barrier, self.slots = threading.Barrier(number, timeout=60), [None] * number
-
-    def backend(self, rank):
-        backend = LocalBackend()
-        backend.rank, backend.world_size = rank, len(self.slots)
-
-        def gather(value):
-            self.slots[rank] = value
-            self.barrier.wait()
-            found = list(self.slots)
-            self.barrier.wait()
-            return found
-
-        backend.gather, backend.broadcast = gather, lambda value: gather(value)[0]
-        backend.sum = lambda values: torch.stack(gather(values)).sum(0)
-        return backend
 
     def run(self, work):
         """Call work(backend) for every worker at the same time; its results, in rank order."""
         results = {}
 
         def call(rank):
-            results[rank] = work(self.backend(rank))
+            results[rank] = work(ThreadBackend(rank, self.barrier, self.slots))
 
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(self.slots))]
+        ranks = range(len(self.slots))
+        threads = [threading.Thread(target=call, args=(rank,), name=f"rank_{rank}") for rank in ranks]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return [results[rank] for rank in range(len(self.slots))]
+        return [results[rank] for rank in ranks]

@@ -113,7 +113,7 @@ BAD = {
         "names no iteration, but 'five'",
     ),
     "a rank too many": (lambda run: shutil.copytree(run / RANK, run / "iter_0000007/mp_rank_02"), "has 3 ranks"),
-    "a pipeline": (lambda run: (run / RANK).rename(run / f"{RANK}_001"), "mp_rank_01_001 is a piece of a pipeline"),
+    "a pipeline": (lambda run: (run / RANK).rename(run / f"{RANK}_001"), "mp_rank_01_001 is a pipeline stage"),
     "stages": (lambda run: changed(run, pipeline_model_parallel_size=2), "split over 2 stages of a pipeline"),
     "padding": (lambda run: changed(run, padded_vocab_size=128), "has 64 rows, its args say 128"),
     "gates": (lambda run: changed(run, swiglu=True), "swiglu is True"),

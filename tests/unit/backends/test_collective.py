@@ -97,7 +97,7 @@ def test_workers_wait_for_the_first_one():
 
 def test_workers_wait_for_a_checkpoint_longer_than_a_collective_may_take(tmp_path):
     def save(backend):
-        saver = Saver(backend, CheckpointWriter(tmp_path, 1, rank=backend.rank))
+        saver = Saver(backend, CheckpointWriter(tmp_path, 1))
         if backend.is_main:
             saver._writing = saver._thread.submit(backend.be_slow)
         saver.wait()

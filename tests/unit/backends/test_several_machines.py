@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lm_experiments_tools.backends import cluster, collective, peers
+from lm_experiments_tools.backends import cluster, collective, process_groups
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config import cli, launchers
 from lm_experiments_tools.errors import RunError, UserError
@@ -103,11 +103,11 @@ def test_a_refusal_that_nobody_else_heard_of_names_its_machine(monkeypatch, caps
 )
 def test_a_lost_machine_is_named_by_who_does_not_answer(answer, words):
     others = [("lmta", 1), ("lmtb", 1)]
-    sentence = peers.lost_peer(LOST, others, OfTwo(missing=answer))
+    sentence = process_groups.lost_peer(LOST, others, OfTwo(missing=answer))
     assert sentence is not None and re.search(words, sentence), sentence
 
 
 def test_an_error_of_a_worker_s_own_is_no_lost_peer():
     others = [("lmta", 1), ("lmtb", 1)]
-    assert peers.lost_peer(ValueError("connection"), others, OfTwo(missing=[1])) is None
-    assert peers.lost_peer(RuntimeError("size mismatch"), others, OfTwo(missing=[1])) is None
+    assert process_groups.lost_peer(ValueError("connection"), others, OfTwo(missing=[1])) is None
+    assert process_groups.lost_peer(RuntimeError("size mismatch"), others, OfTwo(missing=[1])) is None

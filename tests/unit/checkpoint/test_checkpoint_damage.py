@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lm_experiments_tools.checkpoint import manifest, saving
+from lm_experiments_tools.checkpoint.manifest import CheckpointDamaged, verify
 from lm_experiments_tools.checkpoint.source import find_source, on_newest
-from lm_experiments_tools.checkpoint.writer import CheckpointDamaged, find_newest_valid, find_resume, verify
+from lm_experiments_tools.checkpoint.writer import find_newest_valid, find_resume
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.saved import open_saved
 from tests.helpers.checkpoint_toys import flip, random_t5, write
@@ -126,7 +127,7 @@ def test_what_another_run_starts_from_is_what_was_saved_or_nothing(copy, tmp_pat
     whole = make_run(tmp_path / "second", init_checkpoint=str(checkpoint), iters=8)
     optimizer, weights = whole.backend.optimizer.state_dict(), weights_of(whole.backend.unwrap())
     damage(checkpoint)
-    manifest._checked.clear()
+    manifest._verified.clear()
     for asked, start in {
         "--init_checkpoint": lambda: make_run(tmp_path / "third", init_checkpoint=str(checkpoint), iters=8),
         "--from_pretrained": lambda: open_saved(str(checkpoint)),
@@ -179,7 +180,7 @@ def test_every_single_bit_of_the_manifest_is_guarded(tmp_path):
         with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
             verify(path)
     file.write_bytes(re.sub(rb'(?<="manifest_sha256": ")\w{64}', rb"\\ud800" * 64, content))  # no text has these
-    with pytest.raises(CheckpointDamaged, match="has no sha256 of itself"):
+    with pytest.raises(CheckpointDamaged, match="does not match its own"):
         verify(path)
     file.write_bytes(content)
     verify(path)

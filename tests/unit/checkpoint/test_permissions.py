@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.checkpoint.writer import save_model
+from lm_experiments_tools.checkpoint.weights import save_model
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.token_toys import write_tokens

@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from lm_experiments_tools.backends.backend import DataParallelBackend, LocalBackend, saved_state
+from lm_experiments_tools.backends.backend import LocalBackend, saved_state
 from lm_experiments_tools.checkpoint import manifest, tree
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.thread_workers import Workers
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
-
-
-class Meeting:
-    """Where two threads exchange values."""
-
-    def __init__(self):
-        self.slots, self.barrier = [None, None], threading.Barrier(2, timeout=30)
-
-
-class PairBackend(DataParallelBackend):
-    """One of two workers that are threads of this process."""
-
-    name, world_size = "pair", 2
-
-    def __init__(self, rank, meeting):
-        super().__init__()
-        self.rank, self.meeting = rank, meeting
-
-    def gather(self, value):
-        self.meeting.slots[self.rank] = value
-        self.meeting.barrier.wait()
-        values = list(self.meeting.slots)
-        self.meeting.barrier.wait()
-        return values
-
-    def broadcast(self, value):
-        return self.gather(value)[0]
-
-    def _broadcast_tensors(self, tensors):
-        with torch.no_grad():
-            for own, sent in zip(tensors, self.gather(tensors)[0], strict=True):
-                own.copy_(sent)
-        self.gather(None)
 
 
 def make_loop(path, backend, optimizer, scale=1.0, **args):
@@ -86,12 +53,7 @@ def test_a_resume_reads_weights_and_optimizer_once_and_hashes_each_file_once(tmp
     read, hashed = reads
     read.clear()
     hashed.clear()
-    meeting = Meeting()
-    with ThreadPoolExecutor(2, thread_name_prefix="rank") as threads:
-        loops = threads.map(
-            lambda rank: make_loop(run, PairBackend(rank, meeting), optimizer, scale=1.0 + rank, iters=2), range(2)
-        )
-        loops = list(loops)
+    loops = Workers(2).run(lambda one: make_loop(run, one, optimizer, scale=1.0 + one.rank, iters=2))
     names = ["model.safetensors", "optimizer.safetensors", "trainer_state.safetensors"]
     assert sorted(name for _, name in read) == names and len({thread for thread, _ in read}) == 1
     listed = manifest.read_manifest((run / "last").resolve())["files"]

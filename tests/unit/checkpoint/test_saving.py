@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from lm_experiments_tools.checkpoint import saving, tensor_files, writer
+from lm_experiments_tools.checkpoint import saving, tree, writer
 from lm_experiments_tools.checkpoint.manifest import read_manifest, verify
 from lm_experiments_tools.errors import RunError
 from tests.helpers.saved_runs import contents, steps, train
@@ -34,14 +34,14 @@ class At:
 @pytest.fixture
 def held_writes(monkeypatch):
     """Writing in the background waits for this event; it is set in the end, so that no test hangs."""
-    event, original = threading.Event(), tensor_files.PostponedFiles.write
+    event, original = threading.Event(), tree.PostponedFiles.write
 
     def write(self):
         assert threading.current_thread() is not threading.main_thread()
         assert event.wait(30)
         original(self)
 
-    monkeypatch.setattr(tensor_files.PostponedFiles, "write", write)
+    monkeypatch.setattr(tree.PostponedFiles, "write", write)
     yield event
     event.set()
 
@@ -122,14 +122,14 @@ def test_a_run_that_stops_early_saves_its_last_step_once(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
-    original, ended = tensor_files.save_file, []
+    original, ended = tree.save_file, []
 
     def full(tensors, file, metadata=None):
         if "step_000004" in str(file) and threading.current_thread() is not threading.main_thread():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
         original(tensors, file, metadata=metadata)
 
-    monkeypatch.setattr(tensor_files, "save_file", full)
+    monkeypatch.setattr(tree, "save_file", full)
     wait = At(4, lambda: ended.append(waited[0]._writing.exception()))
     waited = []
 
@@ -153,7 +153,7 @@ def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, m
 
 def test_a_full_disk_at_the_last_checkpoint_is_no_success(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        tensor_files,
+        tree,
         "save_file",
         lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
     )
@@ -215,7 +215,7 @@ def test_a_kill_at_any_moment_of_writing_leaves_a_run_that_goes_on_bit_for_bit(t
 
     whole = end_of(tmp_path / "whole")
     train(run, model=TinyLabeller(), iters=3, keep_checkpoints=1)
-    for module, name in ((tensor_files, "save_file"), (writer, "write_atomic"), (os, "rename"), (os, "replace")):
+    for module, name in ((tree, "save_file"), (writer, "write_atomic"), (os, "rename"), (os, "replace")):
         copied_before(module, name)
     train(run, model=TinyLabeller(), iters=4, keep_checkpoints=1)
     monkeypatch.undo()

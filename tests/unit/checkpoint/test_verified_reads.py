@@ -87,6 +87,6 @@ def checkpoint(tmp_path):
 def test_a_damaged_file_is_named_before_it_is_read(checkpoint, reader, file):
     READERS[reader](checkpoint)
     flip(file, 0.9)(checkpoint)
-    manifest._checked.clear()
+    manifest._verified.clear()
     with pytest.raises(UserError, match=f"step_000001 is damaged: the content of {file} does not match its sha256"):
         READERS[reader](checkpoint)

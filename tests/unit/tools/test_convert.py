@@ -85,7 +85,7 @@ def test_what_is_damaged_or_of_another_model_is_a_sentence(tmp_path, capsys):
         assert main([*command, config]) == 2
         assert f"{chunk} is damaged" in capsys.readouterr().err
     chunk.unlink()
-    assert main([*command, config]) == 2 and "0 is missing" in capsys.readouterr().err
+    assert main([*command, config]) == 2 and "0 is damaged" in capsys.readouterr().err
     chunk.write_bytes(content)
     (arrays / "target.encoder.encoder_norm.scale").rename(arrays / "target.encoder.visual.scale")
     assert main([*command, config]) == 2 and "a T5 has no such weight" in capsys.readouterr().err
