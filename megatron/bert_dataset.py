@@ -10,23 +10,16 @@ second, not swapped, with one prediction (15 % of 9 tokens), 12:
     labels               [-100, -100, -100, 12, -100, -100, -100, -100, -100, -100]
     next_sentence_label  0
 
-Swapped (label 1), 20 21 22 comes first. What is Megatron's and what is not:
+Swapped (label 1), 20 21 22 comes first. Differences from Megatron and BERT:
 
-    packing              Megatron's (sample_mapping.py), fixed by the seed; split, swap, cuts and masks are drawn anew
-                         in each epoch. Megatron draws them once for each of the samples it generates in advance.
-    split                Megatron's: after a uniformly drawn sentence.
-    nsp "swap"           Megatron's: half of the pairs are exchanged (label 1).
-    nsp "random"         BERT's: half of the pairs get a B from another document, grown by whole sentences until A and
-                         B fill the sample. BERT draws a document, then a sentence of it; here the sentence is uniform
-                         over all other documents. The B that was replaced is read in other epochs, not put back.
-    too long pairs       Megatron's: the longer side (B, if equal) loses its first or last token, by a coin, until all
-                         fits.
-    one segment          (binary_head False) max_seq_length - 2 tokens of text; Megatron leaves room for a third
-                         special token all the same.
-    predictions          max(1, round(masked_lm_prob * tokens, [CLS] and [SEP] counted)), BERT's; Megatron's is one
-                         less for some lengths, being also limited to masked_lm_prob * target.
-    masking              Megatron's rule (masking.py), except that a word never continues over a separator: a B that
-                         was cut within a word starts with a word of its own.
+    packing              Megatron's (sample_mapping.py), fixed by the seed; split, swap, cuts and masks are drawn for
+                         each epoch, not once in advance.
+    nsp "random"         half of the pairs get a B of whole sentences from another document. BERT draws a document,
+                         then a sentence of it; here the sentence is uniform over all other documents.
+    too long pairs       Megatron's: the longer side (B, if equal) loses its first or last token, by a coin.
+    one segment          (binary_head False) max_seq_length - 2 tokens of text, one more than Megatron's.
+    predictions          max(1, round(masked_lm_prob * tokens, [CLS] and [SEP] counted)), BERT's.
+    masking              Megatron's (masking.py), except that a word never continues over a separator.
 """
 
 from __future__ import annotations
@@ -78,27 +71,25 @@ def truncated_lengths(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> tuple[
 class BertDataset:
     """BERT samples addressed by a global sample number.
 
-    Global sample g is row permutation(seed, e)(i) of epoch e with e, i = divmod(g, len(self)); all its random choices
-    are keyed by (seed, e, row), so that it is a pure function of (seed, g), whatever batch it is asked for in.
+    Global sample g is row permutation(seed, e)(i) of epoch e with e, i = divmod(g, len(self)); its random choices are
+    keyed by (seed, e, row), so that it is a pure function of (seed, g).
 
     Args:
         tokens: data whose sequences are sentences (documents are enough where `binary_head` is False).
-        tokenizer: that the data was made with.
+        tokenizer: of the data.
         max_seq_length: length of a row, special tokens included.
-        masked_lm_prob: part of the tokens to predict.
+        masked_lm_prob: fraction of the tokens to predict.
         short_seq_prob: probability of a shorter sample.
         binary_head: pairs with a `next_sentence_label`; False gives single segments.
-        nsp: what a wrong pair is: "swap" exchanges A and B, "random" takes B from another document.
-        num_epochs, max_num_samples: number of epochs over the documents in one epoch of the dataset, each with its own
-            short samples: num_epochs, or fewer when max_num_samples are reached. Both None is one. Nothing needs
-            to be generated in advance: later epochs draw everything but the packing anew.
+        nsp: a wrong pair: "swap" exchanges A and B, "random" takes B from another document.
+        num_epochs, max_num_samples: epochs over the documents in one epoch of the dataset, each with its own short
+            samples: num_epochs, or fewer when max_num_samples are reached. Both None is one.
         mask_label_id: label of tokens that are not predicted.
-        whole_word: mask words, not pieces.
+        whole_word: mask words, not subwords.
         max_ngram, favor_longer_ngram, geometric: lengths of masked spans in words, see `ngram_probabilities`.
-        max_sentence_length: documents with a longer sentence are left out, as in Megatron at 512; None keeps them, and
-            the sentence is cut to the sample.
-        max_unread: fraction of the tokens that may fit in no sample; 1 allows all. Where documents are not split in
-            sentences it is large: a sample shows one piece of each document.
+        max_sentence_length: documents with a longer sentence are left out (Megatron's 512); None keeps them, and the
+            sentence is cut to the sample.
+        max_unread: fraction of the tokens that may fit in no sample.
         seed: fixes packing, order and noise.
         cache_dir: folder of the sample mapping; None: next to the data.
 
@@ -156,18 +147,15 @@ class BertDataset:
     def _check_settings(
         self, short_seq_prob: float, num_epochs: int | None, max_num_samples: int | None, max_ngram: int
     ) -> None:
-        if self.max_seq_length < 5:
-            raise UserError(f"max_seq_length is {self.max_seq_length}: with special tokens it must be at least 5.")
-        if not 0 < self.masked_lm_prob < 1:
-            raise UserError(f"masked_lm_prob is {self.masked_lm_prob}: it must lie between 0 and 1, for example 0.15.")
-        if not 0 <= short_seq_prob <= 1:
-            raise UserError(f"short_seq_prob is {short_seq_prob}: it must lie between 0 and 1, for example 0.1.")
-        if self.nsp not in ("swap", "random"):
-            raise UserError(f"nsp {self.nsp!r} does not exist: there are swap (Megatron's) and random (BERT's).")
         counts = {"num_epochs": num_epochs, "max_num_samples": max_num_samples, "max_ngram": max_ngram}
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}: it must be at least 1.")
+        is_in_range = {
+            "max_seq_length": self.max_seq_length >= 5,
+            "masked_lm_prob": 0 < self.masked_lm_prob < 1,
+            "short_seq_prob": 0 <= short_seq_prob <= 1,
+            **{name: value is None or value >= 1 for name, value in counts.items()},
+        }
+        if wrong := next((name for name, is_valid in is_in_range.items() if not is_valid), None):
+            raise UserError(f"{wrong} is out of its range.")
 
     def _check_data(self) -> None:
         tokens, prefix = self.tokens, self.tokens.prefix
@@ -177,9 +165,8 @@ class BertDataset:
         self._check_ids(np.asarray(tokens.tokens[:_CHECKED_AT_START]))
         if self.binary_head and all(np.diff(bounds).max() < 2 for bounds in tokens.document_bounds()):
             raise UserError(
-                f"{prefix} holds {tokens.num_documents:,} documents of one sequence each, so there are no sentences "
-                "to pair: preprocess the text again with --split-sentences (without pairs, --use_nsp 0, an epoch has "
-                f"{self.max_seq_length - 2} tokens of each document)."
+                f"{prefix} has only documents of one sequence, so no sentence pairs: preprocess the text with "
+                "--split-sentences, or set --use_nsp 0."
             )
         if self.binary_head and self.nsp == "random":
             with_text = sum(np.count_nonzero(np.diff(bounds)) for bounds in tokens.document_bounds())
@@ -191,15 +178,11 @@ class BertDataset:
         if len(self.mapping.rows) == 0:
             raise UserError(f"{prefix} gives no sample: {counts.describe()}; {self._unread_remedy()}.")
         logger.info("%s: %d samples; %s", prefix, len(self), counts.describe())
-        if counts.unread <= _UNREAD_WARNING:
-            return
-        unread = (
-            f"{prefix}: no sample of {self.max_seq_length} has room for {counts.unread:.1%} of the tokens, "
-            f"{counts.describe_unread()}; {self._unread_remedy()}"
-        )
+        unread = f"{prefix}: {counts.unread:.1%} of the tokens fit in no sample of {self.max_seq_length}"
         if counts.unread > max_unread:
-            raise UserError(f"{unread}, or allow it with --max_unread 1.")
-        logger.warning("%s", unread)
+            raise UserError(f"{unread}; {self._unread_remedy()}, or allow it with --max_unread 1.")
+        if counts.unread > _UNREAD_WARNING:
+            logger.warning("%s; %s", unread, self._unread_remedy())
 
     def _unread_remedy(self) -> str:
         """Remedy for tokens that are not read, by what most of them are."""
@@ -262,17 +245,11 @@ class BertDataset:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of global sample numbers, as Hugging Face's BERT takes them.
-
-        Args:
-            samples: int64[n], any order, any epochs.
+        """Examples of global sample numbers int64[n], any order, any epochs, as Hugging Face's BERT takes them.
 
         Returns:
             `input_ids`, `token_type_ids`, `attention_mask`, `labels` int64[n, max_seq_length], and with `binary_head`
             `next_sentence_label` int64[n], 1 for a wrong pair.
-
-        Raises:
-            UserError: a token id outside the vocabulary.
         """
         samples = np.asarray(samples, np.int64)
         epochs, indices = np.divmod(samples, len(self))

@@ -1,9 +1,8 @@
-"""Which tokens BERT has to predict, and what stands in their place: whole words and n-grams, for a batch at a time.
+"""BERT's masking of whole words and n-grams, for a batch at a time, by Megatron's rule.
 
-The rule is Megatron's. Words are visited in random order, each with a random n; it and the n - 1 words after it are to
-be predicted if they fit in the predictions still left. An n-gram that does not fit is shortened word by word, and
-passed over if not even its first word fits; one that meets a word already taken is passed over. Of the tokens taken,
-80 % become [MASK], 10 % any id of the vocabulary, 10 % stay.
+Words are visited in random order, each with a random n; it and the n - 1 words after it are predicted if they fit in
+the remaining predictions. An n-gram that does not fit is shortened word by word; one that meets a word already taken
+is skipped. Of the tokens taken, 80 % become [MASK], 10 % any id of the vocabulary, 10 % stay.
 
 One worked example: CLS play ##ing chess SEP so ##ft ##ly SEP with 5 predictions.
 
@@ -13,8 +12,8 @@ One worked example: CLS play ##ing chess SEP so ##ft ##ly SEP with 5 predictions
     order, n     words 1, 2, 0 with n = 2, 1, 1
     masked       [  0,  0,  0,  1,   0,  1,  1,  1,   0]
 
-Word 1 takes words 1 and 2, four tokens (an n-gram may reach over a separator, which stays). One prediction is left:
-neither the three tokens of word 2 nor the two of word 0 fit, so the example ends with four.
+Word 1 takes words 1 and 2, four tokens (an n-gram may cross a separator, which stays). One prediction remains, too few
+for word 0.
 """
 
 import numpy as np
@@ -54,32 +53,22 @@ def word_starts(tokens: np.ndarray, maskable: np.ndarray, starts_word: np.ndarra
 def choose_masked(
     maskable: np.ndarray, starts: np.ndarray, num_predictions: np.ndarray, words: np.ndarray, probabilities: np.ndarray
 ) -> np.ndarray:
-    """Which tokens to predict.
+    """Which tokens to predict, bool[n, length].
 
     Args:
         maskable, starts: bool[n, length], tokens of text and first tokens of words.
-        num_predictions: int64[n], the most tokens to take of each row.
+        num_predictions: int64[n], the maximum number of tokens of each row.
         words: uint64[at least the words of a row, n] random 32-bit numbers.
         probabilities: float64[N] of each n, see `ngram_probabilities`.
-
-    Returns:
-        bool[n, length].
     """
     order, ngrams = random_order(starts.sum(axis=1), words, probabilities)
     return take_ngrams(maskable, starts, num_predictions, order, ngrams, len(probabilities))
 
 
 def random_order(num_words: np.ndarray, words: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A random turn and a random n for each word of each row.
+    """Words int64[n, most words] in random order, and the n of each; values beyond a row's words are undefined.
 
-    Args:
-        num_words: int64[n], words of each row.
-        words, probabilities: as for `choose_masked`.
-
-    Returns:
-        Words in the order of their turns and the n of each turn, int64[n, most words]; what stands beyond a row's
-        words means nothing. The word's number in a key's low bits makes keys unique, so that a row's order does not
-        depend on the rows beside it.
+    The word's number in a key's low bits makes keys unique, so that a row does not depend on others of the batch.
     """
     width = int(num_words.max(initial=0))
     index = np.arange(width)
@@ -126,12 +115,7 @@ def _take_while_fitting(
     ngrams: np.ndarray,
     covered: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decide the first turns of all rows at once; returns the predictions left and the first turn not decided.
-
-    As long as all that is looked at fits, a turn is passed over if an earlier one that was not meets it. Applied to
-    all turns at once and repeated, this settles at least one turn more each time, and in practice all after three or
-    four. The first turn that does not fit ends it.
-    """
+    """Decide the first words of all rows together; returns the predictions left and the first word not decided."""
     turns = min(order.shape[1], int(num_predictions.max(initial=0) * 0.75) + 1)  # about what is needed
     first, n = order[:, :turns], ngrams[:, :turns]
     last = first + n

@@ -85,19 +85,13 @@ class PreprocessArgs(EncodingArgs):
         check_minimum(self, 1, "workers", "log_interval", "max_document_mb")
         check_minimum(self, 0, "max_bad_lines")
         if self.dataset_impl != "mmap":
-            raise UserError(
-                f"--dataset-impl {self.dataset_impl} is fairseq's old format, which nothing reads any more: take mmap."
-            )
+            raise UserError(f"--dataset-impl {self.dataset_impl} is not supported: use mmap.")
         if self.merge_file is not None and self.tokenizer_type != "GPT2BPETokenizer":
-            raise UserError(
-                f"--merge-file belongs to GPT2BPETokenizer, not to --tokenizer-type {self.tokenizer_type}."
-            )
+            raise UserError("--merge-file belongs to GPT2BPETokenizer.")
         if self.tokenizer_type == "HFTokenizer" and self.vocab_file is not None:
             raise UserError("--vocab-file belongs to BertWordPiece...; HFTokenizer takes --tokenizer-name-or-path.")
         if self.tokenizer_type != "HFTokenizer" and self.tokenizer_name_or_path is not None:
-            raise UserError(
-                f"--tokenizer-name-or-path belongs to HFTokenizer; {self.tokenizer_type} has --vocab-file."
-            )
+            raise UserError("--tokenizer-name-or-path belongs to HFTokenizer.")
         twice = {key for key in self.json_keys if self.json_keys.count(key) > 1 or "/" in key}
         if twice:
             raise UserError(f"--json-keys {twice.pop()!r} cannot name a file: given twice, or with a / in it.")
@@ -116,32 +110,24 @@ class PreprocessArgs(EncodingArgs):
 
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
-    """Write the token files; returns the content of their .json files by prefix.
-
-    Raises:
-        UserError: no such input, tokenizer or sentence splitter; too many bad lines; a key that no line has, or
-            without any text.
-    """
+    """Write the token files; returns the content of their .json files by prefix."""
     encoder = SentenceEncoder(args)
     shards, record = _plan(args, encoder)
     _refuse_absent_keys(shards, args, encoder)
     if not args.split_sentences:
-        logger.warning(
-            "without --split-sentences a document is one sequence, of which BERT makes no sentence pairs and reads no "
-            "more than the length of a sample"
-        )
+        logger.warning("without --split-sentences BERT has no sentence pairs and reads one sample of a document")
     if args.keep_newlines and not args.split_sentences:
         logger.warning("--keep-newlines changes nothing without --split-sentences")
-    own_prefix = args.shard_prefix(args.output_prefix)
+    shards_prefix = args.shard_prefix(args.output_prefix)
     prefixes = [args.shard_prefix(f"{args.output_prefix}_{key}_{args.level}") for key in args.json_keys]
-    with locked(Path(f"{own_prefix}.lock")):
+    with locked(Path(f"{shards_prefix}.lock")):
         for prefix in prefixes:
             if dataset_exists(prefix):
                 logger.warning("%s.bin and .idx are there already: they are replaced when this run ends", prefix)
         run = Tokenization(
             shards,
             encoder,
-            own_prefix,
+            shards_prefix,
             prefixes,
             rejected=f"{prefixes[0] if record else args.output_prefix}.bad_lines.jsonl",  # the shard's, for merge
             limit=args.max_bad_lines,
@@ -162,12 +148,7 @@ def _plan(args: PreprocessArgs, encoder: SentenceEncoder) -> tuple[list[Shard], 
         raise UserError(f"--input {path} has no {READABLE} file: put each document on a line as JSON")
     texts = [name for name, kind in found if kind == "text"]
     if texts and len(json_keys) > 1:
-        raise UserError(
-            f"{texts[0]} has one text a document, but --json-keys {' '.join(json_keys)} names {len(json_keys)}: "
-            "name one key"
-        )
-    if texts:
-        logger.info("%d text files in %s: a document ends at a blank line", len(texts), path)
+        raise UserError(f"{texts[0]} is plain text, but --json-keys names {len(json_keys)} keys: name one")
     if (shard := parse_shard(args.shard)) is None:
         return plan_shards([path]), {}
     shards, record = part_of_plan([path], *shard, encoder.identity)
@@ -193,8 +174,8 @@ def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: 
             break
     if num_lines:
         raise UserError(
-            f"none of the {num_lines} lines read from {args.input} has the text that --json-keys "
-            f"{' '.join(args.json_keys)} names; the first is {first}: name the keys that hold text"
+            f"none of the {num_lines} lines read from {args.input} has the keys --json-keys "
+            f"{' '.join(args.json_keys)}; the first is {first}"
         )
 
 

@@ -2,14 +2,12 @@
 
 Sentences of one document are packed until they reach a target length, document after document:
 
-    target      `max_length`, or with probability `short_seq_prob` uniform on 2 ... max_length (the model should also
-                meet short inputs)
-    sample      ends at the first sentence with which it has its target, at least `min_sentences` sentences, and more
-                than one sentence is left over; otherwise it ends with the document
+    target      `max_length`, or with probability `short_seq_prob` uniform on 2 ... max_length
+    sample      ends at the first sentence with which it has its target and at least `min_sentences` sentences, if more
+                than one sentence is left over; otherwise with the document
     left out    documents with fewer than `min_sentences` sentences, and where `max_sentence_length` is set (Megatron's
-                512) documents of several sentences one of which is longer. They are counted and logged.
-    unread      what is left out, and what a sentence has beyond `max_length`: a sentence is in one sample of an epoch,
-                which has no room for it. (What is cut off beyond a target is another part in each epoch.)
+                512) documents of several sentences one of which is longer
+    unread      documents that are left out, and the tokens of a sentence beyond `max_length`
 
 One worked example, max_length 10, min_sentences 2, no short targets: two documents with sentences of 4 3 5 6 2 and
 7 8 tokens give the rows [first sentence, end, target]
@@ -19,10 +17,7 @@ One worked example, max_length 10, min_sentences 2, no short targets: two docume
     [5, 7, 10]
 
 With short_seq_prob 0 the rows are those of `build_mapping` in megatron/core/datasets/helpers.cpp. Otherwise the draws
-differ: they are keyed by (seed, pass, document, sample), so that documents are independent and computed side by side,
-the probability is not rounded to 1 / integer, and the short length is independent of the coin (Megatron takes both
-from one number: with the usual 0.1 and 125, short targets are all even). Megatron shuffles the rows; here
-the reader permutes them anew in each epoch.
+are keyed by (seed, epoch, document, sample), and a short length is independent of the decision to draw it.
 """
 
 from __future__ import annotations
@@ -59,10 +54,8 @@ class MappingSettings:
 
     Attributes:
         max_length: most tokens of text in a sample, special tokens not counted; at least 2.
-        min_sentences: fewest sentences of a sample: 2 where it is split in a pair.
-        short_seq_prob: probability of a shorter target.
+        min_sentences: 2 where a sample is split in a pair.
         max_sentence_length: documents with a longer sentence are left out; None keeps them, and the sentence is cut.
-        seed: of the short targets.
         num_epochs: epochs over the documents, each with its own short targets.
         max_num_samples: start no further epoch at this number; None sets no limit.
     """
@@ -78,7 +71,7 @@ class MappingSettings:
 
 @dataclass
 class MappingCounts:
-    """Documents and tokens that one pass used and left out."""
+    """Documents and tokens that one epoch used and left out."""
 
     documents: int = 0
     tokens: int = 0
@@ -88,42 +81,29 @@ class MappingCounts:
     long_sentence_documents: int = 0
     long_sentence_tokens: int = 0
     truncated_tokens: int = 0
-    overlong_sentences: int = 0  # in documents that are kept, longer than the longest sample
+    overlong_sentences: int = 0  # longer than the longest sample
     overlong_tokens: int = 0  # of these, beyond the longest sample
 
     @property
-    def unread_tokens(self) -> int:
-        """Tokens that no sample of an epoch has room for (at least: a pair has room for less of each sentence)."""
-        return self.few_sentences_tokens + self.long_sentence_tokens + self.overlong_tokens
-
-    @property
     def unread(self) -> float:
-        """The fraction of all tokens that no sample has room for."""
-        return self.unread_tokens / max(self.tokens, 1)
-
-    def describe_unread(self) -> str:
-        """How many tokens are not read, and why."""
-        parts = {
-            "in documents with too few sentences": self.few_sentences_tokens,
-            "in documents with a sentence that is too long": self.long_sentence_tokens,
-            f"cut from {self.overlong_sentences:,} sentences longer than a sample": self.overlong_tokens,
-        }
-        reasons = ", ".join(f"{number:,} {where}" for where, number in parts.items() if number)
-        return f"{self.unread_tokens:,} of {self.tokens:,}" + (f" ({reasons})" if reasons else "")
+        """The fraction of all tokens that fit in no sample of an epoch."""
+        unread = self.few_sentences_tokens + self.long_sentence_tokens + self.overlong_tokens
+        return unread / max(self.tokens, 1)
 
     def describe(self) -> str:
         """One line for the log."""
+
+        def percent(number: int) -> str:
+            return f"{number:,} tokens ({100 * number / max(self.tokens, 1):.2g} %)"
+
         return (
             f"of {self.documents:,} documents with {self.tokens:,} tokens, left out: {self.empty_documents:,} empty; "
-            f"{self.few_sentences_documents:,} with too few sentences, {self._percent(self.few_sentences_tokens)}; "
+            f"{self.few_sentences_documents:,} with too few sentences, {percent(self.few_sentences_tokens)}; "
             f"{self.long_sentence_documents:,} with a sentence that is too long, "
-            f"{self._percent(self.long_sentence_tokens)}; cut off where sentences overshoot a target: "
-            f"{self._percent(self.truncated_tokens)}, of which in {self.overlong_sentences:,} sentences longer than "
-            f"any sample: {self._percent(self.overlong_tokens)}"
+            f"{percent(self.long_sentence_tokens)}; "
+            f"cut from samples: {percent(self.truncated_tokens)}, of which in {self.overlong_sentences:,} sentences "
+            f"longer than any sample: {percent(self.overlong_tokens)}"
         )
-
-    def _percent(self, number: int) -> str:
-        return f"{number:,} tokens ({100 * number / max(self.tokens, 1):.2g} %)"
 
 
 @dataclass
@@ -141,16 +121,14 @@ class SampleMapping:
 def build_mapping(
     document_indices: np.ndarray, sequence_lengths: np.ndarray, settings: MappingSettings
 ) -> SampleMapping:
-    """Pack sentences into samples.
+    """Pack sentences into samples, in memory.
 
     Args:
         document_indices: int64[documents + 1], first sentence of each document.
         sequence_lengths: int32[sentences], in tokens.
-        settings: the rules.
 
     Returns:
-        Rows uint32[n, 3], uint64 where there are more than 2**32 sentences; in the order of the text, pass by pass.
-        They are in memory, twice while they are joined: 24 bytes a sample (`load_mapping` writes them to a file).
+        Rows uint32[n, 3], uint64 where there are more than 2**32 sentences; in the order of the text, by epoch.
     """
     counts, dtype = MappingCounts(), _row_dtype(sequence_lengths)
     rows = [np.empty((0, 3), dtype), *_packed(document_indices, sequence_lengths, settings, counts)]
@@ -208,16 +186,16 @@ def _usable(
     if settings.max_sentence_length is not None:
         longest = np.maximum.reduceat(lengths, starts)
         long = ~few & (ends - starts > 1) & (longest > settings.max_sentence_length)
-    kept = ~few & ~long
+    used = ~few & ~long
     tokens = np.add.reduceat(lengths, starts)
     counts.few_sentences_documents += int(few.sum())
     counts.few_sentences_tokens += int(tokens[few].sum())
     counts.long_sentence_documents += int(long.sum())
     counts.long_sentence_tokens += int(tokens[long].sum())
     excess = np.maximum(lengths - settings.max_length, 0)
-    counts.overlong_tokens += int(np.add.reduceat(excess, starts)[kept].sum())
-    counts.overlong_sentences += int(np.add.reduceat(excess > 0, starts, dtype=np.int64)[kept].sum())
-    return numbers[kept], starts[kept], ends[kept]
+    counts.overlong_tokens += int(np.add.reduceat(excess, starts)[used].sum())
+    counts.overlong_sentences += int(np.add.reduceat(excess > 0, starts, dtype=np.int64)[used].sum())
+    return numbers[used], starts[used], ends[used]
 
 
 def _pack(
@@ -228,10 +206,7 @@ def _pack(
     settings: MappingSettings,
     number: int,
 ) -> tuple[np.ndarray, int]:
-    """Rows int64[n, 3] of pass `number` over documents, and the tokens beyond their targets.
-
-    All documents advance together: step k makes the k-th sample of each that has one.
-    """
+    """Rows int64[n, 3] of epoch `number` over documents, and the tokens beyond their targets."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])  # of each sentence, in tokens
     rows, truncated, step = [np.empty((0, 3), np.int64)], 0, 0
     words = column = np.empty((0, 0), np.uint64)  # a document's words are those of its column
@@ -262,12 +237,11 @@ def _pack(
 def load_mapping(
     tokens: IndexedDataset, settings: MappingSettings, cache_dir: str | os.PathLike | None = None
 ) -> SampleMapping:
-    """The mapping of a data file, from the cache if it is valid there, else built and cached.
+    """The mapping of a data file, from the cache if it is valid, else built and cached.
 
     The cache is NAME.npy and NAME.json (counts, checksum) in `cache_dir`, by default next to the data; NAME has a hash
-    of data and settings. Files are renamed when complete, the .json last, and equal names have equal contents, so any
-    number of processes may do this at the same time. Rows are written as they are made: memory does not grow with the
-    data. Where nothing can be written, the mapping is kept in memory and a warning says so.
+    of data and settings. Files are renamed when complete, the .json last, so any number of processes may do this at
+    the same time. Where nothing can be written, the mapping is used in memory and a warning is logged.
     """
     key = json.dumps([_VERSION, tokens.fingerprint, asdict(settings)], sort_keys=True)
     name = f"{Path(tokens.prefix).name}_samples_{settings.max_length}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -279,13 +253,7 @@ def load_mapping(
         path.parent.mkdir(parents=True, exist_ok=True)
         return _write(path, tokens, settings, damaged)
     except OSError as error:
-        logger.warning(
-            "the sample mapping of %s cannot be kept in %s (%s), so each start builds it again: give another cache "
-            "directory",
-            tokens.prefix,
-            path.parent,
-            error.strerror,
-        )
+        logger.warning("%s cannot be written (%s), so each start builds it again", path, error.strerror)
     return build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
 
 

@@ -27,11 +27,10 @@ class SentenceSplitter:
     """Callable text -> list of sentences.
 
     Sentences are stripped; with `keep_newlines` each keeps the white space after it (and the first one that before
-    it), so that the joined sentences are the text. Both give the same number of sentences, none of them blank.
+    it), so that the joined sentences are the text. No sentence is blank.
 
     Raises:
-        UserError: immediately for a splitter that does not exist or is not installed; for a text on which
-            the splitter fails, or returns anything but its pieces in order with only white space left out.
+        UserError: a splitter that does not exist or is not installed, or that fails on a text or changes it.
     """
 
     def __init__(self, name: str = "nupunkt", keep_newlines: bool = False):
@@ -66,10 +65,7 @@ def _nupunkt() -> Callable[[str], Iterable[int]]:
     try:
         from nupunkt import sent_spans
     except ImportError:
-        raise UserError(
-            "--sentence-splitter nupunkt needs the nupunkt package: pip install nupunkt (for Python 3.11 or newer), "
-            "or choose --sentence-splitter sentencex"
-        ) from None
+        raise UserError("--sentence-splitter nupunkt needs: pip install nupunkt (Python 3.11 or newer)") from None
     return lambda text: [start for start, _ in sent_spans(text)]
 
 
@@ -83,8 +79,7 @@ def _sentencex(language: str = "en") -> Callable[[str], Iterable[int]]:
         try:
             sentences = segment(language, text)
         except BaseException as error:
-            # What a panic of Rust becomes has no importable name and derives from BaseException; 1.0.32 panics where
-            # wide white space follows an initial.
+            # A BaseException without an importable name; 1.0.32 panics where wide white space follows an initial.
             if type(error).__name__ != "PanicException":
                 raise
             raise UserError(f"--sentence-splitter sentencex fails on the text: {error}") from None
@@ -107,10 +102,7 @@ def _build(name: str) -> Callable[[str], Iterable[int]]:
     if module_name == "sentencex" and path:
         return _sentencex(path)
     if not (module_name and path):
-        raise UserError(
-            f"--sentence-splitter {name} does not exist; it can be {', '.join(_BUILDERS)}, or module:callable for a "
-            f"function of your own"
-        )
+        raise UserError(f"--sentence-splitter {name} is neither {', '.join(_BUILDERS)} nor module:callable")
     split = resolve_name(name, said=f"--sentence-splitter {name}")
     return lambda text: _locate(text, split(text), name)
 
@@ -120,14 +112,12 @@ def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
     end = 0
     for number, sentence in enumerate(sentences, 1):
         if not isinstance(sentence, str):
-            raise UserError(
-                f"--sentence-splitter {name} returned a {type(sentence).__name__} as sentence {number}, not a string"
-            )
+            raise UserError(f"--sentence-splitter {name} returned a {type(sentence).__name__} as a sentence")
         start = text.find(sentence, end)
         if start < 0 or text[end:start].strip():
             raise UserError(
                 f"--sentence-splitter {name} changed the text: its sentence {number}, {sentence[:60]!r}, does not "
-                f"follow {text[:end][-60:]!r} there; only white space may be left out"
+                f"follow {text[:end][-60:]!r}"
             )
         yield start
         end = start + len(sentence)

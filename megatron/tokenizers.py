@@ -38,77 +38,59 @@ _PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
 
 
 def build_tokenizer(
-    tokenizer_type: str,
-    *,
-    vocab_file: str | os.PathLike | None = None,
-    name_or_path: str | os.PathLike | None = None,
+    tokenizer_type: str, *, vocab_file: str | os.PathLike | None = None, name_or_path: str | os.PathLike | None = None
 ) -> "BertDataTokenizer":
     """The tokenizer of a type (table above), from its file, folder or name.
 
     `vocab_file` may also be a folder with a vocab.txt in it.
 
     Raises:
-        UserError: an unknown type, a file that is missing or no vocabulary, a name that cannot be loaded, or a
-            tokenizer without one of the special tokens that BERT needs.
+        UserError: it cannot be loaded, or lacks a special token that BERT needs.
     """
     if tokenizer_type in WORDPIECE_TYPES:
         if vocab_file is None:
-            raise UserError(
-                f"--tokenizer-type {tokenizer_type} needs --vocab-file, a vocab.txt with one piece a line "
-                f"(`lmtools vocab --type wordpiece` makes one)"
-            )
+            raise UserError(f"--tokenizer-type {tokenizer_type} needs --vocab-file, a vocab.txt")
         return _from_vocab_file(Path(vocab_file), lowercase=tokenizer_type == "BertWordPieceLowerCase")
     if tokenizer_type == "HFTokenizer":
         if name_or_path is None:
             raise UserError("--tokenizer-type HFTokenizer needs --tokenizer-name-or-path, a folder or a hub name")
         return _from_pretrained(os.fspath(name_or_path))
     if tokenizer_type == "GPT2BPETokenizer":
-        raise UserError(
-            "--tokenizer-type GPT2BPETokenizer has no [CLS], [SEP] and [MASK], which BERT's samples are made with; "
-            f"use one of {', '.join(TOKENIZER_TYPES)}"
-        )
+        raise UserError(f"GPT2BPETokenizer has no [CLS], [SEP] and [MASK]; use one of {', '.join(TOKENIZER_TYPES)}")
     raise UserError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}")
 
 
 def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> None:
-    """Refuse token files made with another tokenizer, by the fingerprint in PREFIX.json.
-
-    Files without one (written by another program) pass: their ids are checked where they are read.
-    """
+    """Refuse token files made with another tokenizer, by the fingerprint in PREFIX.json, if there is one."""
     made_with = data.meta.get("vocab_sha256")
     if made_with is not None and made_with != tokenizer.fingerprint:
         if tokenizer.other_case is not None and made_with == tokenizer.other_case().fingerprint:
             raise UserError(_other_case(data, tokenizer))
         raise UserError(
             f"the tokens {data.prefix} were made with the tokenizer {data.meta.get('vocab_file')} (fingerprint "
-            f"{made_with[:12]}, {data.meta.get('vocab_size')} ids), not with {tokenizer.name} (fingerprint "
-            f"{tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids); give that tokenizer or run "
-            f"megatron/preprocess_data.py again"
+            f"{made_with[:12]}), not with {tokenizer.name} (fingerprint {tokenizer.fingerprint[:12]}): give that one"
         )
 
 
 def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:
     """Error message for tokens of the same vocabulary in the other case."""
-    if tokenizer.lowercase:
-        made, read, remedy = "cased (BertWordPieceCase)", "lower case", "give --no_lower_case"
-    else:
-        made, read, remedy = "in lower case (BertWordPieceLowerCase)", "cased", "leave out --no_lower_case"
-    return (
-        f"the tokens {data.prefix} were made {made}, but {tokenizer.name} is to be read as {read} here: {remedy}, or "
-        f"run megatron/preprocess_data.py again"
-    )
+    remedy = "give --no_lower_case" if tokenizer.lowercase else "leave out --no_lower_case"
+    return f"the tokens {data.prefix} were made with the other case of {tokenizer.name}: {remedy}"
 
 
 class BertDataTokenizer:
     """Encode, decode, and the ids and word starts that masking needs. Make one with `build_tokenizer`.
 
-    Attributes:
+    Args:
+        content: of a tokenizer.json.
+        special: ids of cls, sep, mask, pad and eod, which ends a document: eos, else sep.
         name: the file, folder or hub name it came from.
+        pretrained: the transformers tokenizer, if any.
+        other_case: makes the tokenizer of the same vocab.txt with the other treatment of case.
+
+    Attributes:
         vocab_size: every id is below this (a vocabulary may have unused ids).
-        cls, sep, mask, pad: ids of the special tokens.
-        eod: what ends a document: the tokenizer's end-of-sequence token, or `sep` where it has none, as BERT's.
-        special_ids: int64, sorted: all special tokens, which masking leaves alone.
-        other_case: makes the tokenizer of the same vocab.txt that treats case the other way; None for other kinds.
+        special_ids: int64, sorted: all special tokens, which are never masked.
     """
 
     def __init__(
@@ -119,8 +101,6 @@ class BertDataTokenizer:
         pretrained: Any = None,
         other_case: "Callable[[], BertDataTokenizer] | None" = None,
     ):
-        """`content` is a tokenizer.json; `special` maps cls, sep, mask, pad, eod to ids; `pretrained` is the
-        transformers tokenizer, if any."""
         self.name, self.other_case = name, other_case
         self._tokenizer, self._special, self._pretrained = FastTokenizer(content), special, pretrained
         self.vocab_size = self._tokenizer.size
@@ -131,11 +111,7 @@ class BertDataTokenizer:
 
     @property
     def _encodes_words_apart(self) -> bool:
-        """True if the ids of a text are those of its words, found between spaces, one after the other.
-
-        BERT's normalizer, pre-tokenizer and model look at no more than a word; other tokenizers, and added tokens that
-        are ordinary text, may look across a space.
-        """
+        """True if BERT's normalizer, pre-tokenizer and model encode each word between spaces independently."""
         settings = self._tokenizer.settings
         kinds = [(settings[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer", "model")]
         only_special = all(token["special"] for token in settings["added_tokens"])
@@ -176,15 +152,9 @@ class BertDataTokenizer:
 
     @cached_property
     def starts_word(self) -> np.ndarray:
-        """bool[vocab_size]: True where a piece begins a word (`FastTokenizer.starts_word`), and for special tokens.
-
-        Raises UserError for a tokenizer that does not mark words.
-        """
+        """bool[vocab_size]: True where a subword begins a word, and for special tokens."""
         if self._tokenizer.starts_word is None:
-            raise UserError(
-                f"the tokenizer {self.name} ({self._tokenizer.kind}) does not mark where words begin, so whole words "
-                f"cannot be masked; use a WordPiece, SentencePiece or byte-level BPE tokenizer"
-            )
+            raise UserError(f"{self.name} does not mark where words begin: use WordPiece, SentencePiece or BPE")
         starts = self._tokenizer.starts_word.copy()
         starts[self.special_ids] = True
         return starts
@@ -211,16 +181,9 @@ class BertDataTokenizer:
         lines = [pieces.get(index, last) for index in range(self.vocab_size)]
         (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
-    def __len__(self) -> int:
-        return self.vocab_size
-
 
 class _WordTable:
-    """The ids of each word met so far, so that a word is encoded once: ten times faster than encoding the text.
-
-    A table in compressed rows: word number k has the ids table[starts[k] : starts[k + 1]]. It is emptied when it has
-    grown to about a hundred megabytes; the frequent words are back in it after the next few texts.
-    """
+    """Cache of the ids of words, which makes encoding ten times faster."""
 
     MAX_WORDS = 500_000
     MAX_CHARACTERS = 20_000_000
@@ -309,10 +272,7 @@ def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
     vocab = {piece: index for index, piece in enumerate(pieces)}
     missing = [piece for piece in _BERT_ROLES.values() if piece not in vocab]
     if missing:
-        raise UserError(
-            f"the vocabulary {path} ({len(pieces)} lines) has no {', '.join(missing)}: it is no BERT vocabulary, or "
-            f"another tokenizer's file"
-        )
+        raise UserError(f"the vocabulary {path} ({len(pieces)} lines) has no {', '.join(missing)}")
     if len(vocab) < len(pieces):
         twice = next(piece for index, piece in enumerate(pieces) if vocab[piece] != index)
         logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
@@ -328,26 +288,17 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
 
     path = Path(name)
     if path.is_file():
-        raise UserError(
-            f"the tokenizer {name} is a file: give the folder of a Hugging Face tokenizer, or name a vocab.txt as the "
-            "vocabulary file, not as the tokenizer"
-        )
+        raise UserError(f"the tokenizer {name} is a file: give a folder, or a vocab.txt as the vocabulary file")
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # no name on the hub
         raise UserError(f"the tokenizer {name} does not exist")
     verify_model(path)
-    remedy = "give the folder of a Hugging Face tokenizer"
-    if path.is_dir() and not (path / "tokenizer.json").is_file():
-        holds = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
-        remedy = f"the folder holds {holds}, but no tokenizer.json, which a tokenizer's save_pretrained() writes"
+    remedy = "give a folder with the tokenizer.json that a tokenizer's save_pretrained() writes"
     pretrained = open_pretrained(
         f"the tokenizer {name}", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False), remedy
     )
     special = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
     missing = [f"{role}_token" for role in _ROLES if special[role] is None]
     if missing:
-        raise UserError(
-            f"the tokenizer {name} has no {', '.join(missing)}, which BERT's samples are made with; give a "
-            f"BERT-like tokenizer (for T5 there is `lmtools tokenize`)"
-        )
+        raise UserError(f"the tokenizer {name} has no {', '.join(missing)}, which BERT needs")
     special["eod"] = special["sep"] if pretrained.eos_token_id is None else pretrained.eos_token_id
     return BertDataTokenizer(pretrained.backend_tokenizer.to_str(), special, name, pretrained)

@@ -1,23 +1,21 @@
-"""Samples of similar length next to each other, so that little of a micro-batch is padding.
+"""Length grouping: samples of similar length next to each other, so that micro-batches have little padding.
 
 The samples of a window (32 buckets or more) are sorted by length and cut into buckets of `bucket_rows`; the buckets
-then stand in random order. One worked example, a window of 8 samples, buckets of 2, lengths below:
+are then shuffled. One worked example, a window of 8 samples, buckets of 2, lengths below:
 
     samples     0  1  2  3  4  5  6  7
     lengths     5  9  2  7  1  8  3  6
     by length   4  2 | 6  0 | 7  3 | 5  1
     buckets 2 0 3 1 in this order:   7 3   4 2   5 1   6 0
 
-A step that is one such bucket holds one length. `MixedSteps` makes a step of several buckets instead, one of each part
-of the window's range, in order of length: steps are alike, and micro-batches still hold like rows. The same window in
-steps of 4 rows, 2 buckets each:
+`MixedSteps` makes each step of several buckets, one of each part of the window's range, in order of length: steps are
+alike, and micro-batches still have rows of similar length. The same window in steps of 4 rows, 2 buckets each:
 
     parts       4  2  6  0 | 7  3  5  1      shorter half, longer half
     steps       6  0  7  3   4  2  5  1      each a bucket of each half, drawn at random
 
-Windows, steps and buckets lie on the grid of global sample numbers, over all workers, and are cut where an epoch ends,
-so that each epoch has each of its samples once. The arrangement is a pure function of (seed, sample) as the dataset
-is, for any number of workers; it depends on the rows of a bucket or step, which the fingerprint therefore names.
+Windows, steps and buckets lie on the grid of global sample numbers and are cut where an epoch ends. The arrangement is
+a pure function of (seed, sample) and of the rows of a bucket or step, which the fingerprint names.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _32 = np.uint64(32)
 
 
 class SizedDataset(SampleDataset, Protocol):
-    """A dataset that tells how long samples are without making them."""
+    """A dataset with the lengths of samples."""
 
     def lengths(self, samples: np.ndarray) -> np.ndarray: ...
 
@@ -49,14 +47,13 @@ class BucketedDataset:
 
     Args:
         dataset: its `lengths` are int64[2, n], tokens of inputs and of targets.
-        bucket_rows: rows of a bucket; best those of a step, or of a micro-batch over all workers. 1: a random order.
+        bucket_rows: rows of a bucket, best those of a step or of a micro-batch over all workers.
         seed: fixes the order of buckets.
-        pad_to_multiple_of: widths that a trimmed micro-batch may have, for `padding`; None: it is not trimmed.
-        micro_rows: rows of a micro-batch over all workers, which are padded alike, for `padding`; None: `bucket_rows`.
-        target_step: targets whose lengths differ by less count as equally long. Where lengths of inputs say little of
-            those of targets, as in summarization, 1 sorts the inputs hardly at all.
-        least_window: rows that are sorted together at least; small buckets need more than 32 of them where inputs and
-            targets both differ.
+        pad_to_multiple_of: of the widths of trimmed micro-batches, for `padding`; None: not trimmed.
+        micro_rows: rows of a micro-batch over all workers, for `padding`; None: `bucket_rows`.
+        target_step: targets whose lengths differ by less count as equally long. 1 hardly sorts inputs whose lengths
+            say little of those of targets.
+        least_window: minimum number of rows that are sorted together.
     """
 
     def __init__(
@@ -115,11 +112,11 @@ class BucketedDataset:
         samples = np.arange(begin, end)
         inputs, targets = self.dataset.lengths(samples)
         arranged = np.empty_like(samples)
-        arranged[self._places(begin, end)] = samples[np.lexsort((inputs, targets // self.target_step))]
+        arranged[self._positions(begin, end)] = samples[np.lexsort((inputs, targets // self.target_step))]
         return arranged
 
-    def _places(self, begin: int, end: int) -> np.ndarray:
-        """The places int64[end - begin], counted from `begin`, that samples sorted by length are given to in turn."""
+    def _positions(self, begin: int, end: int) -> np.ndarray:
+        """The positions int64[end - begin], from `begin`, of samples sorted by length."""
         grid = np.arange(begin // self.bucket_rows + 1, -(-end // self.bucket_rows)) * self.bucket_rows
         bounds = np.concatenate([[begin], grid, [end]])
         low, high = sample_words(self._key, np.zeros(len(bounds) - 1), bounds[:-1], 2)
@@ -127,10 +124,7 @@ class BucketedDataset:
         return np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in order]) - begin
 
     def padding(self, bucketed: bool = True) -> float:
-        """The part of the cells of inputs and targets that is padding, in micro-batches of `micro_rows` rows.
-
-        Counted over the first windows; `bucketed=False` is what the dataset's own order would have.
-        """
+        """The fraction of padding in micro-batches, with and without grouping, over the first windows."""
         rows = self.micro_rows
         measured = _MEASURED_WINDOWS * max(self.window, _BUCKETS * rows)
         samples = np.arange(min(measured, max(len(self) // rows, 1) * rows))
@@ -146,16 +140,15 @@ class BucketedDataset:
 
 
 class MixedSteps(BucketedDataset):
-    """The same samples in steps that hold all lengths in their shares, each step in order of length.
+    """The same samples in steps with all lengths in proportion, each in order of length.
 
-    A step has a bucket of each eighth of the window's range of lengths. It is the same step however it is split into
-    micro-batches, which are slices of it, and over workers.
+    A step has a bucket of each eighth of the window's range of lengths, however it is split into micro-batches.
 
     Args:
         dataset, seed, pad_to_multiple_of, micro_rows: as of `BucketedDataset`.
         step_rows: rows of a step over all workers.
-        stream, num_streams: the dataset holds only the samples whose number over all workers is `stream` modulo
-            `num_streams`, as one stream of data/streaming/stream.py. All streams are arranged alike.
+        stream, num_streams: the dataset has only the samples `stream` modulo `num_streams`, as one stream of
+            data/streaming. All streams are arranged alike.
     """
 
     def __init__(
@@ -184,7 +177,7 @@ class MixedSteps(BucketedDataset):
             f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} in random order)"
         )
 
-    def _places(self, begin: int, end: int) -> np.ndarray:
+    def _positions(self, begin: int, end: int) -> np.ndarray:
         steps, rows = np.divmod(np.arange(begin, end) * self.num_streams + self.stream, self.step_rows)
         buckets = rows * _PARTS // self.step_rows
         # Of a step shorter than eight rows of a stream, a stream has fewer parts; its buckets are then of any place.
@@ -194,12 +187,9 @@ class MixedSteps(BucketedDataset):
 
 
 class SortedSamples:
-    """Some samples of the first epoch, the same ones whatever the batches, from the longest to the shortest.
-
-    What needs most memory comes first, so that a lack of it shows at once and not at the end of an evaluation.
+    """Some samples of the first epoch, from the longest to the shortest, so that a lack of memory shows immediately.
 
     Args:
-        dataset: its own order is random, so its first samples are a random choice.
         num_samples: how many; None, or more than there are, takes all.
         target_step: as `BucketedDataset`.
     """

@@ -1,8 +1,7 @@
-"""A worker's batches out of a dataset of numbered samples; the position is one number, the samples consumed by all.
+"""A worker's batches from a dataset of numbered samples; the position is one number, the samples consumed by all.
 
-Row k of rank r in a global batch is global row k * world_size + r. Ranks that cut their rows into micro-batches of b
-therefore share micro-batch m = global rows [m * b * world_size, (m + 1) * b * world_size): each step holds the same
-samples for 8 x 1, 4 x 2 and 2 workers x (2 x 2), and so does each micro-batch of the last two.
+Row k of rank r in a global batch is global row k * world_size + r, so that each step has the same samples for 8 x 1,
+4 x 2 and 2 workers x (2 x 2), and so does each micro-batch of the last two.
 """
 
 import threading
@@ -14,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 _ROWS_AT_ONCE, _CELLS_AT_ONCE = 256, 1 << 20  # 8 MiB
@@ -23,7 +21,7 @@ LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
 class SampleDataset(Protocol):
-    """Examples by global sample number, epoch after epoch; a `SpanCorruptionDataset` is one."""
+    """Examples by global sample number, epoch after epoch."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -35,11 +33,11 @@ class SampleDataset(Protocol):
     def describe(self) -> str: ...
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Begin to read from the disk what `batch` will be asked for soon; only for data that is read from there."""
+        """Prefetch samples from the disk; only for data that is larger than memory."""
 
 
 class ValidSource(Protocol):
-    """The same finite batches at every pass, as many on each rank; a `ValidLoader` is one."""
+    """The same finite batches at every iteration, equally many on each rank; a `ValidLoader` is one."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -49,28 +47,18 @@ class ValidSource(Protocol):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]: ...
 
 
-def _check_rank(rows: int, rank: int, world_size: int) -> None:
-    if rows < 1:
-        raise UserError(f"a batch of {rows} rows was asked for: the batch size must be at least 1.")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size}")
-
-
 def _to_torch(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
 def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run in a daemon thread, which unlike an executor's does not keep the process alive.
-
-    The future gets every exception. SystemExit or a Rust panic, which are no `Exception`, become a RuntimeError.
-    """
+    """Run in a daemon thread, which unlike an executor's does not keep the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             result = function(*args)
-        except BaseException as error:  # a thread that died without a result would leave the caller waiting forever
+        except BaseException as error:  # also SystemExit and panics of Rust, or the caller would wait forever
             if not isinstance(error, Exception):
                 error, cause = RuntimeError(f"the data raised {type(error).__name__}: {error}"), error
                 error.__cause__ = cause
@@ -85,20 +73,18 @@ def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
 class TrainSource:
     """Endless training batches of one worker at a known position; a subclass makes them.
 
-    Attributes:
-        fingerprint: of data, objective and seed, but not the number of workers: a run may resume on another number.
-        samples_per_epoch: None where it is not known before the end.
-
     Args:
         rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
-        rank, world_size: which rows of the global batch are this worker's.
+
+    Attributes:
+        fingerprint: of data, objective and seed, whatever the number of workers.
+        samples_per_epoch: None where it is not known before the end.
     """
 
     fingerprint: str
     samples_per_epoch: int | None = None
 
     def __init__(self, rows_per_worker: int, rank: int = 0, world_size: int = 1) -> None:
-        _check_rank(rows_per_worker, rank, world_size)
         self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
         self._consumed = 0
 
@@ -114,8 +100,6 @@ class TrainSource:
 
     def seek(self, consumed_samples: int) -> None:
         """Continue as if `consumed_samples` had been yielded."""
-        if consumed_samples < 0:
-            raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
         self._consumed = consumed_samples
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -142,10 +126,8 @@ class TrainLoader(TrainSource):
         dataset: samples by global number.
         rows_per_worker, rank, world_size: as for `TrainSource`.
         consumed_samples: global position to start from.
-        prefetch: make the next batches in the background. Changes neither what is yielded nor `consumed_samples`,
-            which counts what has been yielded, not what has been prepared.
-        ahead: announce to the dataset (`will_need`) what comes after the batches that are being made: 256 rows, or a
-            step where it has more.
+        prefetch: make the next batches in the background.
+        ahead: announce to the dataset (`will_need`) the 256 rows, or the step, after the batches that are being made.
     """
 
     def __init__(
@@ -176,7 +158,7 @@ class TrainLoader(TrainSource):
         self._ready: list[dict[str, np.ndarray]] = []  # steps made, the next one last
         self._steps_at_once = 1  # so that the first batch is soon there; and its size is not known yet
         self._abandoned, self._following = self._following, None
-        self._told = 0  # what comes before that was announced
+        self._announced = 0  # samples before this one
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         if not self._ready:
@@ -184,9 +166,9 @@ class TrainLoader(TrainSource):
         return self._ready.pop()
 
     def _next_steps(self) -> list[dict[str, np.ndarray]]:
-        """The steps from here on; with `prefetch` those after them are then on their way."""
+        """The next steps; with `prefetch`, starts those after them."""
         if self._following is None and self._abandoned is not None:
-            self._abandoned.exception()  # on its way at a seek: no two batches are ever made at once
+            self._abandoned.exception()  # wait: batches are never made concurrently
         if self._following is not None:
             steps = self._following.result()
         else:
@@ -202,8 +184,8 @@ class TrainLoader(TrainSource):
         end, rows = position + num_steps * self.global_batch, self.rows_per_worker
         samples = np.arange(position + self.rank, end, self.world_size, dtype=np.int64)
         if self._ahead:
-            first, self._told = max(position, self._told), 2 * end - position
-            self.dataset.will_need(np.arange(first + self.rank, self._told, self.world_size, dtype=np.int64))
+            first, self._announced = max(position, self._announced), 2 * end - position
+            self.dataset.will_need(np.arange(first + self.rank, self._announced, self.world_size, dtype=np.int64))
         batch = self.dataset.batch(samples)
         ends = range(num_steps * rows, 0, -rows)
         return [{name: values[k - rows : k] for name, values in batch.items()} for k in ends]
@@ -214,7 +196,7 @@ class TrainLoader(TrainSource):
         return max(1, min(_ROWS_AT_ONCE // self.rows_per_worker, _CELLS_AT_ONCE // cells))
 
     def close(self) -> None:
-        """Make no further batch in the background. Batches can still be asked for, and are then made on the spot."""
+        """Stop the background thread; further batches are made synchronously."""
         self._prefetch = False
         self.seek(self._consumed)
         if self._abandoned is not None:
@@ -222,16 +204,15 @@ class TrainLoader(TrainSource):
 
 
 class ValidLoader:
-    """Each validation sample exactly once over all workers, the same samples with the same noise at every pass.
+    """Each validation sample exactly once over all workers, with the same noise at every iteration.
 
-    All ranks yield the same number of batches. A rank without a sample in the last one yields one row with labels that
-    are all -100, and `example` -100 too: it weighs nothing in a token-weighted loss, and is nothing to predict.
+    All ranks yield the same number of batches. A rank without a sample in the last one yields one row whose labels
+    and `example` are -100.
 
     Args:
         dataset: samples by global number; epoch 0 is read.
         rows_per_batch: rows of one batch on this worker.
-        rank, world_size: which rows are this worker's.
-        num_samples: validate on that many samples, a fixed random subset; None, or more than there are, takes all.
+        num_samples: size of a fixed random subset; None, or more than there are, takes all.
     """
 
     def __init__(
@@ -242,9 +223,6 @@ class ValidLoader:
         world_size: int = 1,
         num_samples: int | None = None,
     ) -> None:
-        _check_rank(rows_per_batch, rank, world_size)
-        if num_samples is not None and num_samples < 1:
-            raise UserError(f"validation on {num_samples} samples was asked for: it needs at least 1.")
         self.dataset, self.rows_per_batch, self.rank, self.world_size = dataset, rows_per_batch, rank, world_size
         self.num_samples = min(len(dataset), num_samples or len(dataset))
 
@@ -265,7 +243,7 @@ class ValidLoader:
                     following = in_background(self._make, number)
                 yield _to_torch(batch)
         finally:
-            following.exception()  # on its way where a pass is given up: no two batches are ever made at once
+            following.exception()  # wait: batches are never made concurrently
 
     def _make(self, number: int) -> dict[str, np.ndarray]:
         """This worker's rows of batch `number`."""

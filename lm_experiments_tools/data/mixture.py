@@ -1,16 +1,14 @@
-"""Several datasets read as one, by weight, in Megatron's order: any position reached at once, nothing repeated early.
+"""Several datasets read as one, by weight, in Megatron's order: random access, nothing repeated early.
 
-    weights              what `proportional` takes in an epoch       what `megatron` takes in an epoch
+    weights              what `proportional` reads in an epoch       what `megatron` reads in an epoch
     w_i, lengths l_i     ceil(w_i * l_i) samples of each             about w_i / sum(w) * sum(l) samples of each
 
 With lengths 2 and 4 and weights 1 and 1, proportional reads every sample once, from members 1 0 1 0 1 1. Megatron's
-rule, shares of one half, reads 0 1 0 1 0 1: three samples of each, so one of member 0 twice. What T5 calls
-examples-proportional mixing with an artificial limit, and temperature-scaled mixing, are "proportional" with a maximum
-and a temperature (`mixing_rates`).
+rule reads 0 1 0 1 0 1: three samples of each, so one of member 0 twice. T5's examples-proportional and
+temperature-scaled mixing are "proportional" with a maximum and a temperature (`mixing_rates`).
 
-Position p of an epoch takes its sample from the member that is furthest behind its share (`blending_order`). A member
-is asked for its own samples in their own order and continues in the next epoch where it stopped, so that it repeats
-nothing before it has given everything. The mixture draws no random numbers: shuffling and noise are the members'.
+Each sample comes from the member with the largest deficit (`blending_order`). A member continues in the next epoch
+where it stopped. The mixture draws no random numbers: shuffling and noise are the members'.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ if TYPE_CHECKING:  # the processes that tokenize import no torch
     from lm_experiments_tools.data.loader import SampleDataset
 
 _VERSION = 1  # of the mapping sample -> (member, sample of the member); part of the fingerprint
-_MAX_MEMBERS = 65_535  # numbers of members are kept in two bytes a sample, in one for up to 255
 _BLOCK = 512  # positions between two stored counts
 _WARM_UP = 64  # steps after which the greedy rule has forgotten where it started
 
@@ -39,16 +36,14 @@ def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = N
     """Which member each of `size` samples comes from: always the one with the largest deficit.
 
     Sample t goes to the first i with the largest weights[i] * max(t, 1) - (samples given to i so far), in float64:
-    entry by entry what `build_blending_indices` and, with quotas, `build_exhaustive_blending_indices` of
-    megatron/core/datasets/helpers.cpp compute in a loop. Here sqrt(size) stretches of the sequence advance side by
-    side. A stretch starts from counts rounded to the shares some steps earlier; the rule forgets such a start within a
-    few steps. Where the previous stretch ended with other counts nevertheless, it is redone from those, so the result
-    is exact.
+    equal to `build_blending_indices` and, with quotas, `build_exhaustive_blending_indices` of
+    megatron/core/datasets/helpers.cpp. Here sqrt(size) segments of the sequence advance in parallel, from counts
+    rounded some steps earlier, which the rule soon forgets; a segment that began with wrong counts is computed again.
 
     Args:
         weights: float64[k], summing to 1.
         size: number of samples.
-        quotas: int64[k], the most that each member gives; None sets no limit.
+        quotas: int64[k], the maximum of each member; None sets no limit.
 
     Returns:
         uint8[size] (uint16 for more than 255 weights), for example [0, 1, 0, 1, 0, 0] for weights [.6, .4] and size 6.
@@ -101,11 +96,10 @@ def _advance(
 def mixing_rates(
     sizes: Sequence[int], weights: Sequence[float], maximum: float | None = None, temperature: float = 1.0
 ) -> np.ndarray:
-    """What each of several datasets gives to an epoch: min(weight * size, maximum) ** (1 / temperature), rescaled.
+    """Samples of each dataset in an epoch: min(weight * size, maximum) ** (1 / temperature), rescaled to the same sum.
 
-    Up to the factor these are the rates of seqio's `mixing_rate_num_examples`, with a weight as its `scale` (Raffel et
-    al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 3.5.2). The sum
-    is that at temperature 1, so that a temperature does not change how long an epoch is.
+    Up to the factor these are seqio's `mixing_rate_num_examples`, with a weight as its `scale` (Raffel et al.,
+    "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 3.5.2).
 
     Returns:
         float64[k]; [2, 2] for sizes [1, 3] and any high temperature.
@@ -120,19 +114,18 @@ def mixing_rates(
 class MixtureDataset:
     """A weighted mixture of datasets, itself a dataset of numbered samples.
 
-    Memory: one byte a sample of the epoch (two for more than 255 members) and 8 / 512 bytes a sample and member; 100
-    million samples of 3 members take 105 MB and about 5 CPU-seconds to order.
+    Memory: one byte a sample of the epoch (two for more than 255 members) and 8 / 512 bytes a sample and member.
 
     Args:
         datasets: the members, at most 65,535; their batches have the same names.
         weights: above 0, one for each; None is 1 for each.
-        blending: "proportional": an epoch has ceil(weight * len) samples of each member (weight 2 reads a member
-            twice). "megatron": an epoch has sum(len) samples, and weights are shares of it.
+        blending: "proportional": an epoch has ceil(weight * len) samples of each member. "megatron": an epoch has
+            sum(len) samples, in the proportions of the weights.
         maximum, temperature: with "proportional", of the rates of members (`mixing_rates`).
         pad_id: fills `input_ids` where members of different lengths meet (labels get -100, all else 0).
 
     Raises:
-        UserError: no or too many members, an empty one, weights that do not fit, batches of different names.
+        UserError: an empty member, weights that do not fit, batches of different names.
     """
 
     def __init__(
@@ -152,15 +145,13 @@ class MixtureDataset:
         if blending == "proportional":
             quotas = np.maximum(np.ceil(mixing_rates(lengths, self.weights, maximum, temperature)), 1).astype(np.int64)
             size = int(quotas.sum())
-            shares = quotas / size
-        elif blending == "megatron":
-            quotas, size = None, int(lengths.sum())
-            shares = np.array(self.weights) / sum(self.weights)
-            if self._limits():
-                raise UserError("A maximum and a temperature are of sizes, which blending megatron does not look at.")
+            fractions = quotas / size
         else:
-            raise UserError(f"blending {blending!r} does not exist: there are proportional and megatron.")
-        order = blending_order(shares, size, quotas)
+            quotas, size = None, int(lengths.sum())
+            fractions = np.array(self.weights) / sum(self.weights)
+            if self._limits():
+                raise UserError("Blending megatron takes neither a maximum nor a temperature.")
+        order = blending_order(fractions, size, quotas)
         self._order = np.pad(order, (0, -size % _BLOCK), constant_values=len(self.datasets)).reshape(-1, _BLOCK)
         self._counts = self._counts_before_blocks()
         self.samples_per_epoch = self._counts[-1]  # of each member
@@ -174,8 +165,6 @@ class MixtureDataset:
 
     def _check_members(self) -> None:
         count = len(self.datasets)
-        if not 1 <= count <= _MAX_MEMBERS:
-            raise UserError(f"A mixture of {count} datasets was asked for: it takes 1 to {_MAX_MEMBERS}.")
         if len(self.weights) != count:
             raise UserError(f"There are {len(self.weights)} weights for {count} datasets: give one for each, or none.")
         for name, value in self._limits().items():
@@ -197,10 +186,7 @@ class MixtureDataset:
         first, *others = ({k: v.shape[1:] for k, v in d.batch(np.zeros(1, np.int64)).items()} for d in self.datasets)
         for number, shapes in enumerate(others, 1):
             if shapes.keys() != first.keys():
-                raise UserError(
-                    f"Datasets 0 and {number} of the mixture do not go together: one yields {', '.join(first)}, the "
-                    f"other {', '.join(shapes)}."
-                )
+                raise UserError(f"Dataset 0 of the mixture has {', '.join(first)}, {number} {', '.join(shapes)}.")
             first = {name: _larger(first[name], shapes[name]) for name in first}
         return first
 
@@ -221,7 +207,7 @@ class MixtureDataset:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the members' fingerprints, the weights and the blending, with its limits."""
+        """sha256 over the members' fingerprints and the settings."""
         return self._digest([dataset.fingerprint for dataset in self.datasets])
 
     @property
@@ -242,14 +228,7 @@ class MixtureDataset:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where samples come from.
-
-        Args:
-            samples: int64[n] global sample numbers.
-
-        Returns:
-            Members int64[n] and the global sample number int64[n] within each.
-        """
+        """Members int64[n] of global sample numbers int64[n], and the sample numbers int64[n] within each."""
         epochs, positions = np.divmod(np.asarray(samples, np.int64), self._num_samples)
         blocks, offsets = np.divmod(positions, _BLOCK)
         members = self._order[blocks, offsets].astype(np.int64)
@@ -273,28 +252,19 @@ class MixtureDataset:
             self.datasets[member].will_need(numbers[members == member])
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by global number, each as its member makes it, padded to the longest member.
-
-        Args:
-            samples: int64[n], any order, any epochs.
-
-        Returns:
-            The members' arrays, int64[n, ...].
-        """
+        """Samples by global number int64[n], any order, any epochs, padded to the longest member."""
         members, numbers = self.locate(samples)
         parts = [(rows, self.datasets[m].batch(numbers[rows])) for m in np.unique(members) for rows in [members == m]]
         batch = {}
+        fills = {"labels": IGNORED_LABEL, "input_ids": self.pad_id}
         for name, shape in self._shapes.items():
             for _, part in parts:
                 shape = _larger(shape, part[name].shape[1:])
-            values = np.full((len(members), *shape), self._padding(name), np.int64)
+            values = np.full((len(members), *shape), fills.get(name, 0), np.int64)
             for rows, part in parts:
                 values[(rows, *map(slice, part[name].shape[1:]))] = part[name]
             batch[name] = values
         return batch
-
-    def _padding(self, name: str) -> int:
-        return {"labels": IGNORED_LABEL, "input_ids": self.pad_id}.get(name, 0)
 
 
 def _larger(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:

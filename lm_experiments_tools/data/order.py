@@ -1,10 +1,8 @@
 """Data order and noise as pure functions of (seed, epoch, sample): no state to save, any position reached in O(1).
 
-Everything random here comes from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel
-Random Numbers: As Easy as 1, 2, 3", SC 2011): the n-th random word is a function of (key, n), so that the words of
-one sample do not depend on which samples stand beside it in a batch, nor on how many workers there are. It passes
-BigCrush, has published test vectors, and needs only 32x32-bit products, which numpy forms for a whole batch at a time;
-one `numpy.random.Philox` object per row would cost more than the rest of the data path together.
+Random bits come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers:
+As Easy as 1, 2, 3", SC 2011): the n-th word is a function of (key, n), so that samples are independent of batches and
+workers. It needs only 32x32-bit products, which numpy computes for a whole batch.
 """
 
 from functools import lru_cache
@@ -52,13 +50,12 @@ def philox_4x32(counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 
 
 
 def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: int) -> np.ndarray:
-    """Random words of samples; word w of a sample depends on (key, epoch, sample, w) and on nothing else.
+    """Random words of samples; word w of a sample depends only on (key, epoch, sample, w).
 
     Args:
         key: from `stream_key`.
         epochs: int64[n], below 2**32.
         samples: int64[n].
-        num_words: words wanted per sample.
 
     Returns:
         uint64[num_words, n], each value uniform on [0, 2**32).
@@ -86,14 +83,13 @@ def epoch_shift(seed: int, epoch: int, bound: int) -> int:
 def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
     """Images of `indices` under the pseudo-random permutation of [0, size) that belongs to (seed, epoch).
 
-    A generalized Feistel network on pairs (left, right) in Z_a x Z_b, the smallest near-square with a * b >= size,
-    walked until it lands inside [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002):
-    a bijection for every size, random access, no memory. At most one index in sqrt(size) needs a second walk.
+    A generalized Feistel network on pairs in Z_a x Z_b, the smallest near-square with a * b >= size, iterated until
+    the image is inside [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a
+    bijection for every size, random access, no memory.
 
     Args:
         indices: int64[n] in [0, size).
         size: number of samples in an epoch, below 2**62.
-        seed: any integer.
         epochs: int64[n], the epoch of each index.
 
     Returns:

@@ -1,12 +1,11 @@
-"""Worker subprocesses: one way to start them, talk to them, notice their death and end them.
+"""Worker subprocesses: start, communicate, notice their death and end them.
 
     caller                              worker process
     Worker(work, settings)              work(caller), which calls caller.serve(prepare)
     worker.ask(request)    -- pickle -> prepare(settings)(request)
 
-Not multiprocessing.Process: it would import the caller's main script, and with it torch, into every worker, and would
-leave workers behind when the caller is killed. These end with their caller, however it ends. Standard library only,
-because some of them need nothing else.
+multiprocessing.Process would import the caller's main script, and with it torch, and would leave workers behind when
+the caller is killed. These end with their caller.
 """
 
 import os
@@ -15,8 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -39,10 +37,7 @@ def available_cores() -> int:
 
 
 class WorkerEnded(Exception):
-    """The process is gone, with this exit code (negative: the signal that ended it; None: it hung up but goes on).
-
-    `request` is the one that it did not answer.
-    """
+    """The process ended with this exit code (None: only its connection), with `request` unanswered."""
 
     def __init__(self, returncode: int | None, request: Any = None):
         super().__init__(f"exit code {returncode}")
@@ -50,16 +45,13 @@ class WorkerEnded(Exception):
 
 
 class Worker:
-    """One worker process, as its caller sees it; for one thread at a time.
+    """One worker process, as its caller sees it; not thread-safe.
 
     Args:
         work: a function of a module, run in the process with its `Caller`.
-        settings: given to it first; anything that can be pickled.
-        environment: variables besides this process's.
-        log: takes what the worker prints; None: this process's stderr.
-
-    Attributes:
-        process: the subprocess.
+        settings: sent first; any picklable object.
+        environment: variables in addition to this process's.
+        log: receives the worker's output; None: this process's stderr.
     """
 
     def __init__(
@@ -73,8 +65,8 @@ class Worker:
         self._connection, theirs = Pipe()
         with theirs:
             descriptor = theirs.fileno()
-            # Signals to the whole group are the caller's to handle. The import path is copied word for word, because
-            # `python -m` and `python -c` would put the current folder first; ours is added in case that has changed.
+            # The caller handles signals to the group. The import path is copied: `python -c` puts the current folder
+            # first.
             script = (
                 "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
                 f"signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {[*sys.path, _PACKAGE_ROOT]!r}; "
@@ -92,16 +84,11 @@ class Worker:
         self._send(settings)
 
     def _send(self, message: Any) -> None:
-        with suppress(ConnectionError):  # it is dead, but may have said why: `receive` finds out
+        with suppress(ConnectionError):  # `receive` finds out why
             self._connection.send(message)
 
     def receive(self) -> Any:
-        """The worker's next message.
-
-        Raises:
-            UserError, OSError: as they were raised in the worker.
-            WorkerEnded: it has died.
-        """
+        """The worker's next message; UserError and OSError as raised there, WorkerEnded if it has died."""
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
@@ -123,11 +110,11 @@ class Worker:
             raise WorkerEnded(end.returncode, request) from None
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process immediately."""
         self.process.kill()
 
     def close(self) -> None:
-        """Hang up, with which the worker ends; one that does not, stuck or stopped, is killed after some seconds."""
+        """Disconnect, which ends the worker; one that does not end is killed after some seconds."""
         self._connection.close()
         for patience in (_SECONDS_TO_END, _SECONDS_TO_END):
             with suppress(subprocess.TimeoutExpired):
@@ -145,32 +132,19 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers with the same settings; each request goes to one that is idle.
-
-    The end of the block waits for the requests in hand; an exception in it kills the workers.
-    """
+    """Workers with the same settings; each request goes to one that is idle. An exception in the block kills them."""
 
     def __init__(self, work: Callable[["Caller"], None], settings: Any, num_workers: int):
         self._workers = [Worker(work, settings) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # as many threads ask as there are workers
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(num_workers)
-        self._death: Exception | None = None  # the first worker's end, which all later requests repeat
+        self._death: Exception | None = None  # of the first worker, raised by all later requests
 
     def submit(self, request: Any) -> "Future[Any]":
         """The answer to come; raises as `Worker.ask`."""
         return self._threads.submit(self._ask, request)
-
-    def map(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """The answers in the order of the requests, of which no more than three for each worker are held."""
-        waiting: deque[Future[Any]] = deque()
-        for request in requests:
-            waiting.append(self.submit(request))
-            if len(waiting) > 2 * len(self._workers):
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
     def _ask(self, request: Any) -> Any:
         worker = self._idle.get()
@@ -198,11 +172,8 @@ class WorkerPool:
 class Caller:
     """The process that started a worker, as the worker sees it: iterates over its messages until it is gone.
 
-    The worker then has some seconds to end by itself. A forked child of the caller keeps the connection open, hence
-    the look at the parent's process id.
-
-    Attributes:
-        settings: those given to `Worker`.
+    The worker then has some seconds to end. The parent's process id is polled, because a forked child of the caller
+    keeps the connection open. `settings` are those given to `Worker`.
     """
 
     def __init__(self, descriptor: int, parent: int):
@@ -232,7 +203,7 @@ class Caller:
         self._connection.send(message)
 
     def serve(self, prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
-        """Answer requests by `prepare(settings)`; a UserError or OSError is the last answer, raised at the caller."""
+        """Answer requests by `prepare(settings)`; a UserError or OSError is sent to the caller and ends this."""
         try:
             answer = prepare(self.settings)
             for request in self:

@@ -126,7 +126,7 @@ def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder
     members = dataset.datasets if isinstance(dataset, MixtureDataset) else [dataset]
     for source, member in zip(sources, members, strict=True):
         counts = member.mapping.counts
-        lost = f"no sample has room for {counts.unread:.2%} of the tokens of {source.path}, {counts.describe_unread()}"
+        lost = f"{counts.unread:.2%} of the tokens of {source.path} fit in no sample"
         limit = f"; more than --max_unread {args.max_unread:g}, so that training refuses it"
         facts.append(("not read", lost + (limit if counts.unread > args.max_unread else "")))
     rendering = Rendering(

@@ -32,7 +32,7 @@ def job(folder, task, **changed):
     inputs, targets = LENGTHS.get(task, REGISTERED)
     settings = Job(
         task=task, data_path=[str(folder / "json")], text_key="text", max_bad_lines=3,
-        quarantine=str(folder / "bad_lines.jsonl"), vocab_path=str(folder / "vocab.model"), inputs_length=inputs,
+        rejected_path=str(folder / "bad_lines.jsonl"), vocab_path=str(folder / "vocab.model"), inputs_length=inputs,
         targets_length=targets, noise_density=0.15, mean_noise_span_length=3.0, seed=SEED, validation=False,
         valid_samples=None, threads=2, clients=1, folder=str(folder),
     )  # fmt: skip

@@ -273,7 +273,7 @@ def test_each_fingerprint_is_its_own(oracle):
         ("leaves", r"importing the module leaves fails with SystemExit: not here \(.*leaves\.py line 2\)"),
         ("no_name", "tasks registers no seqio Task or Mixture 'lanes'; there is .*lines"),
         ("nothing", "gives no example"),
-        ("only_targets", "has the features targets"),
+        ("only_targets", "has no feature .inputs."),
         ("strangers", "has the vocabulary .*other.model for its inputs: give it as --vocab"),
         ("unprepared", "gives no examples: .*tiny_text:1.0.0 must lie prepared in .*elsewhere"),
         ("no_split", "no split 'validation', only 'train'"),

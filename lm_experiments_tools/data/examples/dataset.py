@@ -1,25 +1,23 @@
 """Encoded examples as a dataset of numbered samples: rows of a batch are padded to the longest of them.
 
-One worked example, source ids 5 6 1 and target ids 7 1, padding 0, beside a longer one:
+One worked example, source ids 5 6 1 and target ids 7 1, padding 0, next to a longer one:
 
     encoder-decoder      input_ids  5 6 1 0      labels     7    1 -100
     decoder              input_ids  5 6 1 7 1    labels  -100 -100 -100 7 1     (the model shifts them itself)
-      to evaluate also   prompt_ids 0 5 6 1      prompt_mask 0 1 1 1            (generation goes on at the right)
+      to evaluate also   prompt_ids 0 5 6 1      prompt_mask 0 1 1 1            (generation continues at the right)
     encoder              input_ids  5 6 1 0      labels     2                   (the number of the class, or a value)
       several labels                             labels   0. 1. 1.              (1 for each class that applies)
 
-Where an example has no target or label (test data), labels are -100 alone.
-
-`example` is the number of the example among those of its split. Global sample g is example permutation(seed, e)(i) of
-epoch e, where e, i = divmod(g, examples). Where an example has several sources (forms of an instruction) or targets
-to train on, one of each is drawn by (seed, e, example).
+Without targets or labels (test data) all labels are -100. `example` is the number of the example in its split. Global
+sample g is example permutation(seed, e)(i) of epoch e, where e, i = divmod(g, examples). Of several sources (prompts)
+or training targets of an example one is drawn by (seed, e, example).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -63,17 +61,18 @@ class EncodedExamples:
 def encode_examples(
     examples: Iterable[Example], encoder: TextEncoder, kind: Kind, *, all_targets: bool = False, num_labels: int = 0
 ) -> EncodedExamples:
-    """Tokenize examples, which are not kept.
+    """Tokenize examples.
 
     Args:
         all_targets: encode all targets, of which one is drawn each time; else the first.
-        num_labels: of examples that have any number of these; 0: they have one.
+        num_labels: of multi-label examples; 0: they have one label each.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
     num_sources: list[int] = []
     num_targets: list[int] = []
     labels: list[int | float | tuple[int, ...]] = []
-    for some in _in_chunks(examples):
+    remaining = iter(examples)
+    while some := list(islice(remaining, _AT_ONCE)):
         texts = [example.variants or (example.source,) for example in some]
         pairs = [example.pair for example in some] if some[0].pair is not None else None
         entries = encoder.encode_sources([text for forms in texts for text in forms], pairs)
@@ -93,18 +92,15 @@ def encode_examples(
     if kind == "encoder":
         types_of = types.build()
         encoded.types = types_of if len(types_of) else None
-        encoded.labels = _label_rows(labels, num_labels) if num_labels else _label_values(labels)
+        dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
+        encoded.labels = _label_rows(labels, num_labels) if num_labels else np.array(labels, dtype)
     else:
         encoded.targets, encoded.first_target = targets.build(), _firsts(num_targets)
     return encoded
 
 
-def _label_values(labels: list[int | float]) -> np.ndarray:
-    return np.array(labels, np.int64 if all(isinstance(label, int) for label in labels) else np.float32)
-
-
 def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndarray:
-    """float32[n, num_labels]: 1 for those that apply, 0 for others; IGNORED_LABEL alone where none is given."""
+    """float32[n, num_labels]: 1 for labels that apply, else 0; IGNORED_LABEL throughout where none is given."""
     rows = np.zeros((len(labels), num_labels), np.float32)
     for row, chosen in zip(rows, labels, strict=True):
         if chosen == IGNORED_LABEL:
@@ -112,12 +108,6 @@ def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndar
         else:
             row[list(chosen)] = 1.0
     return rows
-
-
-def _in_chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    left = iter(examples)
-    while some := list(islice(left, _AT_ONCE)):
-        yield some
 
 
 def _firsts(counts: list[int]) -> np.ndarray:
@@ -128,14 +118,12 @@ class ExampleDataset:
     """A `SizedDataset` of encoded examples.
 
     Args:
-        encoded: the examples.
-        kind: what the rows are for.
         pad_id: fills short rows.
         seed: fixes order and draws.
-        limits: most tokens of a row of inputs and of one of targets, which rounding up does not exceed.
+        limits: maximum widths of inputs and of targets.
         multiple: widths of batches are multiples of it.
-        with_prompts: decoder: give `prompt_ids` and `prompt_mask` too.
-        title: what the examples are, for the log.
+        with_prompts: decoder: add `prompt_ids` and `prompt_mask`.
+        title: of the examples, for the log.
     """
 
     def __init__(
@@ -169,11 +157,9 @@ class ExampleDataset:
         settings = [_VERSION, self.kind, self.pad_id, self.seed, *self.limits]
         digest.update(json.dumps(settings).encode())
         encoded = self.encoded
-        for ragged in (encoded.sources, encoded.targets, encoded.types):
-            if ragged is not None:
-                digest.update(ragged.values.tobytes())
-                digest.update(ragged.lengths.tobytes())
-        for array in (encoded.first_source, encoded.first_target, encoded.labels):
+        ragged = [r for r in (encoded.sources, encoded.targets, encoded.types) if r is not None]
+        arrays = [array for r in ragged for array in (r.values, r.lengths)]
+        for array in (*arrays, encoded.first_source, encoded.first_target, encoded.labels):
             if array is not None:
                 digest.update(array.tobytes())
         return digest.hexdigest()

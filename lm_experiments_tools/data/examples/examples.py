@@ -1,4 +1,4 @@
-"""Examples of a task, out of the rows of files: sources with their targets, sentences with their labels.
+"""Examples of a task from rows of files: sources with their targets, sentences with their labels.
 
 Sources and targets, one row each, as Hugging Face's translation sets have them, plainly, with several references, and
 as SCROLLS has them:
@@ -7,8 +7,8 @@ as SCROLLS has them:
     {"source": "a long text", "target": "short"}        {"source": "a long text", "targets": ["short", "brief"]}
     {"id": "q1", "pid": "q1_0", "input": "a question", "output": "an answer"}
 
-For evaluation, rows with one id are one example whose references are all of their targets. For training each row is
-an example, with its first target. Test data may be without targets or labels as a whole, as that of GLUE and SCROLLS.
+For evaluation, rows with one id are one example with all of their targets as references. For training each row is an
+example, with its first target. Test data may be without targets or labels as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.examples.rows import BadRow, BadRows, NamedClass, Row, converted, read_rows
-from lm_experiments_tools.data.text.records import unusable_characters
+from lm_experiments_tools.data.text.records import BadRecord, field_of, text_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
@@ -45,7 +45,6 @@ HIDDEN_LABELS = ("-1", "-1.0")  # what Hugging Face's sets hold in the place of 
 _MULTI_HOT = {"0": False, "False": False, "1": True, "True": True}
 _WHOLE_NUMBER = re.compile(r"-?\d+\.0+")  # 1.0 for 1: what a table has where a label is missing
 _LARGEST = float(np.finfo(np.float32).max)  # of the numbers to predict
-_TOO_LARGE = f"the label is beyond {_LARGEST:.1e}, the largest number of float32: give the labels on another scale"
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,12 @@ class Example:
 
     Attributes:
         source: the text, with the prefix.
-        targets: references; the first is trained on; none in test data without them.
+        targets: references; the first is trained on.
         pair: the second sentence, for an encoder.
-        label: its number in the names of labels, the numbers of all that apply (none, too), or the value to predict;
-            None in test data without labels.
-        name: its id in predictions; the number of its row where it has none.
+        label: its number, the numbers of all that apply, or the value to predict; None in test data.
+        name: its id in predictions, by default the number of its row.
         group: its task, where one set has many.
-        variants: other forms of the source, of which training draws one; empty: the source alone.
+        variants: alternatives to `source`, of which training draws one.
     """
 
     source: str
@@ -74,7 +72,7 @@ class Example:
 
 @dataclass(frozen=True)
 class TextFields:
-    """Which fields of a row are source, target and id, None: by the usual names; and what stands before a source."""
+    """Which fields of a row are source, target and id (None: the usual names), and the prefix of a source."""
 
     source: str | None = None
     target: str | None = None
@@ -102,10 +100,10 @@ def text_examples(
     Args:
         path: as `rows.read_rows`.
         merge: put rows of one id together, for evaluation.
-        with_targets: False: do not look for targets.
+        with_targets: False: do not read targets.
 
     Raises:
-        UserError: more bad rows than allowed.
+        UserError: too many bad rows.
     """
     examples = converted(read_rows(path, bad), lambda row: _text_example(row, fields, with_targets), bad)
     yield from _merged(examples, bad) if merge else (example for _, example in examples)
@@ -119,7 +117,7 @@ def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str
 
 
 def _name(record: dict[str, Any], field: str | None, *usual: str) -> str:
-    """Content of this field; None: of the first of the usual ones that has one, if any has. Null is no name."""
+    """The value of this field; None: of the first usual one with a value, else empty."""
     if field is None:
         return next((str(record[key]) for key in usual if record.get(key) is not None), "")
     if _value(record, field) is None or not str(record[field]).strip():
@@ -141,7 +139,7 @@ def _targets(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
-    """In the order of their first rows."""
+    """Examples of one id put together, in the order of their first rows."""
     found: dict[str, tuple[str, Example]] = {}
     for number, (where, example) in enumerate(examples):
         key = example.name or f"row {number}"
@@ -162,37 +160,31 @@ def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
     for name in names:
         if name in record:
             return name
-    raise BadRow(f"no field {', '.join(names)} (there is {_listed(record)}): name it by {flag}")
-
-
-def _listed(record: dict[str, Any]) -> str:
-    return ", ".join(repr(key) for key in list(record)[:8]) or "none"
+    found = ", ".join(map(repr, list(record)[:8])) or "none"
+    raise BadRow(f"no field {', '.join(names)} (there is {found}): name it by {flag}")
 
 
 def _value(record: dict[str, Any], key: str) -> Any:
-    if key not in record:
-        raise BadRow(f"no field {key!r} (there is {_listed(record)})")
-    return record[key]
+    try:
+        return field_of(record, key)
+    except BadRecord as error:
+        raise BadRow(str(error)) from None
 
 
 def _text(record: dict[str, Any], key: str) -> str:
-    text = _value(record, key)
-    if not isinstance(text, str):
-        raise BadRow(f"{key!r} is of type {type(text).__name__}, not a string")
-    if not text.strip():
-        raise BadRow(f"{key!r} is empty")
-    if reason := unusable_characters(text):
-        raise BadRow(f"{key!r} {reason}")
-    return text
+    try:
+        return text_of(record, key)
+    except BadRecord as error:
+        raise BadRow(str(error)) from None
 
 
 @dataclass(frozen=True)
 class LabelFields:
-    """Which fields of a row are its one or two sentences, its label and its id; empty, None: by the names of GLUE.
+    """Which fields of a row are its one or two sentences, its label and its id; empty, None: the names of GLUE.
 
     Attributes:
-        known: sentences that the weights were trained on, which are taken where a row has them.
-        as_text: they are put into one text, by their names.
+        known: the sentences that the weights were trained on, preferred where a row has them.
+        as_text: sentences are joined to one text with their names.
         several: any number of labels applies to a row.
     """
 
@@ -220,7 +212,7 @@ class LabelFields:
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
     def names_in(self, record: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
-        """The names of all labels of this record; a table has them in one column, with commas between them.
+        """The names of all labels of this record; text is split at commas.
 
         A list of as many zeros and ones as there are `known` names is multi-hot, unless 0 or 1 is one of the names.
         """
@@ -235,10 +227,7 @@ class LabelFields:
         if len(names) == len(known) and {*names} <= {*_MULTI_HOT} and {*known}.isdisjoint(_MULTI_HOT):
             return tuple(name for name, applies in zip(known, names, strict=True) if _MULTI_HOT[applies])
         if len(set(names)) < len(names) and all(label in (0, 1) for label in value):
-            raise BadRow(
-                f"the labels {value!r} are a 0 or 1 for each there is: list the names of those that apply, or give "
-                "the name of each by --label_names"
-            )
+            raise BadRow(f"the labels {value!r} are multi-hot: name all labels by --label_names")
         return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
@@ -253,13 +242,12 @@ class LabelFields:
 
 @dataclass
 class SentenceNames:
-    """The fields of the sentences that all data of a run has, as its first row has them.
+    """The fields of the sentences that all data of a run must have, from its first row.
 
     Attributes:
-        names: empty as long as nothing is read.
-        where: the place of that row.
-        in_text: the model reads them, so that they have to be the same; else only how many there are.
-        begun: files of which a row was looked at.
+        where: the position of that row.
+        in_text: names must be equal, because the model reads them; else only their number.
+        begun: files of which a row was read.
     """
 
     names: tuple[str, ...] = ()
@@ -268,12 +256,7 @@ class SentenceNames:
     begun: set[str] = field(default_factory=set)
 
     def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
-        """The names of a row of this file, noted where they are the first, else compared with those.
-
-        Raises:
-            UserError: the first row of a file has others: so have, it seems, all.
-            BadRow: a later one.
-        """
+        """The names of a row, compared with those of the first one. Raises UserError for a whole file, else BadRow."""
         is_first = path not in self.begun
         self.begun.add(path)
         if not self.names:
@@ -283,10 +266,7 @@ class SentenceNames:
         here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
         if not is_first:
             raise BadRow(f"{here}, where {self.where} has {there}")
-        raise UserError(
-            f"{row.where} has {here}, {self.where} has {there}, and the model is to read the same of both: rename the "
-            "fields, or name those to read by --text_fields."
-        )
+        raise UserError(f"{row.where} has {here}, {self.where} has {there}: select the same by --text_fields.")
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
@@ -332,14 +312,14 @@ def label_examples(
 
     Args:
         path: as `rows.read_rows`.
-        names: the labels in the order of their numbers; none: they are numbers to be predicted.
-        words: what an encoder-decoder generates for each label (empty for numbers); None: for an encoder.
-        with_labels: False: do not look for labels.
-        found: where labels are not known yet, their numbers as they are met, which is filled; see `numbered`.
-        sentences: the fields that other data of the run has, or that this data is the first to have.
+        names: the labels in the order of their numbers; none: they are numbers to predict.
+        words: target text of each label for an encoder-decoder (empty for numbers); None: for an encoder.
+        with_labels: False: do not read labels.
+        found: where labels are not known yet, filled with their numbers; see `numbered`.
+        sentences: the fields that all data of the run must have.
 
     Raises:
-        UserError: more bad rows than allowed, or other sentences than other data has.
+        UserError: too many bad rows, or other sentences than in other data.
     """
     numbers = {_label_name(name): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
@@ -364,16 +344,13 @@ def label_examples(
     for number, example in enumerate(converted(read_rows(path, bad), convert, bad)):
         yield example if example.name else replace(example, name=str(number))
     if rounded:
-        logger.warning(
-            "%s: %d numbers are rounded to the nearest 0.2 in the texts to be written, as T5 did for STS-B; where "
-            "that is too coarse, give the labels on a larger scale", path, rounded,
-        )  # fmt: skip
+        logger.warning("%s: %d labels are rounded to the nearest 0.2, as T5 did for STS-B", path, rounded)
 
 
 def _label(
     record: dict[str, Any], fields: LabelFields, numbers: dict[str, int], found: dict[str, int] | None
 ) -> int | float | tuple[int, ...]:
-    """The label of a row, or its labels: by `numbers`, or by `found`, which they are added to; else a value."""
+    """The label or labels of a row as numbers: by `numbers`, or by `found`, which is extended; else a value."""
     if found is None and not numbers:
         return _number(fields.label_of(record))
     names = fields.names_in(record, tuple(numbers))
@@ -406,16 +383,10 @@ def _class_number(name: str, numbers: dict[str, int]) -> int:
 def _number(value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BadRow(f"the label {value!r} is not a number") from None
-    except OverflowError:  # an integer of more than 308 digits
-        raise BadRow(_TOO_LARGE) from None
-    if not math.isfinite(number):
-        raise BadRow(f"the label {value!r} is not finite")
-    if abs(number) > _LARGEST:
-        raise BadRow(_TOO_LARGE)
-    if number == IGNORED_LABEL:
-        raise BadRow(f"the label {IGNORED_LABEL} means that there is none: give the labels on another scale")
+    if not abs(number) <= _LARGEST or number == IGNORED_LABEL:  # also nan
+        raise BadRow(f"the label {value!r} cannot be predicted: give finite float32 values other than {IGNORED_LABEL}")
     return number
 
 
@@ -425,9 +396,6 @@ def number_text(number: float) -> str:
 
 
 def t5_text(keys: Sequence[str], texts: Sequence[str]) -> str:
-    """ "question: Who? sentence: He." for the fields question and sentence; MRPC's are called sentence1, sentence2.
-
-    As t5's preprocessor of GLUE; the names of its tasks, which stand before that, are for --prefix.
-    """
+    """ "question: Who? sentence: He." for the fields question and sentence, as t5's preprocessor of GLUE."""
     names = ("sentence1", "sentence2") if tuple(keys) == MRPC_FIELDS else keys
     return " ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))

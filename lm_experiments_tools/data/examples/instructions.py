@@ -1,8 +1,8 @@
 """Super-Natural-Instructions (Wang et al. 2022, "Benchmarking Generalization via In-Context Instructions on 1,600+
-Language Tasks"): a folder with `tasks/*.json` and `splits/<split>/{train,test}_tasks.txt`, as its repository has it.
+Language Tasks"): a folder with `tasks/*.json` and `splits/<split>/{train,test}_tasks.txt`, as in its repository.
 
-The prompt is that of Tk-Instruct, to the character, blanks at odd places included. With a definition and one positive
-example with its explanation (a full stop ends what ends in no punctuation mark):
+The prompt is that of Tk-Instruct, to the character. With a definition and one positive example with its explanation
+(a full stop is added where punctuation is missing):
 
     Definition: Add the numbers.
 
@@ -15,15 +15,14 @@ example with its explanation (a full stop ends what ends in no punctuation mark)
     Input: 4 5.
     Output: _                                 (a blank ends it)
 
-Examples go in while the prompt, without the name of the task, is not longer than the limit; the first that is too
-long and those after it are left out. What is too long even without them is cut at its end and counted.
+Examples are added while the prompt, without the name of the task, is within the limit. A longer prompt without
+examples is cut at its end and counted.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from lm_experiments_tools.errors import UserError
 logger = logging.getLogger(__name__)
 
 Fits = Callable[[Sequence[str]], bool]
-_SLACK = 2  # tokens by which a piece may grow beside others; far above what joining pieces adds
+_SLACK = 2  # tokens that joining may add to a text; a generous bound
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ def prompt_text(task: dict[str, Any], task_input: str, parts: PromptParts, fits:
     Args:
         task: the official JSON of a task, with its name as "Task".
         task_input: the input of the instance.
-        fits: whether pieces are short enough, put one after the other.
+        fits: whether texts are short enough, put one after the other.
     """
     question = _question(task_input)
     definition = _definition(task, parts)
     positive = _examples_text(task, "Positive", parts, parts.num_pos_examples)
     negative = _examples_text(task, "Negative", parts, parts.num_neg_examples)
-    # Blanks in these pieces, which the prompt does not have, are Tk-Instruct's own.
+    # Blanks in these texts, which the prompt does not have, are Tk-Instruct's own.
     positive = _fitting(positive, lambda texts: fits([definition, *_apart(texts[:-1]), texts[-1], question]))
     before = [definition, *_apart(positive)]
     negative = _fitting(negative, lambda texts: fits([*before, *_apart(texts[:-1]), texts[-1], question]))
@@ -124,17 +123,17 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
     return texts
 
 
-class Room:
-    """Test of a prompt for at most `limit` tokens, without tokenizing most of them: pieces come again and again."""
+class LengthLimit:
+    """Whether texts have at most `limit` tokens together; the lengths of texts are cached."""
 
     def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
         self.num_tokens, self.limit = num_tokens, limit
-        self._of_piece = lru_cache(maxsize=1024)(num_tokens)
+        self._length = lru_cache(maxsize=1024)(num_tokens)
 
-    def __call__(self, pieces: Sequence[str]) -> bool:
-        if sum(map(self._of_piece, pieces)) + _SLACK * len(pieces) <= self.limit:
+    def __call__(self, texts: Sequence[str]) -> bool:
+        if sum(map(self._length, texts)) + _SLACK * len(texts) <= self.limit:
             return True
-        return self.num_tokens("".join(pieces)) <= self.limit
+        return self.num_tokens("".join(texts)) <= self.limit
 
 
 @dataclass(frozen=True)
@@ -157,18 +156,16 @@ class InstructionData:
 def instruction_examples(
     data: InstructionData, names_file: str, bad: BadRows, num_tokens: Callable[[str], int], limit: int
 ) -> Iterator[Example]:
-    """The instances of the tasks that a file of names lists, task after task.
+    """The instances of the tasks that `names_file` (train_tasks.txt or test_tasks.txt) lists, in order.
 
     Args:
-        names_file: train_tasks.txt or test_tasks.txt.
         num_tokens: of a source.
         limit: most tokens of a source.
 
     Raises:
-        UserError: no such folder or file, none of its tasks there, a task that is not in the official format, too many
-            bad instances, or a task whose prompt leaves no room for an input.
+        UserError: missing files, damaged tasks, too many bad instances, or a prompt that exceeds the limit.
     """
-    fits = Room(num_tokens, limit)
+    fits = LengthLimit(num_tokens, limit)
     for path in _task_files(data, names_file):
         task = _read_task(path)
         for parts in data.parts:
@@ -183,16 +180,11 @@ def _task_files(data: InstructionData, names_file: str) -> list[Path]:
     listing = Path(data.folder) / "splits" / data.split / names_file
     tasks = Path(data.folder) / "tasks"
     if not listing.is_file() or not tasks.is_dir():
-        splits = Path(data.folder) / "splits"
-        there = sorted(os.listdir(splits)) if splits.is_dir() else []
         raise UserError(
             f"{data.folder} is no folder of Super-Natural-Instructions: it needs tasks/ and splits/{data.split}/"
-            f"{names_file} (splits there: {', '.join(there) or 'none'}; --sni_split names one)."
+            f"{names_file} (--sni_split)."
         )
-    try:
-        names = listing.read_text(encoding="utf-8").split()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{listing} is not UTF-8 at byte {error.start}: copy it again.") from None
+    names = listing.read_text(encoding="utf-8").split()
     paths = [tasks / f"{name}.json" for name in names]
     absent = [path.stem for path in paths if not path.is_file()]
     if len(absent) == len(names):
@@ -209,30 +201,23 @@ def _read_task(path: Path) -> dict[str, Any]:
     try:
         task = json.loads(path.read_text(encoding="utf-8"))
         definition = task["Definition"]
-        complete = bool(task["Instances"]) and bool(definition) and isinstance(task["Instances"], list)
-        for kind in ("Positive Examples", "Negative Examples"):
-            examples = task.get(kind, [])
-            complete &= isinstance(examples, list)
-            complete &= all(isinstance(e["input"], str) and isinstance(e["output"], str) for e in examples)
-            complete &= all(isinstance(e.get("explanation"), str | None) for e in examples)
-        complete &= isinstance(definition if isinstance(definition, str) else definition[0], str)
+        lists = [task["Instances"], *(task.get(f"{kind} Examples", []) for kind in ("Positive", "Negative"))]
+        examples = lists[1] + lists[2]
+        texts = [definition if isinstance(definition, str) else definition[0]]
+        texts += [example[key] for example in examples for key in ("input", "output")]
+        texts += [example["explanation"] for example in examples if example.get("explanation") is not None]
+        is_valid = all(isinstance(text, str) for text in texts) and all(isinstance(found, list) for found in lists)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{path} is no task of Super-Natural-Instructions ({reason}): copy it again.") from None
-    if not complete:
-        raise UserError(
-            f"{path} has no instance, no definition, an example that is no text, or no list of them: copy it again."
-        )
+        raise UserError(f"{path} is no task of Super-Natural-Instructions ({error}): copy it again.") from None
+    if not (is_valid and definition and task["Instances"]):
+        raise UserError(f"{path} has no instance, no definition, or an example that is no text: copy it again.")
     return {**task, "Task": path.stem}
 
 
 def _check_room(task: dict[str, Any], parts: PromptParts, num_tokens: Callable[[str], int], limit: int) -> None:
     length = num_tokens(prompt_text(task, "", parts, lambda _: False))
     if length >= limit:
-        raise UserError(
-            f"the prompt of {task['Task']} without examples and input is {length} tokens long and leaves no room for "
-            f"an input within {limit} tokens: raise --input_seq_len."
-        )
+        raise UserError(f"the prompt of {task['Task']} has {length} tokens without an input: raise --input_seq_len.")
 
 
 def _example(instance: Any, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:

@@ -1,4 +1,4 @@
-"""Several examples in one row, for models that keep them apart.
+"""Several examples in one row, for models with segments.
 
 One worked example, sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
 
@@ -12,11 +12,9 @@ One worked example, sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
                       segment_ids          1 1 1 2 2 0      each example, -100 in rows that have fewer)
                       attention_mask       1 1 1 1 1 0
 
-Tokens see those of their own segment alone (segment 0 is padding). A decoder gets no mask: transformers since 4.53
-takes positions that begin again for the beginning of another sequence, unless its cache is in use (`use_cache`).
-
-Rows are packed once, first fit over the 64 rows last opened, in a random order; the order of the rows changes with the
-epoch, what stands together in one does not. A row counts as one sample, so --batch_size counts rows.
+Tokens attend to their own segment only (0 is padding). A decoder gets no mask: transformers detects sequences by their
+positions, unless `use_cache` is on. Rows are packed once, first fit over the 64 rows last opened, in a random order;
+only the order of rows changes with the epoch. A row is one sample, so --batch_size counts rows.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ _VERSION = 1  # of the mapping (seed, examples) -> rows; part of the fingerprint
 
 
 class PackedDataset:
-    """A `SampleDataset` whose samples are rows of several examples.
-
-    Args:
-        dataset: examples with targets or labels.
-    """
+    """A `SampleDataset` whose samples are rows of several examples."""
 
     def __init__(self, dataset: ExampleDataset) -> None:
         self.dataset = dataset
@@ -53,7 +47,7 @@ class PackedDataset:
         self.members.values = order[self.members.values]
         self._filled = longest.sum() / (limits.sum() * len(self.members))
         firsts = np.cumsum(self.members.lengths) - self.members.lengths
-        # What no micro-batch is cut to is as wide as for all rows: those that a worker makes at once are no measure.
+        # Decoder batches are as wide as the widest of all rows, whatever rows a worker makes at the same time.
         self._widest = np.add.reduceat(longest[:, self.members.values], firsts, axis=1).max(axis=1)
         self._most = int(self.members.lengths.max())
 
@@ -118,13 +112,7 @@ class PackedDataset:
 
 
 class _Cells:
-    """Where the tokens of a batch's segments stand.
-
-    Args:
-        counts: int64[rows], segments of each row.
-        lengths: int64[segments].
-        width_of: width of the batch, of the tokens int64[rows] in its rows.
-    """
+    """Positions of the tokens of a batch's segments."""
 
     def __init__(self, counts: np.ndarray, lengths: np.ndarray, width_of: Callable[[np.ndarray], int]) -> None:
         first = np.cumsum(counts) - counts
@@ -166,11 +154,7 @@ def _longest(encoded: EncodedExamples) -> np.ndarray:
 
 
 def first_fit(lengths: np.ndarray, limits: np.ndarray) -> Ragged:
-    """Put items into rows, each into the first of the open rows that has room for all of its lengths.
-
-    Args:
-        lengths: int64[sides, n], none above its limit.
-        limits: int64[sides].
+    """Put items of lengths int64[sides, n] into rows, each into the first open row whose limits int64[sides] allow it.
 
     Returns:
         The numbers of the items in each row, rows in the order in which they were opened.

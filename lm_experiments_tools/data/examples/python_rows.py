@@ -1,7 +1,6 @@
-"""Rows that a program has in memory, in the place of the path of a file.
+"""Rows in memory of a program, used like the path of a file.
 
-`PythonRows` is text, so that it goes where a path goes: through the settings, into the record of a run (its name), and
-to `rows.read_rows`, which takes the rows out of it.
+`PythonRows` is a string (its name), so that settings and records of a run can hold it; `rows.read_rows` reads it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from lm_experiments_tools.errors import UserError
 class PythonRows(str):
     """Rows as dicts, or several splits of them by name.
 
-    Attributes:
-        rows: gives its dicts as often as it is asked; or a mapping from the names of splits to such things.
+    `rows` can be iterated repeatedly, or maps names of splits to such objects.
     """
 
     rows: Any
@@ -49,32 +47,19 @@ class PythonRows(str):
         return PythonRows(f"{self}[{name!r}]", self.splits[name])
 
     def dicts(self) -> Iterator[dict[str, Any]]:
-        """The rows, from the first one on.
-
-        Raises:
-            UserError: one is something else.
-        """
+        """The rows; UserError for one that is no dict."""
         for number, row in enumerate(self.rows):
             if not isinstance(row, Mapping):
-                table = " (of a table of pandas: table.to_dict('records'))" if hasattr(self.rows, "to_dict") else ""
-                raise UserError(
-                    f"{self}, row {number} is of type {type(row).__name__}, not a dict: give rows such as "
-                    f'{{"source": "a text", "target": "another"}}{table}.'
-                )
+                raise UserError(f"{self}, row {number} is of type {type(row).__name__}, not a dict.")
             yield dict(row)
 
 
 def is_path(value: Any) -> bool:
-    """True for what names a file: text, or a path of the standard library."""
     return isinstance(value, str) or hasattr(value, "__fspath__")
 
 
 def as_source(value: Any, name: str) -> str:
-    """What the setting `name` was given as data, a path or rows, as text.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """The data of the setting `name`, a path or rows, as a string. Raises UserError for anything else."""
     if isinstance(value, PythonRows):
         return value
     if is_path(value):

@@ -1,4 +1,4 @@
-"""Rows of files of examples: JSON lines, csv, tsv, and Hugging Face datasets, as dicts with the place they stand at.
+"""Rows of files of examples: JSON lines, csv, tsv, and Hugging Face datasets, as dicts with their position.
 
 | input | a row is |
 |---|---|
@@ -9,8 +9,8 @@
 | `.parquet`, `.arrow`, `name[:config][:split]` | a row of a Hugging Face dataset, of files or of the hub |
 | rows of a program (`PythonRows`) | a dict |
 
-Each file may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's files of GLUE name no columns; their shape gives
-them away. Those of MNLI call premise and hypothesis sentence1 and sentence2; their rows have both names.
+Each file may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's tables are recognised by their shape; rows of MNLI's
+tables also have the names premise and hypothesis.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class BadRows(RejectedRecords):
 
     def error(self) -> UserError:
         more = "" if self.limit == 0 else f"more than {allowed(self.limit, self.lines)} bad rows, the first is "
-        return UserError(f"{more}{self.first}; mend it, or let rows be left out by a higher --max_bad_lines.")
+        return UserError(f"{more}{self.first}; fix it, or raise --max_bad_lines.")
 
     def report(self) -> None:
         """Log how many there were, once all is read."""
@@ -140,19 +140,14 @@ def converted(rows: Iterable[Row], convert: Callable[[Row], T], bad: BadRows) ->
 
 
 def resolve(path: str, split: str) -> str:
-    """The file that `path` stands for: itself, or in a folder the one of the split; a dataset's name is left.
-
-    Raises:
-        UserError: it does not exist, is of no kind that can be read, or has no file of the split.
-    """
+    """`path`, or in a folder the file of the split. Raises UserError where it cannot be read."""
     if isinstance(path, PythonRows):
         return _split_of_rows(path, split)
     if os.path.isdir(path):
         return _file_in(path, split)
     if os.path.exists(path):
         if not _is_file_of_rows(path) and not hf_datasets.is_data_file(path):
-            packed, readable = ", ".join(COMPRESSIONS), ", ".join((*SUFFIXES, *hf_datasets.DATA_SUFFIXES))
-            raise UserError(f"{path} is none of {readable} (also with {packed}): rename or convert it.")
+            raise UserError(f"{path} is none of {', '.join((*SUFFIXES, *hf_datasets.DATA_SUFFIXES))}.")
         check_readable(path)
     elif _is_file_of_rows(path) or hf_datasets.is_data_file(path):
         raise UserError(f"{path} does not exist.")
@@ -168,10 +163,7 @@ def _split_of_rows(rows: PythonRows, split: str) -> PythonRows:
     for name in FILES_OF[split]:
         if name in rows.splits:
             return rows.of_split(name)
-    raise UserError(
-        f"{rows} has no split {' or '.join(FILES_OF[split])}, only {', '.join(map(str, rows.splits)) or 'nothing'}: "
-        "give the rows of one, as dicts."
-    )
+    raise UserError(f"{rows} has no split {' or '.join(FILES_OF[split])}, only {', '.join(map(str, rows.splits))}.")
 
 
 def _file_in(folder: str, split: str) -> str:
@@ -194,11 +186,7 @@ def _file_in(folder: str, split: str) -> str:
 
 
 def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
-    """All rows of a resolved path in order; those that cannot be read are counted in `bad`.
-
-    Raises:
-        UserError: too many bad rows, a table without usable names of columns, a damaged file.
-    """
+    """All rows of a resolved path in order; bad ones are counted in `bad`. Raises UserError for a damaged file."""
     if isinstance(path, PythonRows):
         classes = hf_datasets.class_names(getattr(path.rows, "features", None))
         for number, fields in enumerate(path.dicts()):
@@ -233,18 +221,11 @@ def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
         try:
             yield Row(f"{path}:{number}", parse_object(line))
         except BadRecord as error:
-            reason = str(error)
-            if number == 1 and line.lstrip()[:1] == b"[":
-                reason += " (one object on each line is read; a file with one list of them is called .json)"
-            bad.add(f"{path}:{number}", reason)
+            bad.add(f"{path}:{number}", str(error))
 
 
 def _whole_json(path: str) -> list[Any] | None:
-    """The list that a file is, or has as "data"; None for one with an object on each line.
-
-    Raises:
-        UserError: it begins as such a file does and is none.
-    """
+    """The list that a file is, or has as "data"; None for JSON lines."""
     first = next((line for _, line in _lines(path) if line.strip()), b"").strip()
     try:
         is_whole = isinstance(parse_object(first).get("data"), list)
@@ -257,10 +238,7 @@ def _whole_json(path: str) -> list[Any] | None:
         found = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as error:
         reason = too_long(max(map(len, lines))) or error
-        raise UserError(
-            f"{path} is neither an object on each line nor one JSON value, a list of objects or an object with a list "
-            f'called "data" ({reason}): mend it.'
-        ) from None
+        raise UserError(f"{path} is neither JSON lines nor one list of objects ({reason}): fix it.") from None
     found = found.get("data") if isinstance(found, dict) else found
     if not isinstance(found, list):
         raise UserError(f'{path} is one JSON object without a list called "data": give a list, or an object a line.')
@@ -334,10 +312,7 @@ def _csv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
             return
         except csv.Error as error:
             if "unexpected end" in str(error):
-                raise UserError(
-                    f"{path}:{first}: a quotation mark opens in this record and none closes it before the end of the "
-                    f"file, {last - first + 1} lines: mend it."
-                ) from None
+                raise UserError(f"{path}:{first}: a quotation mark of this record is never closed: fix it.") from None
             bad.add(f"{path}:{first}", f"not valid csv: {error}")
             continue
         if values:

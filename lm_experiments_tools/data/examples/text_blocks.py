@@ -13,7 +13,7 @@ import numpy as np
 
 from lm_experiments_tools.data.examples.ragged import RaggedBuilder
 from lm_experiments_tools.data.examples.rows import BadRows
-from lm_experiments_tools.data.examples.text_encoder import UnknownTokens, end_id
+from lm_experiments_tools.data.examples.text_encoder import TokenCounts, end_id
 from lm_experiments_tools.data.text.records import records
 from lm_experiments_tools.errors import UserError
 
@@ -35,22 +35,18 @@ class TextStream:
 
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> TextStream:
-    """The documents of `inputs` (see data/text/sources.py) as one stream.
-
-    Raises:
-        UserError: inputs that cannot be read or hold no text, too many bad lines, a tokenizer without an end of text.
-    """
+    """The documents of `inputs` (see data/text/sources.py) as one stream. Raises UserError without text."""
     end = end_id(tokenizer)
     builder = RaggedBuilder()
-    documents, unknown = records(inputs, "text", bad), UnknownTokens.of(tokenizer)
+    documents, unknown = records(inputs, "text", bad), TokenCounts(tokenizer)
     while some := [document.value for document in islice(documents, _AT_ONCE)]:
         ids = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         builder.extend([*row, end] for row in ids)
         unknown.add(ids)
     bad.report()
     if unknown.unknown:
-        level = logging.WARNING if unknown.are_many else logging.INFO
-        logger.log(level, "%s", unknown.describe(", ".join(inputs)))
+        level = logging.WARNING if unknown.has_many_unknown else logging.INFO
+        logger.log(level, "%s", unknown.describe_unknown(", ".join(inputs)))
     tokens = builder.build().values
     if not len(tokens):
         raise UserError(f"there is no text in {', '.join(inputs)} ({bad.count} bad lines).")

@@ -1,1 +1,1 @@
-"""Training objectives: from a tape of tokens to numbered examples; imports data, data.text and config."""
+"""Training objectives: from a token stream to numbered examples; imports data, data.text and config."""

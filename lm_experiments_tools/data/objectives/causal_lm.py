@@ -1,6 +1,6 @@
 """Causal language modelling: blocks of text in which each token is predicted from those before it.
 
-One worked example on the tape 10 11 12 13 14 15 16 17 18 19 (end joined to beginning) from token 14 on:
+One worked example on the stream 10 11 12 13 14 15 16 17 18 19 (end joined to beginning) from token 14 on:
 
     decoder, blocks of 6                     encoder-decoder, blocks of 5, EOS 1
     inputs   13 14 15 16 17 18               inputs   1
@@ -8,10 +8,9 @@ One worked example on the tape 10 11 12 13 14 15 16 17 18 19 (end joined to begi
     inputs   18 19 10 11 12 13               inputs   1
     labels -100 19 10 11 12 13               labels   19 10 11 12 13
 
-A decoder of Hugging Face shifts labels itself and so never predicts the first token of a block. Blocks therefore
-overlap by that one token, which is a target in the block before: each token is predicted exactly once an epoch. Its
-label says -100, so that the labels counted for the weight of a token in the loss are those the model averages over. An
-encoder-decoder predicts all of its labels, from an input that is only EOS.
+A decoder of Hugging Face shifts labels itself and never predicts the first token of a block. Blocks therefore overlap
+by that token, labelled -100, so that each token is predicted exactly once an epoch. An encoder-decoder predicts all of
+its labels, from an input that is only EOS.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm_experiments_tools.data.objectives.tape import TapeDataset, TokenSource
+from lm_experiments_tools.data.objectives.token_stream import TokenSource, TokenStreamDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
@@ -36,21 +35,18 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
         context.args.input_seq_len,
         eos_id=context.vocabulary.eos_id,
         encoder_decoder=context.model_kind == "encoder-decoder",
-        **context.for_tape(),
+        **context.stream_options(),
     )
 
 
-class CausalLMDataset(TapeDataset):
-    """Blocks of the flat stream of tokens. Documents are separated only if they were tokenized with an EOS each.
+class CausalLMDataset(TokenStreamDataset):
+    """Blocks of the token stream. Documents are separated only if they were tokenized with an EOS each.
 
     Args:
-        tokens, vocab_size, seed: as `TapeDataset`.
-        length: tokens of a block.
+        tokens, vocab_size, seed: as `TokenStreamDataset`.
+        length: tokens of a block, at least 2.
         eos_id, pad_id: special ids.
         encoder_decoder: True if the labels are a decoder's own sequence.
-
-    Raises:
-        UserError: as `Tape`, or a block without a token to predict.
     """
 
     def __init__(
@@ -66,7 +62,7 @@ class CausalLMDataset(TapeDataset):
     ) -> None:
         if length < 2:
             raise UserError(f"causal LM needs blocks of at least 2 tokens, but --input_seq_len is {length}.")
-        self.context = 0 if encoder_decoder else 1  # tokens of a block that are only read
+        self.context = 0 if encoder_decoder else 1  # tokens of a block without a label
         super().__init__(tokens, vocab_size, [length - self.context], seed)
         self.length, self.eos_id, self.pad_id, self.encoder_decoder = length, eos_id, pad_id, encoder_decoder
 
@@ -76,12 +72,8 @@ class CausalLMDataset(TapeDataset):
         return f"causal LM ({kind}), blocks of {self.length} tokens; {self.num_tokens:,} training tokens"
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "task": "causal_lm",
-            "length": self.length,
-            "encoder_decoder": self.encoder_decoder,
-            "ids": [self.eos_id, self.pad_id],
-        }
+        ids = [self.eos_id, self.pad_id]
+        return {"task": "causal_lm", "length": self.length, "encoder_decoder": self.encoder_decoder, "ids": ids}
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Examples of global sample numbers int64[n], any order, any epochs.
@@ -89,13 +81,10 @@ class CausalLMDataset(TapeDataset):
         Returns:
             `input_ids` and `attention_mask` int64[n, length] and `labels` int64[n, length]; for an encoder-decoder
             the first two are int64[n, 1].
-
-        Raises:
-            UserError: a token id outside the vocabulary.
         """
         epochs, rows = self.rows_of(samples)
         starts = (self.starts_of(epochs, rows) - self.context) % self.num_tokens
-        tokens = self.tape.read(starts, self.length)
+        tokens = self.read(starts, self.length)
         labels = tokens.copy()
         labels[:, : self.context] = IGNORED_LABEL
         short, end = self.is_short(rows), self.context + self.last_row_length

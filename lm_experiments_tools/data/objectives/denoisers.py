@@ -1,10 +1,8 @@
-"""Ways to make inputs and targets of a row of text: span corruption and prefix LM, behind one interface.
+"""Denoisers: inputs and targets from a row of text by span corruption or prefix LM, with one interface.
 
-A denoiser reads rows of `tokens_length` tokens: it draws once per row how to split it (`draw`, out of
-`words_per_sample` random words), knows the lengths that follow (`lengths`; `varies` where they differ from row to row;
-`inputs_length` and `targets_length` of the longest example, EOS and mode token included) and writes the example
-(`write`). Both semantics are those of the `t5` package, given the same split. One worked example of prefix LM with a
-prefix of 3, EOS 1, padding 0 and -100, and a mode token 98 where one is asked for:
+`draw` chooses a split of each row from `words_per_sample` random words, `lengths` are those that follow, `write` makes
+the examples. Given the same split, examples equal those of the `t5` package. One worked example of prefix LM with a
+prefix of 3, EOS 1, padding 0 and -100, without and with a mode token 98:
 
     tokens     10 11 12 13 14
     inputs     10 11 12  1  0          98 10 11 12  1  0
@@ -13,22 +11,12 @@ prefix of 3, EOS 1, padding 0 and -100, and a mode token 98 where one is asked f
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lm_experiments_tools.data.objectives.span_corruption import (
-    SpanCounts,
-    corrupt,
-    count_spans,
-    random_span_lengths,
-    random_spans_lengths,
-)
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.data.objectives.span_corruption import SpanCounts, corrupt, count_spans, random_span_lengths
 from lm_experiments_tools.labels import IGNORED_LABEL
-
-logger = logging.getLogger(__name__)
 
 _32 = np.uint64(32)
 
@@ -39,9 +27,10 @@ class SpanDenoiser:
 
     Attributes:
         counts: tokens, noise tokens and spans of a row.
-        noise_density, mean_noise_span_length: what `counts` follows from, for a shorter row.
+        noise_density, mean_noise_span_length: the settings of `counts`.
         sentinel_ids: int64, at least one for each span.
-        mode_id: put before the inputs; None puts nothing.
+        mode_id: prepended to the inputs, if not None.
+        varies: True if lengths differ between rows.
     """
 
     counts: SpanCounts
@@ -84,7 +73,7 @@ class SpanDenoiser:
     def write(
         self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
     ) -> None:
-        """Fill rows [n, ...] of a batch with the examples of tokens int64[n, tokens_length]."""
+        """Fill rows of a batch with the examples of tokens int64[n, tokens_length]."""
         mode, end = int(self.mode_id is not None), self.inputs_length
         inputs, targets = corrupt(tokens, drawn, self.sentinel_ids, self.eos_id)
         input_ids[:, mode:end], labels[:, : self.targets_length] = inputs, targets
@@ -100,15 +89,12 @@ class SpanDenoiser:
 class PrefixDenoiser:
     """The beginning of a row is the input, the rest the target: prefix LM, and UL2's S-denoiser.
 
-    The prefix is uniform on [shortest, tokens_length - 1]. As t5's `random_prefix_noise_mask`, shortest is 1 for a
-    density of 0.5 (prefix LM) and grows as the density shrinks, so that the target has `noise_density` of the tokens
-    on average; where `max_targets` has no room for a target, the prefix is longer still, and nothing is cut off.
+    The prefix is uniform on [shortest, tokens_length - 1]. `shortest` follows t5's `random_prefix_noise_mask`: the
+    target has `noise_density` of the tokens on average, at most `max_targets` with EOS.
 
     Attributes:
-        tokens_length: tokens of a row.
-        noise_density: in (0, 0.5].
-        max_targets: longest target, EOS included.
-        mode_id: put before the inputs; None puts nothing.
+        noise_density: in (0, 0.5]; 0.5 is prefix LM.
+        mode_id: prepended to the inputs, if not None.
     """
 
     tokens_length: int
@@ -124,8 +110,8 @@ class PrefixDenoiser:
     def shortest(self) -> int:
         """The shortest prefix."""
         longest = self.tokens_length - 1
-        asked = int(np.rint(np.float32(1 - 2 * self.noise_density) * np.float32(longest)))  # t5 rounds in float32
-        return min(longest, max(1, asked, self.tokens_length + 1 - self.max_targets))
+        by_density = int(np.rint(np.float32(1 - 2 * self.noise_density) * np.float32(longest)))  # t5 rounds in float32
+        return min(longest, max(1, by_density, self.tokens_length + 1 - self.max_targets))
 
     @property
     def inputs_length(self) -> int:
@@ -151,7 +137,7 @@ class PrefixDenoiser:
     def write(
         self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
     ) -> None:
-        """Fill rows [n, ...] of a batch with the examples of tokens int64[n, tokens_length]."""
+        """Fill rows of a batch with the examples of tokens int64[n, tokens_length]."""
         rows, (_, length), mode = np.arange(len(tokens)), tokens.shape, int(self.mode_id is not None)
         if mode:
             input_ids[:, 0] = self.mode_id
@@ -160,46 +146,11 @@ class PrefixDenoiser:
         body[rows, drawn] = self.eos_id
         mask[:] = np.arange(mask.shape[1]) <= drawn[:, None] + mode
         np.copyto(input_ids, self.pad_id, where=mask == 0)
-        places = np.arange(labels.shape[1])
-        # What lies past a row's end is overwritten.
-        labels[:] = tokens.reshape(-1).take((rows * length + drawn)[:, None] + places, mode="clip")
+        positions = np.arange(labels.shape[1])
+        # Values past a row's end are overwritten.
+        labels[:] = tokens.reshape(-1).take((rows * length + drawn)[:, None] + positions, mode="clip")
         labels[rows, length - drawn] = self.eos_id
-        np.copyto(labels, IGNORED_LABEL, where=places > (length - drawn)[:, None])
+        np.copyto(labels, IGNORED_LABEL, where=positions > (length - drawn)[:, None])
 
 
 Denoiser = SpanDenoiser | PrefixDenoiser
-
-
-def fitting_span_denoiser(
-    name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
-) -> SpanDenoiser:
-    """`denoiser` for the longest rows whose inputs, targets and sentinels all fit.
-
-    Args:
-        name: of the denoiser, for messages.
-        inputs_length, targets_length: room, EOS and mode token included.
-        denoiser: its noise, ids and mode; its counts are not used.
-        quiet: do not log that rows are shorter for want of sentinels.
-
-    Raises:
-        UserError: no row of 2 tokens fits.
-    """
-    room, sentinels = inputs_length - (denoiser.mode_id is not None), len(denoiser.sentinel_ids)
-    density, mean = denoiser.noise_density, denoiser.mean_noise_span_length
-    longest = random_spans_lengths(room, density, mean)[0]
-    for length in range(longest, 1, -1):
-        counts = count_spans(length, density, mean)
-        if counts.inputs_length <= room and counts.targets_length <= targets_length and counts.num_spans <= sentinels:
-            if length < longest - 1 and counts.num_spans == sentinels and not quiet:
-                logger.info(
-                    "denoiser %s reads rows of %d tokens, not %d, which need more spans than the %d sentinels",
-                    name,
-                    length,
-                    longest,
-                    sentinels,
-                )
-            return replace(denoiser, counts=counts)
-    raise UserError(
-        f"denoiser {name} has no room in {inputs_length} inputs and {targets_length} targets (--input_seq_len, "
-        "--target_seq_len): make them longer."
-    )

@@ -1,4 +1,4 @@
-"""Denoising examples straight from a flat stream of tokens: random access, nothing to shuffle or to store."""
+"""Denoising examples from a token stream: random access, no shuffling, no storage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from lm_experiments_tools.data.objectives.denoisers import Denoiser, PrefixDenoiser, SpanDenoiser
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans
-from lm_experiments_tools.data.objectives.tape import BLOCK, TapeDataset, TokenSource
+from lm_experiments_tools.data.objectives.token_stream import BLOCK, TokenSource, TokenStreamDataset
 from lm_experiments_tools.data.order import sample_words, stream_key
 from lm_experiments_tools.errors import UserError
 
@@ -34,61 +34,52 @@ def build_span_corruption(
         noise_density=args.noise_density,
         mean_noise_span_length=args.mean_noise_span_length,
         quiet=context.quiet,
-        **context.for_tape(),
+        **context.stream_options(),
     )
 
 
 def build_prefix_lm(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> PrefixLMDataset:
     """`--task prefix_lm`."""
     lengths = context.args.input_seq_len, context.args.target_seq_len
-    return PrefixLMDataset(tokens, *lengths, eos_id=context.vocabulary.eos_id, **context.for_tape())
+    return PrefixLMDataset(tokens, *lengths, eos_id=context.vocabulary.eos_id, **context.stream_options())
 
 
-class DenoisingDataset(TapeDataset):
-    """Inputs and targets made of rows of a tape by one denoiser, or by several in turn.
+class DenoisingDataset(TokenStreamDataset):
+    """Inputs and targets made of rows of a token stream by one denoiser, or by several in round robin.
 
     The noise of a row is keyed by (seed, epoch, row).
 
     Args:
-        tokens: an `IndexedDataset` or several, read one after the other.
+        tokens, vocab_size, seed: as `TokenStreamDataset`.
         denoisers: each reads rows of its own length.
-        turn: the denoiser of each row, over and over; None is the first for all.
+        schedule: the denoiser of each row, repeated.
         pad_id: fills inputs; labels are filled with -100.
-        vocab_size: ids at or above it are refused.
-        seed: fixes order, cut points and noise.
         targets_length: width of the labels; None is that of the longest targets.
-
-    Raises:
-        UserError: no tokens, or a token id outside the vocabulary.
     """
 
     def __init__(
         self,
         tokens: TokenSource | Sequence[TokenSource],
         denoisers: Sequence[Denoiser],
-        turn: Sequence[int] | np.ndarray = (0,),
+        schedule: Sequence[int] | np.ndarray = (0,),
         *,
         pad_id: int,
         vocab_size: int,
         seed: int,
         targets_length: int | None = None,
     ) -> None:
-        self.denoisers, self._turn = list(denoisers), np.asarray(turn, np.int64)
-        super().__init__(tokens, vocab_size, [self.denoisers[k].tokens_length for k in self._turn.tolist()], seed)
+        self.denoisers, self._schedule = list(denoisers), np.asarray(schedule, np.int64)
+        super().__init__(tokens, vocab_size, [self.denoisers[k].tokens_length for k in self._schedule.tolist()], seed)
         self.pad_id = pad_id
         self.inputs_length = max(denoiser.inputs_length for denoiser in self.denoisers)
         self.targets_length = targets_length or max(denoiser.targets_length for denoiser in self.denoisers)
         self._noise_key = stream_key(seed, "noise")
         self._last = self.denoisers[self._kinds(np.array([len(self) - 1]))[0]].for_length(self.last_row_length)
         if len(self) == 1 and self.last_row_is_short:
-            logger.warning(
-                "the data has %d tokens, fewer than one segment of %d: each epoch is one padded example",
-                self.num_tokens,
-                self.denoisers[self._turn[0]].tokens_length,
-            )
+            logger.warning("the data has only %d tokens: each epoch is one padded example", self.num_tokens)
 
     def _kinds(self, rows: np.ndarray) -> np.ndarray:
-        return self._turn[rows % len(self._turn)]
+        return self._schedule[rows % len(self._schedule)]
 
     def _parts(self, rows: np.ndarray) -> list[tuple[Denoiser, slice | np.ndarray]]:
         """The denoiser of each of `rows`; for all of one kind a slice, which numpy indexes faster."""
@@ -97,12 +88,12 @@ class DenoisingDataset(TapeDataset):
         if len(self.denoisers) > 1:
             parts = [(self.denoisers[k], np.flatnonzero(kinds == k)) for k in np.unique(kinds).tolist()]
         short = np.flatnonzero(self.is_short(rows))
-        if short.size:  # once more, over what the denoiser of full rows made of it
+        if short.size:  # overwrites what the denoiser of full rows wrote
             parts.append((self._last, short))
         return parts
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Tokens of inputs and of targets, int64[2, n], of global sample numbers, without making the samples."""
+        """Tokens of inputs and of targets, int64[2, n], of global sample numbers."""
         epochs, rows = self.rows_of(samples)
         lengths = np.empty((2, len(rows)), np.int64)
         for denoiser, part in self._parts(rows):
@@ -114,24 +105,15 @@ class DenoisingDataset(TapeDataset):
         return lengths
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of global sample numbers.
-
-        Args:
-            samples: int64[n], any order, any epochs.
+        """Examples of global sample numbers int64[n], any order, any epochs.
 
         Returns:
             `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
-
-        Raises:
-            UserError: a token id outside the vocabulary.
         """
         epochs, rows = self.rows_of(samples)
         starts = self.starts_of(epochs, rows)
-        batch = {
-            "input_ids": np.empty((len(rows), self.inputs_length), np.int64),
-            "attention_mask": np.empty((len(rows), self.inputs_length), np.int64),
-            "labels": np.empty((len(rows), self.targets_length), np.int64),
-        }
+        widths = {"input_ids": self.inputs_length, "attention_mask": self.inputs_length, "labels": self.targets_length}
+        batch = {name: np.empty((len(rows), width), np.int64) for name, width in widths.items()}
         for denoiser, part in self._parts(rows):
             words = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
             self._fill(batch, part, denoiser, starts[part], denoiser.draw(words))
@@ -146,39 +128,34 @@ class DenoisingDataset(TapeDataset):
         drawn: np.ndarray,
     ) -> None:
         """Write the examples cut at `starts` into some rows of the batch."""
-        whole = isinstance(part, slice)
-        made = batch if whole else {name: np.empty((len(starts), v.shape[1]), v.dtype) for name, v in batch.items()}
+        in_place = isinstance(part, slice)
+        made = batch if in_place else {name: np.empty((len(starts), v.shape[1]), v.dtype) for name, v in batch.items()}
         for begin in range(0, len(starts), BLOCK):
             here = slice(begin, begin + BLOCK)
-            tokens = self.tape.read(starts[here], denoiser.tokens_length)
+            tokens = self.read(starts[here], denoiser.tokens_length)
             denoiser.write(
                 tokens, drawn[here], made["input_ids"][here], made["attention_mask"][here], made["labels"][here]
             )
-        if not whole:
-            for name, values in made.items():
-                batch[name][part] = values
+        for name, values in () if in_place else made.items():
+            batch[name][part] = values
 
 
 class SpanCorruptionDataset(DenoisingDataset):
     """T5 pre-training examples.
 
     Args:
-        tokens: an `IndexedDataset` or several, read one after the other.
+        tokens, vocab_size, seed: as `TokenStreamDataset`.
         inputs_length: tokens of an input, sentinels and EOS included.
-        targets_length: room for the targets; None takes what they need.
+        targets_length: maximum length of the targets; None takes what they need.
         sentinel_ids: ids of sentinel 0, 1, ...
         eos_id, pad_id: special ids; labels are padded with -100.
-        vocab_size: ids at or above it are refused.
         noise_density: fraction of tokens to corrupt.
         mean_noise_span_length: average tokens per corrupted span.
-        seed: fixes order, cut points and noise.
-        trim_targets: where `targets_length` is larger than the targets, yield them at the length they need (and say
-            so) rather than train on padding. False pads to `targets_length`.
-        quiet: do not say so.
+        trim_targets: use the length that targets need where `targets_length` is larger. False pads to it.
+        quiet: do not log that.
 
     Raises:
-        UserError: no tokens, a token id outside the vocabulary, targets that do not fit, or settings that
-            `plan_spans` refuses.
+        UserError: targets that do not fit, or settings that `plan_spans` refuses.
     """
 
     def __init__(
@@ -201,23 +178,16 @@ class SpanCorruptionDataset(DenoisingDataset):
         self.noise_density, self.mean_noise_span_length = noise_density, mean_noise_span_length
         counts = plan_spans(inputs_length, noise_density, mean_noise_span_length, len(self.sentinel_ids))
         self.tokens_length, needed = counts.tokens_length, counts.targets_length
-        asked = needed if targets_length is None else targets_length
-        if asked < needed:
+        requested = needed if targets_length is None else targets_length
+        if requested < needed:
             raise UserError(
-                f"targets_length {asked} (--target_seq_len) would cut the targets, {needed} long for inputs_length "
-                f"{inputs_length}, noise_density {noise_density} and mean_noise_span_length {mean_noise_span_length}: "
-                f"set it to {needed}, or leave it out."
+                f"targets_length {requested} (--target_seq_len) would cut the targets, which are {needed} long for "
+                f"inputs_length {inputs_length}: set it to {needed}, or leave it out."
             )
-        if asked > needed and trim_targets and not quiet:
-            logger.info(
-                "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, noise_density %s)",
-                needed,
-                asked,
-                inputs_length,
-                noise_density,
-            )
+        if requested > needed and trim_targets and not quiet:
+            logger.info("targets are %d tokens long, not %d: the rest would be padding", needed, requested)
         denoiser = SpanDenoiser(counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id)
-        width = needed if trim_targets else asked
+        width = needed if trim_targets else requested
         super().__init__(tokens, [denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed, targets_length=width)
         self.inputs_length = inputs_length
 
@@ -239,21 +209,14 @@ class SpanCorruptionDataset(DenoisingDataset):
 class PrefixLMDataset(DenoisingDataset):
     """Prefix LM (Raffel et al., 2020, section 3.1.4): the beginning of a row is the input, the rest the target.
 
-    Rows have `inputs_length - 1` tokens, as t5's pieces of documents, but out of the flat stream: none is short. The
-    worked example of denoisers.py, with inputs and targets of 6 and so rows of 5 tokens:
-
-        tokens     10 11 12 13 14
-        inputs     10 11 12  1  0
-        targets    13 14  1 -100 -100
+    Rows have `inputs_length - 1` tokens, as in t5, but are cut from the token stream: none is short. See the worked
+    example in denoisers.py.
 
     Args:
         tokens, eos_id, pad_id, vocab_size, seed: as `SpanCorruptionDataset`.
-        inputs_length: tokens of an input, EOS included.
-        targets_length: longest target, EOS included. Shorter than `inputs_length - 1`: prefixes are longer, so that
-            the rest fits.
-
-    Raises:
-        UserError: no tokens, a token id outside the vocabulary, or lengths without room for one token.
+        inputs_length: tokens of an input, EOS included; at least 3.
+        targets_length: longest target, EOS included; at least 2. Prefixes are longer where it is less than
+            `inputs_length - 1`.
     """
 
     def __init__(
@@ -269,8 +232,8 @@ class PrefixLMDataset(DenoisingDataset):
     ) -> None:
         if inputs_length < 3 or targets_length < 2:
             raise UserError(
-                f"prefix LM with inputs of {inputs_length} (--input_seq_len) and targets of {targets_length} "
-                "(--target_seq_len) has no room for a token and EOS on either side: they need 3 and 2."
+                f"prefix LM needs at least 3 inputs and 2 targets, but --input_seq_len is {inputs_length} and "
+                f"--target_seq_len {targets_length}."
             )
         self.denoiser = PrefixDenoiser(inputs_length - 1, 0.5, targets_length, eos_id, pad_id)
         super().__init__(tokens, [self.denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed)
@@ -285,8 +248,5 @@ class PrefixLMDataset(DenoisingDataset):
 
     def settings(self) -> dict[str, Any]:
         denoiser = self.denoiser
-        return {
-            "task": "prefix_lm",
-            "lengths": [denoiser.tokens_length, denoiser.shortest],
-            "ids": [denoiser.eos_id, self.pad_id],
-        }
+        lengths, ids = [denoiser.tokens_length, denoiser.shortest], [denoiser.eos_id, self.pad_id]
+        return {"task": "prefix_lm", "lengths": lengths, "ids": ids}

@@ -1,10 +1,10 @@
-"""Masked language modelling for encoders: some tokens are hidden, the model says what they were.
+"""Masked language modelling for encoders: some tokens are masked, the model predicts them.
 
 Of the tokens chosen, 80 % become the mask token, 10 % a random token, 10 % stay as they are (Devlin et al., "BERT",
 NAACL 2019, section 3.1). One 32-bit word u decides about a token, with probability 0.15::
 
     u / 2**32 below 0.12      mask token
-                    0.135     random token: the place of u between the two bounds picks it
+                    0.135     random token: the position of u between the two bounds picks it
                     0.15      itself
                     1         not chosen, label -100
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm_experiments_tools.data.objectives.tape import BLOCK, TapeDataset, TokenSource
+from lm_experiments_tools.data.objectives.token_stream import BLOCK, TokenSource, TokenStreamDataset
 from lm_experiments_tools.data.order import sample_words, stream_key
 from lm_experiments_tools.data.text.vocabulary import MASK_PIECES
 from lm_experiments_tools.errors import UserError
@@ -46,16 +46,12 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
         mask_id=mask_id(vocabulary),
         special_ids=vocabulary.special_ids,
         probability=context.args.mlm_probability,
-        **context.for_tape(),
+        **context.stream_options(),
     )
 
 
 def mask_id(vocabulary: Vocabulary) -> int:
-    """The id that hides a token: the vocabulary's mask token, else sentinel 0.
-
-    Raises:
-        UserError: a vocabulary with none of them.
-    """
+    """The id of the mask token, else of sentinel 0. Raises UserError where there is neither."""
     if vocabulary.mask_id is not None:
         return vocabulary.mask_id
     if vocabulary.num_sentinels == 0:
@@ -74,14 +70,12 @@ def mask_tokens(
     ordinary_ids: np.ndarray,
     special: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hide tokens, each by its own random word.
+    """Mask tokens int64[...], each by its own random bits.
 
     Args:
-        tokens: int64[...].
-        words: uint64[...], uniform on [0, 2**32). A random token is picked by the fraction of a word that lies in
-            the range for random ones, which is biased by less than len(ordinary_ids) / (0.1 * probability * 2**32).
+        words: uint64[...], uniform on [0, 2**32).
         probability: of a token to be chosen.
-        ordinary_ids: int64[m], what a random token may be.
+        ordinary_ids: int64[m], candidates for a random token.
         special: bool[vocabulary], ids that are never chosen.
 
     Returns:
@@ -101,19 +95,15 @@ def mask_tokens(
     return inputs, labels
 
 
-class MaskedLMDataset(TapeDataset):
-    """Full blocks of the flat stream of tokens with some of them hidden; no token is added.
+class MaskedLMDataset(TokenStreamDataset):
+    """Full blocks of the token stream with some tokens masked; no token is added.
 
     Args:
-        tokens, vocab_size, seed: as `TapeDataset`.
+        tokens, vocab_size, seed: as `TokenStreamDataset`.
         length: tokens of a block.
-        mask_id: what hides a token.
-        special_ids: ids that are neither chosen nor put in the place of others (`mask_id` is one by itself).
+        special_ids: ids that are neither chosen nor used as random tokens; `mask_id` is added.
         pad_id: fills the short last block.
         probability: of a token to be chosen.
-
-    Raises:
-        UserError: as `Tape`.
     """
 
     def __init__(
@@ -156,9 +146,6 @@ class MaskedLMDataset(TapeDataset):
 
         Returns:
             `input_ids`, `attention_mask` and `labels`, int64[n, length]; labels are -100 where nothing is predicted.
-
-        Raises:
-            UserError: a token id outside the vocabulary.
         """
         epochs, rows = self.rows_of(samples)
         starts = self.starts_of(epochs, rows)
@@ -168,7 +155,7 @@ class MaskedLMDataset(TapeDataset):
             here = slice(begin, begin + BLOCK)
             words = sample_words(self._noise_key, epochs[here], rows[here], self.length).T
             input_ids[here], labels[here] = mask_tokens(
-                self.tape.read(starts[here], self.length),
+                self.read(starts[here], self.length),
                 words,
                 self.probability,
                 self.mask_id,

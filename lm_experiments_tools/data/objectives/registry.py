@@ -1,4 +1,4 @@
-"""From `--task` and tapes of tokens to a dataset of numbered examples, by the builders that `OBJECTIVES` names."""
+"""From `--task` and token streams to a dataset of numbered examples, by the builders that `OBJECTIVES` names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lm_experiments_tools.names import resolve_name
 if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.objectives.tape import TokenSource
+    from lm_experiments_tools.data.objectives.token_stream import TokenSource
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
 
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 class ObjectiveContext:
     """Everything besides tokens that the builder of an objective may read.
 
-    Attributes:
-        model_kind: the kind of model that is trained.
-        seed: fixes order, cut points and noise.
-        quiet: do not log the lengths that follow from the settings, for one dataset of many with the same.
+    `quiet`: do not log the lengths that follow from the settings, for one dataset of many with the same.
     """
 
     args: T5PretrainingArgs
@@ -37,13 +34,13 @@ class ObjectiveContext:
     seed: int
     quiet: bool = False
 
-    def for_tape(self) -> dict[str, int]:
-        """Arguments that every dataset over a tape takes."""
+    def stream_options(self) -> dict[str, int]:
+        """Arguments that every dataset over a token stream takes."""
         return {"pad_id": self.vocabulary.pad_id, "vocab_size": self.vocabulary.size, "seed": self.seed}
 
 
 def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> SampleDataset:
-    """The dataset that `--task` describes, over the given tokens, read as one tape; examples are not in buckets.
+    """The dataset of `--task` over the given tokens, read as one stream, without length grouping.
 
     Raises:
         UserError: settings that the objective refuses, or tokens of another vocabulary.
@@ -51,39 +48,21 @@ def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[To
     return resolve_name(context.args.objective().builder)(context, tokens)
 
 
-class _AnyTokens:
-    """Tokens of no text, to build an objective with."""
+class _DummyTokens:
+    """Tokens without text, to build an objective with."""
 
     tokens = np.broadcast_to(np.uint16(0), 1 << 20)
     fingerprint = ""
 
 
 def check_objective(context: ObjectiveContext) -> None:
-    """Refuse settings and vocabularies that an objective of ours refuses, before there are any tokens.
-
-    Raises:
-        UserError: settings that the objective refuses, or a vocabulary without what it needs.
-    """
+    """Raise UserError for settings and vocabularies that an objective refuses, before there are any tokens."""
     if context.args.objective().builder.startswith(f"{__package__}."):
-        example_dataset(replace(context, quiet=True), _AnyTokens())
-
-
-def objective_dataset(
-    context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource], world_size: int = 1
-) -> SampleDataset:
-    """`example_dataset` with examples of similar length put together, where they vary.
-
-    Args:
-        world_size: workers of the run, for the rows of a bucket.
-
-    Raises:
-        UserError: as `example_dataset`.
-    """
-    return _in_buckets(context, example_dataset(context, tokens), world_size)
+        example_dataset(replace(context, quiet=True), _DummyTokens())
 
 
 def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], world_size: int = 1) -> SampleDataset:
-    """`objective_dataset` of each of `tokens`, mixed as `--data_weights` and its like say; of one, itself."""
+    """`example_dataset` of each of `tokens`, mixed by `--data_weights`; varying examples are grouped by length."""
     if len(tokens) == 1:
         return objective_dataset(context, tokens[0], world_size)
     # A seed for each: equal ones would give members of equal size the same order and noise.
@@ -92,10 +71,17 @@ def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], worl
         for number, source in enumerate(tokens)
     ]
     mixture = MixtureDataset(members, pad_id=context.vocabulary.pad_id, **context.args.mixing())
-    return _in_buckets(context, mixture, world_size)
+    return _grouped_by_length(context, mixture, world_size)
 
 
-def _in_buckets(context: ObjectiveContext, dataset: SampleDataset, world_size: int) -> SampleDataset:
+def objective_dataset(
+    context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource], world_size: int = 1
+) -> SampleDataset:
+    """`example_dataset`, grouped by length where examples vary; `world_size` decides the rows of a group."""
+    return _grouped_by_length(context, example_dataset(context, tokens), world_size)
+
+
+def _grouped_by_length(context: ObjectiveContext, dataset: SampleDataset, world_size: int) -> SampleDataset:
     args = context.args
     if not args.objective().varies_in_length:
         return dataset

@@ -9,11 +9,8 @@ sentinels 99, 98, ... and EOS 1:
     targets     99 13 14 98 19  1
 
 Lengths: `tokens - noise + spans + 1` inputs and `noise + spans + 1` targets (the 1 is EOS), the same for every row of
-one length. That regularity is what makes a batch vectorisable: no row is ever ragged.
-
-The semantics are those of the `t5` package (`random_spans_helper`, `random_spans_noise_mask`,
-`noise_span_to_unique_sentinel`, `nonnoise_span_to_unique_sentinel`), token for token; where t5 goes wrong silently
-(more spans than sentinels, targets that do not fit) this module raises.
+one length. Examples equal those of the `t5` package token for token; this module raises where t5 is silently wrong
+(more spans than sentinels, targets that do not fit).
 """
 
 from dataclasses import dataclass
@@ -54,9 +51,8 @@ class SpanCounts:
 def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length: float) -> SpanCounts:
     """Noise tokens and spans in a segment of `tokens_length` tokens.
 
-    Rounds half to even in float32 as t5's `random_spans_noise_mask` does: float64 gives another number of noise tokens
-    for some lengths (350 or 390 at density 0.15, for example). Each span needs a non-noise token before it; a short
-    segment gets fewer spans where rounding asks for more than that (t5 fails there), and a lone token an empty one.
+    Rounds half to even in float32 as t5's `random_spans_noise_mask` does. Each span needs a non-noise token before it,
+    so a short segment may get fewer spans than rounding gives (t5 fails there).
 
     Raises:
         UserError: a density outside (0, 1), or a mean span length below 1.
@@ -78,16 +74,12 @@ def random_spans_lengths(
 ) -> tuple[int, int, int]:
     """The segment length that fills `inputs_length` exactly, as t5's `random_spans_helper` (one extra token a span).
 
-    Args:
-        inputs_length: inputs per example in tokens, sentinels and EOS included.
-
     Returns:
-        (tokens_length, targets_length, num_spans): tokens of raw text per example, length of the targets with
-        sentinels and EOS, and noise spans; (568, 114, 28) for (512, 0.15, 3.0).
+        (tokens_length, targets_length, num_spans), lengths with sentinels and EOS; (568, 114, 28) for (512, 0.15,
+        3.0).
 
     Raises:
-        UserError: as `count_spans`, an `inputs_length` below 3 (a token, a sentinel, EOS), or more spans than
-            non-noise tokens to keep them apart.
+        UserError: as `count_spans`, `inputs_length` below 3, or too many spans to be separated.
     """
     if inputs_length < 3:
         raise UserError(f"inputs_length (--input_seq_len) is {inputs_length}, but a token, a sentinel and EOS need 3.")
@@ -108,10 +100,8 @@ def random_spans_lengths(
     num_noise = round(tokens_length * noise_density)
     if round(num_noise / mean_noise_span_length) > tokens_length - num_noise:
         raise UserError(
-            f"{round(num_noise / mean_noise_span_length)} noise spans cannot be kept apart by "
-            f"{tokens_length - num_noise} non-noise tokens (segment of {tokens_length} tokens, noise_density "
-            f"{noise_density}, mean_noise_span_length {mean_noise_span_length}): lower noise_density or raise "
-            "mean_noise_span_length."
+            f"{round(num_noise / mean_noise_span_length)} noise spans cannot be separated by "
+            f"{tokens_length - num_noise} other tokens: lower noise_density or raise mean_noise_span_length."
         )
     return tokens_length, targets, count_spans(tokens_length, noise_density, mean_noise_span_length).num_spans
 
@@ -121,12 +111,11 @@ def plan_spans(
 ) -> SpanCounts:
     """Counts of the longest segments whose inputs fit into `inputs_length`, checked against the vocabulary.
 
-    This is `random_spans_lengths` with the mask's own rounding: in the few settings where t5's two roundings disagree
-    by one token, t5 truncates an example and this takes a segment one token shorter, so that no token is lost.
+    In the few settings where t5's two roundings disagree by one token, t5 truncates an example; here the segment is
+    one token shorter.
 
     Raises:
-        UserError: as `random_spans_lengths`, or more spans than sentinels. t5 would silently use real vocabulary
-            ids as sentinels (1,024 inputs need 57 of the usual 100; 2,048 already need 114).
+        UserError: as `random_spans_lengths`, or more spans than sentinels, where t5 uses real vocabulary ids.
     """
     tokens_length, _, _ = random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)
     counts = count_spans(tokens_length, noise_density, mean_noise_span_length)
@@ -134,10 +123,9 @@ def plan_spans(
         counts = count_spans(counts.tokens_length - 1, noise_density, mean_noise_span_length)
     if counts.num_spans > num_sentinels:
         raise UserError(
-            f"{inputs_length} inputs hold {counts.num_spans} noise spans (noise_density {noise_density}, "
-            f"mean_noise_span_length {mean_noise_span_length}) but the vocabulary has {num_sentinels} sentinels: "
-            f"give a vocabulary with at least {counts.num_spans} (`lmtools vocab --extra_ids`, a tokenizer's "
-            f"additional special tokens), shorten the inputs or lengthen the spans."
+            f"{inputs_length} inputs hold {counts.num_spans} noise spans but the vocabulary has {num_sentinels} "
+            f"sentinels: give one with at least {counts.num_spans} (`lmtools vocab --extra_ids`), shorten the inputs "
+            "or lengthen the spans."
         )
     return counts
 
@@ -145,15 +133,11 @@ def plan_spans(
 def random_span_lengths(counts: SpanCounts, words: np.ndarray) -> np.ndarray:
     """Lengths of alternating non-noise and noise spans, every arrangement equally likely.
 
-    The noise tokens are cut into `num_spans` positive parts, and so are the others, by choosing `num_spans - 1`
-    distinct cut points out of the gaps between tokens, uniformly among all such choices (Floyd's sampling: Bentley and
-    Floyd, "A Sample of Brilliance", CACM 1987). Only `num_spans - 1` random words per composition are needed, where
-    shuffling all gaps, as t5 does, needs one per token; the distribution is the same.
+    Noise and other tokens are each cut into `num_spans` positive parts at `num_spans - 1` distinct points, uniformly
+    (Floyd's sampling: Bentley and Floyd, "A Sample of Brilliance", CACM 1987). The distribution is t5's.
 
     Args:
-        counts: from `count_spans`.
-        words: uint64[counts.words_per_sample, n], uniform on [0, 2**32). Picking one of m gaps by `word * m >> 32` is
-            biased by less than m / 2**32, about 1e-7 here.
+        words: uint64[counts.words_per_sample, n], uniform on [0, 2**32).
 
     Returns:
         int64[n, num_spans, 2]: span k of a row is `[k, 0]` non-noise tokens followed by `[k, 1]` noise tokens.
@@ -182,40 +166,38 @@ def corrupt(
     Args:
         tokens: int64[n, length].
         span_lengths: int64[n, num_spans, 2] as from `random_span_lengths`; all rows with equally many noise tokens.
-        sentinel_ids: ids of sentinel 0, 1, ...; T5 numbers them downwards from the end of the vocabulary.
+        sentinel_ids: ids of sentinel 0, 1, ..., at least `num_spans`.
         eos_id: closes both sequences.
 
     Returns:
         (inputs, targets): int64[n, inputs_length] and int64[n, targets_length].
 
     Raises:
-        UserError: more spans than sentinels.
-        ValueError: span lengths that do not add up to the rows of `tokens`, or differ in sum between rows.
+        ValueError: too few sentinels, or span lengths that do not sum to the length of every row.
     """
     num_spans = span_lengths.shape[1]
-    if num_spans > len(sentinel_ids):
-        raise UserError(f"{num_spans} noise spans were asked for but there are only {len(sentinel_ids)} sentinels.")
     sums = span_lengths.sum(axis=1)
-    if (sums != sums[0]).any() or sums[0].sum() != tokens.shape[1]:
-        raise ValueError(f"rows of {tokens.shape[1]} tokens cannot have spans that sum to {sums.tolist()}")
+    if num_spans > len(sentinel_ids) or (sums != sums[0]).any() or sums[0].sum() != tokens.shape[1]:
+        raise ValueError(f"{num_spans} spans of {sums.tolist()} tokens do not fit rows of {tokens.shape[1]} tokens")
     nonnoise, noise = np.ascontiguousarray(span_lengths[..., 0]), np.ascontiguousarray(span_lengths[..., 1])
     ends = np.cumsum(nonnoise + noise, axis=1)
     sentinels = sentinel_ids[:num_spans]
-    # A run is what one span leaves in the output. In the inputs the sentinel comes last, in the place of the first
-    # noise token; in the targets it comes first, in the place of the last non-noise token.
+    # In the inputs the sentinel follows a run of tokens, in the targets it precedes one.
     inputs = _copy_runs(tokens, ends - noise - nonnoise, nonnoise, sentinels, True, eos_id)
     targets = _copy_runs(tokens, ends - noise - 1, noise, sentinels, False, eos_id)
     return inputs, targets
 
 
 def _copy_runs(
-    tokens: np.ndarray, begins: np.ndarray, kept: np.ndarray, sentinels: np.ndarray, sentinel_last: bool, eos_id: int
+    tokens: np.ndarray,
+    begins: np.ndarray,
+    run_lengths: np.ndarray,
+    sentinels: np.ndarray,
+    sentinel_last: bool,
+    eos_id: int,
 ) -> np.ndarray:
-    """For each k, `kept[i, k] + 1` tokens from `begins[i, k]`, one of them a sentinel; then EOS: int64[n, length].
-
-    One flat gather: the source of an output position is that position plus an offset that is constant along a run.
-    """
-    runs = kept + 1
+    """For each k, `run_lengths[i, k] + 1` tokens from `begins[i, k]`, one a sentinel; then EOS: int64[n, m]."""
+    runs = run_lengths + 1
     output_begins = np.cumsum(runs, axis=1) - runs
     length = int(output_begins[0, -1] + runs[0, -1]) + 1  # EOS
     rows = np.arange(len(tokens))[:, None]
@@ -228,7 +210,7 @@ def _copy_runs(
     sources += positions
     # Only the place of EOS can lie outside, and is overwritten.
     output = tokens.reshape(-1).take(sources, mode="clip")
-    output[output_begins + kept if sentinel_last else output_begins] = sentinels
+    output[output_begins + run_lengths if sentinel_last else output_begins] = sentinels
     output = output.reshape(len(tokens), length)
     output[:, -1] = eos_id
     return output

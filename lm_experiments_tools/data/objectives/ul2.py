@@ -3,20 +3,22 @@
 R-denoisers corrupt short spans, X-denoisers long or many ones, the S-denoiser cuts the end off (prefix LM). A mode
 token in front of the input says which it was: the paper's [NLU] for R, [NLG] for X, [S2S] for S.
 
-One worked example: denoisers R:2:0.4 and S:0.5 in turn over the tape 10 ... 18, 6 inputs and 4 targets, mode tokens
-90 (R) and 92 (S), sentinel 99, EOS 1; R hides the tokens 13 14, S has drawn a prefix of 2:
+One worked example: denoisers R:2:0.4 and S:0.5 in round robin over the tokens 10 ... 18, 6 inputs and 4 targets, mode
+tokens 90 (R) and 92 (S), sentinel 99, EOS 1; R masks the tokens 13 14, S has drawn a prefix of 2:
 
     row 0 (R)   10 11 12 13 14     inputs 90 10 11 12 99  1     targets 99 13 14  1
     row 1 (S)   15 16 17 18        inputs 92 15 16  1  0  0     targets 17 18  1 -100
 
-Each denoiser reads the longest rows whose inputs and targets fit and whose spans do not outnumber the sentinels. Rows
-take the denoisers in turn, so that their shares are exact and every token is read once an epoch; the tape is cut at
-other places in each epoch and rows are read in another order, so that a token meets all of them.
+Each denoiser reads the longest rows whose inputs and targets fit and whose spans do not outnumber the sentinels. A
+fixed schedule assigns denoisers to rows, so that their shares are exact and every token is read once an epoch. Epochs
+cut the token stream at different positions, so that a token meets all denoisers.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +26,20 @@ import numpy as np
 
 from lm_experiments_tools.config.objectives import DenoiserSpec
 from lm_experiments_tools.data.mixture import blending_order
-from lm_experiments_tools.data.objectives.denoisers import (
-    Denoiser,
-    PrefixDenoiser,
-    SpanDenoiser,
-    fitting_span_denoiser,
-)
+from lm_experiments_tools.data.objectives.denoisers import Denoiser, PrefixDenoiser, SpanDenoiser
 from lm_experiments_tools.data.objectives.denoising import DenoisingDataset
-from lm_experiments_tools.data.objectives.span_corruption import SpanCounts
-from lm_experiments_tools.data.objectives.tape import TokenSource
+from lm_experiments_tools.data.objectives.span_corruption import SpanCounts, count_spans, random_spans_lengths
+from lm_experiments_tools.data.objectives.token_stream import TokenSource
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from lm_experiments_tools.data.objectives.registry import ObjectiveContext
 
+logger = logging.getLogger(__name__)
+
 MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
-_LONGEST_TURN = 10_000  # rows
+_LONGEST_SCHEDULE = 10_000  # rows
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> UL2Dataset:
@@ -56,50 +55,63 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
         sentinel_ids=[index for index in vocabulary.sentinel_ids.tolist() if index not in modes.values()],
         eos_id=vocabulary.eos_id,
         quiet=context.quiet,
-        **context.for_tape(),
+        **context.stream_options(),
     )
 
 
 def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
-    """Ids of the mode tokens R, X and S.
-
-    The pieces [NLU], [NLG] and [S2S] where the vocabulary has all three; else its last three sentinels, in this order
-    from the last one down, which are then none for spans (`build`).
+    """Ids of the mode tokens R, X and S: [NLU], [NLG] and [S2S], else the last three sentinels, the last one first.
 
     Raises:
-        UserError: neither the pieces nor four sentinels.
+        UserError: neither these tokens nor four sentinels.
     """
     found = {mode: vocabulary.find(piece) for mode, piece in MODE_PIECES.items()}
     if all(index is not None for index in found.values()):
         return found
     if vocabulary.num_sentinels <= len(found):
         raise UserError(
-            f"The vocabulary {vocabulary.path} has neither the pieces {', '.join(MODE_PIECES.values())} nor more than "
-            f"{len(found)} sentinels (it has {vocabulary.num_sentinels}), so ul2 has no mode tokens: train one with "
-            "more extra ids, or give --no_mode_tokens."
+            f"The vocabulary {vocabulary.path} has neither {', '.join(MODE_PIECES.values())} nor more than "
+            f"{len(found)} sentinels for mode tokens: train one with more extra ids, or give --no_mode_tokens."
         )
     return dict(zip(found, vocabulary.sentinel_ids[: -len(found) - 1 : -1].tolist(), strict=True))
 
 
-def turn_of(weights: Sequence[Any]) -> np.ndarray:
-    """The denoiser of each row of a turn, int64[rows]: exactly by weight and evenly spread.
+def build_schedule(weights: Sequence[Any]) -> np.ndarray:
+    """The denoiser of each row of one round, int64[rows]: exactly by weight and evenly spread.
 
-    Args:
-        weights: fractions; (1, 1, 1/2) gives a turn of 5 rows, 0 1 2 0 1.
-
-    Raises:
-        UserError: a turn would be longer than 10,000 rows.
+    The weights are fractions: (1, 1, 1/2) gives 5 rows, 0 1 2 0 1. Raises UserError for more than 10,000 rows.
     """
     common = lcm(*(weight.denominator for weight in weights))
     counts = np.array([int(weight * common) for weight in weights], np.int64)
     counts //= gcd(*counts.tolist())
     total = int(counts.sum())
-    if total > _LONGEST_TURN:
-        raise UserError(
-            f"--denoisers: weights {', '.join(str(float(weight)) for weight in weights)} repeat only after {total} "
-            "rows: give rounder ones."
-        )
+    if total > _LONGEST_SCHEDULE:
+        raise UserError(f"--denoisers: the weights repeat only after {total} rows: give rounder ones.")
     return blending_order(counts / total, total, counts).astype(np.int64)
+
+
+def fit_span_denoiser(
+    name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
+) -> SpanDenoiser:
+    """`denoiser` for the longest rows whose inputs, targets (EOS and mode token included) and sentinels fit.
+
+    Raises:
+        UserError: no row of 2 tokens fits.
+    """
+    available, sentinels = inputs_length - (denoiser.mode_id is not None), len(denoiser.sentinel_ids)
+    noise = denoiser.noise_density, denoiser.mean_noise_span_length
+    longest = random_spans_lengths(available, *noise)[0]
+    for length in range(longest, 1, -1):
+        counts = count_spans(length, *noise)
+        if (
+            counts.inputs_length <= available
+            and counts.targets_length <= targets_length
+            and counts.num_spans <= sentinels
+        ):
+            if length < longest - 1 and counts.num_spans == sentinels and not quiet:
+                logger.info("denoiser %s reads rows of %d tokens, not %d: few sentinels", name, length, longest)
+            return replace(denoiser, counts=counts)
+    raise UserError(f"denoiser {name} needs a larger --input_seq_len or --target_seq_len.")
 
 
 class UL2Dataset(DenoisingDataset):
@@ -107,14 +119,11 @@ class UL2Dataset(DenoisingDataset):
 
     Args:
         tokens, eos_id, pad_id, vocab_size, seed: as `SpanCorruptionDataset`.
-        inputs_length, targets_length: room, EOS and mode token included.
+        inputs_length, targets_length: maximum lengths, EOS and mode token included.
         specs: the denoisers.
         modes: id of the mode token of R, X and S; empty for none.
         sentinel_ids: ids of sentinel 0, 1, ...; a mode token must not be one.
         quiet: do not log the lengths that follow from the settings.
-
-    Raises:
-        UserError: as `SpanCorruptionDataset`, or a denoiser that has no room.
     """
 
     def __init__(
@@ -135,29 +144,28 @@ class UL2Dataset(DenoisingDataset):
         self.specs, self.modes = list(specs), dict(modes)
         self.sentinel_ids, self.eos_id = np.asarray(sentinel_ids, np.int64), eos_id
         denoisers = [self._denoiser(spec, inputs_length, targets_length, pad_id, quiet) for spec in specs]
-        turn = turn_of([spec.weight for spec in specs])
-        super().__init__(tokens, denoisers, turn, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
+        schedule = build_schedule([spec.weight for spec in specs])
+        super().__init__(tokens, denoisers, schedule, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
 
     def _denoiser(
         self, spec: DenoiserSpec, inputs_length: int, targets_length: int, pad_id: int, quiet: bool
     ) -> Denoiser:
         mode = self.modes.get(spec.mode)
-        room = inputs_length - (mode is not None)
-        if room < 3 or targets_length < 2:
+        available = inputs_length - (mode is not None)
+        if available < 3 or targets_length < 2:
             raise UserError(
-                f"ul2 with inputs of {inputs_length} (--input_seq_len) and targets of {targets_length} "
-                "(--target_seq_len) has no room for a token and EOS on either side: they need "
-                f"{inputs_length - room + 3} and 2."
+                f"ul2 needs at least {inputs_length - available + 3} inputs and 2 targets, but --input_seq_len is "
+                f"{inputs_length} and --target_seq_len {targets_length}."
             )
         if spec.mean_noise_span_length is None:
-            return PrefixDenoiser(room - 1, spec.noise_density, targets_length, self.eos_id, pad_id, mode)
+            return PrefixDenoiser(available - 1, spec.noise_density, targets_length, self.eos_id, pad_id, mode)
         noise = spec.noise_density, spec.mean_noise_span_length
-        like = SpanDenoiser(SpanCounts(0, 0, 0), *noise, self.sentinel_ids, self.eos_id, pad_id, mode)
-        return fitting_span_denoiser(str(spec), inputs_length, targets_length, like, quiet=quiet)
+        denoiser = SpanDenoiser(SpanCounts(0, 0, 0), *noise, self.sentinel_ids, self.eos_id, pad_id, mode)
+        return fit_span_denoiser(str(spec), inputs_length, targets_length, denoiser, quiet=quiet)
 
     def describe(self) -> str:
         """The denoisers with their shares, and the size of the data, for the log."""
-        shares = np.bincount(self._turn, minlength=len(self.specs)) / len(self._turn)
+        shares = np.bincount(self._schedule, minlength=len(self.specs)) / len(self._schedule)
         members = [
             f"{spec} {share:.1%} of {denoiser.tokens_length} tokens -> up to {denoiser.inputs_length} + "
             f"{denoiser.targets_length}"
@@ -172,7 +180,7 @@ class UL2Dataset(DenoisingDataset):
                 [str(spec), d.tokens_length, d.targets_length]
                 for spec, d in zip(self.specs, self.denoisers, strict=True)
             ],
-            "turn": self._turn.tolist(),
+            "turn": self._schedule.tolist(),
             "modes": self.modes,
             "ids": [self.sentinel_ids.tolist(), self.eos_id, self.pad_id],
         }

@@ -1,8 +1,7 @@
 """The training side of seqio: starts the process that owns TensorFlow and reads batches from it.
 
-Nothing of TensorFlow is imported here. One worker process (worker.py) serves all training processes of a machine:
-text is tokenized once for them all, and TensorFlow's gigabyte is there once. Each process takes rows k * world_size +
-rank of one global stream, which depends on the seed and not on their number.
+One worker process (worker.py) serves all training processes of a machine, so that text is tokenized once. Each process
+reads rows k * world_size + rank of one global stream, which depends on the seed only.
 """
 
 from __future__ import annotations
@@ -57,13 +56,9 @@ _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
 def seqio_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[SeqioLoader, ValidSource | None, str]:
-    """This process's training batches of `--task` through seqio, the task's own validation data, and what it is.
+    """This process's training batches of `--task` through seqio, validation data of a registered task, and a title.
 
-    Collective: every worker calls it. The validation split of a registered task is read where a flag asks for
-    validation; raw text has none (it is given by `--valid_data_path` and read natively).
-
-    Raises:
-        UserError: a package that is missing, settings that t5 would treat wrongly, or a task that gives no examples.
+    Collective. Raises UserError for a missing package, settings that t5 treats wrongly, or a task without examples.
     """
     check_possible(args, vocabulary)
     targets_length = _targets_length(args, vocabulary)
@@ -94,47 +89,35 @@ def seqio_data(
 
 
 def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
-    """Refuse what can be seen to fail without TensorFlow, whose start takes long.
-
-    Raises:
-        UserError: tokens instead of text, text that is not there, a package that is missing, a vocabulary that is not
-            SentencePiece's.
-    """
+    """Refuse what is known to fail before TensorFlow is started."""
     if ":" not in args.task and not isinstance(vocabulary, SentencePieceVocabulary):
-        raise UserError(
-            f"--data_pipeline seqio reads text by a SentencePiece .model file, and --vocab {vocabulary.path} is none: "
-            "choose --data_pipeline native."
-        )
+        raise UserError(f"--data_pipeline seqio needs a SentencePiece .model file, not --vocab {vocabulary.path}.")
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} holds tokens, and seqio reads text: choose --data_pipeline native.")
     for package in ("tensorflow", "seqio", *(["t5"] if ":" not in args.task else [])):
         if importlib.util.find_spec(package) is None:
-            native = "" if ":" in args.task else ", or choose --data_pipeline native, which needs none of it"
             raise UserError(
-                f"--task {args.task} through seqio needs the package {package}, which is not installed: "
-                f'pip install "lm_experiments_tools[seqio]"{native}'
+                f"--task {args.task} through seqio needs the package {package}: "
+                'pip install "lm_experiments_tools[seqio]"'
             )
     if ":" not in args.task:
         find_files(args.data_path)
 
 
 def check_module(task: str) -> None:
-    """Refuse a --task that is not of the form module:name, or whose module's package is not where it is looked for."""
+    """Refuse a --task that is not module:name, or whose package does not exist."""
     module, _, name = task.partition(":")
     package = module.partition(".")[0]
     if not all(part.isidentifier() for part in module.split(".")) or not re.fullmatch(r"[\w.:#]+", name):
         raise UserError(f"--task {task} names no task: write module:name, the name of letters, digits, '_', '.', ':'.")
     if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
         return
-    raise UserError(
-        f"--task {task}: the module {module} cannot be imported (No module named {package!r}); it must lie in "
-        f"{os.getcwd()}, in PYTHONPATH or be installed"
-    )
+    raise UserError(f"--task {task}: the module {module} cannot be imported (No module named {package!r})")
 
 
 def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
-    """Length of the labels; what t5 would cut off or pad in silence is refused or left out here."""
+    """Length of the labels; t5 would silently truncate or pad them."""
     if ":" in args.task:
         return args.target_seq_len
     if args.task == "span_corruption":
@@ -144,20 +127,17 @@ def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
     else:
         needed = args.input_seq_len - 1  # a prefix of one token, all others and EOS
         if needed < 2:
-            raise UserError(
-                f"--input_seq_len is {args.input_seq_len}, but prefix_lm needs 2 tokens and EOS: at least 3."
-            )
+            raise UserError(f"--input_seq_len is {args.input_seq_len}, but prefix_lm needs at least 3.")
     if args.target_seq_len < needed:
-        raise UserError(
-            f"--target_seq_len {args.target_seq_len} would cut the targets of --task {args.task}, up to {needed} long "
-            f"for --input_seq_len {args.input_seq_len}: set it to {needed}."
-        )
+        raise UserError(f"--target_seq_len {args.target_seq_len} would cut the targets: set it to {needed}.")
     if args.target_seq_len > needed:
         logger.info("targets are %d tokens long, not %d: the rest would be padding", needed, args.target_seq_len)
     return needed
 
 
-def _job(args: T5PretrainingArgs, vocabulary: Vocabulary, targets_length: int, quarantine: Path, clients: int) -> Job:
+def _job(
+    args: T5PretrainingArgs, vocabulary: Vocabulary, targets_length: int, rejected_path: Path, clients: int
+) -> Job:
     registered = ":" in args.task
     base = tempfile.gettempdir()
     if len(os.path.join(base, "seqio_12345678", SOCKET)) > _LONGEST_SOCKET_NAME:
@@ -167,7 +147,7 @@ def _job(args: T5PretrainingArgs, vocabulary: Vocabulary, targets_length: int, q
         data_path=list(args.data_path),
         text_key=args.text_key,
         max_bad_lines=args.max_bad_lines,
-        quarantine=str(quarantine),
+        rejected_path=str(rejected_path),
         vocab_path=vocabulary.recorded_as,
         inputs_length=args.input_seq_len,
         targets_length=targets_length,
@@ -186,12 +166,10 @@ class WorkerProcess:
     """The process that owns TensorFlow, as its parent sees it.
 
     Args:
-        job: its task.
-        log_file: takes what TensorFlow and the user's module print; kept, so that a traceback can be read.
+        log_file: receives the output of TensorFlow and the user's module.
 
     Attributes:
-        answer: what the worker said when it was ready: `fingerprint`, `earlier` ones, `title`, `validation` (rows
-            written, or None).
+        answer: sent when the worker is ready: `fingerprint`, `title`, `validation` (rows written, or None).
 
     Raises:
         UserError: the job cannot be done.
@@ -233,13 +211,11 @@ class WorkerProcess:
         """Why the process ended, or is about to; waits for that."""
         self._listener.join(_SECONDS_TO_END)
         if (code := self._code) is None:
-            return RunError(f"the seqio worker (process {self.pid}) hung up on this process but goes on")
+            return RunError(f"the seqio worker (process {self.pid}) closed its connection")
         if self._error is not None:
             return error_of(self._error, f"; {self._log_file} has the traceback")
         if code < 0:
-            name = signal.Signals(-code).name
-            memory = ", by the system perhaps for want of memory" if name == "SIGKILL" else ""
-            return RunError(f"the seqio worker was killed by {name}{memory}; see {self._log_file}")
+            return RunError(f"the seqio worker was killed by {signal.Signals(-code).name}; see {self._log_file}")
         return RunError(f"the seqio worker ended with exit code {code}; see {self._log_file}")
 
     @property
@@ -256,17 +232,14 @@ class WorkerProcess:
 
 
 def error_of(message: dict[str, Any], where: str = "") -> Exception:
-    """The worker's own account of why it ended, as an exception."""
+    """The error message of the worker as an exception."""
     if message["by_user"]:
         return UserError(message["error"])
     return RunError(f"the seqio worker failed: {message['error']}{where}")
 
 
 def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
-    """The model's arguments out of the worker's rows.
-
-    Args:
-        rows: int32[n, inputs_length + targets_length], padded with `PADDING` (which is the label to be ignored).
+    """Batches of the model from the worker's rows int32[n, inputs_length + targets_length], padded with `PADDING`.
 
     Returns:
         `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
@@ -282,8 +255,8 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
 class SeqioLoader(TrainSource):
     """Batches that the worker process makes, some of them ahead.
 
-    It is asked for them at the first `next`, and anew after a `seek`, where the next batch waits until all before it
-    have been made again. All training processes of a machine must seek alike.
+    They are requested at the first `next` and after a `seek`, which makes all batches before the position again. All
+    training processes of a machine must seek to the same position.
 
     Args:
         folder: of the worker process.
@@ -312,18 +285,12 @@ class SeqioLoader(TrainSource):
 
     def seek(self, consumed_samples: int) -> None:
         super().seek(consumed_samples)
-        self._hang_up()
+        self._disconnect()
 
     def _next_batch(self) -> dict[str, np.ndarray]:
-        """The rows at `consumed_samples`.
-
-        Raises:
-            UserError: the data asks for one, for example too many bad lines.
-            RunError: the worker process has ended.
-        """
         try:
             if self._stream is None:
-                self._stream = self._ask()
+                self._stream = self._request()
             is_batch, size = FRAME.unpack(self._read(FRAME.size))
             content = self._read(size)
         except OSError as error:
@@ -333,7 +300,7 @@ class SeqioLoader(TrainSource):
         rows = np.frombuffer(content, np.int32).reshape(self.rows_per_worker, sum(self.lengths))
         return to_batch(rows, self.lengths[0], self.pad_id)
 
-    def _ask(self) -> BinaryIO:
+    def _request(self) -> BinaryIO:
         request = {"start": self._consumed, "rows": self.rows_per_worker, "rank": self.rank}
         with socket.socket(socket.AF_UNIX) as channel:
             channel.connect(self._address)
@@ -353,14 +320,14 @@ class SeqioLoader(TrainSource):
             return error_of(message)
         return RunError("the seqio worker of this machine has ended; the process that started it says why")
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def close(self) -> None:
         """End the worker process, where this process started it."""
-        self._hang_up()
+        self._disconnect()
         if self._worker is not None:
             self._worker.close()
 

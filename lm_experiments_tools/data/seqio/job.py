@@ -1,4 +1,4 @@
-"""The terms between the worker that owns TensorFlow and the processes it serves: its job, its files, its frames."""
+"""The protocol between the worker that owns TensorFlow and the processes it serves: its job, files and frames."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Job:
     Attributes:
         task: span_corruption or prefix_lm over `data_path`, or module:name.
         inputs_length, targets_length: seqio's `task_feature_lengths`.
-        quarantine: file for unusable lines of text.
-        validation: make the examples of the task's validation split, at most `valid_samples`, before training.
+        rejected_path: file for rejected records.
+        validation: make the examples of the validation split, at most `valid_samples`, before training.
         threads: of TensorFlow.
         clients: training processes on this machine.
-        folder: private to this worker and its clients; the worker removes it when they are gone.
+        folder: private to this worker and its clients; the worker removes it.
     """
 
     task: str
     data_path: list[str]
     text_key: str
     max_bad_lines: int | None
-    quarantine: str
+    rejected_path: str
     vocab_path: str
     inputs_length: int
     targets_length: int
@@ -44,8 +44,7 @@ class Job:
 
 def one_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message, without TensorFlow's name of the failing node."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
-    first = lines[0]
+    first = next((line for line in str(error).splitlines() if line.strip()), "no message").strip()
     if first.startswith("{{") and "}}" in first:
         first = first.partition("}}")[2].strip() or first
     return f"{type(error).__name__}: {first}"

@@ -1,9 +1,8 @@
-"""seqio Tasks and Mixtures, and the one stream of examples that a seed makes of them. Imports TensorFlow.
+"""seqio Tasks and Mixtures, and the stream of examples that a seed makes of them. Imports TensorFlow.
 
-Only the worker process (worker.py) loads this file. Three kinds of tasks come out of it: t5's `span_corruption`
-and `prefix_lm` over the user's raw text, put together as t5 does its own for C4, and whatever the user's module has
-registered. The examples are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`:
-neither the number of training processes nor the number of threads changes them or their order.
+Tasks are t5's `span_corruption` and `prefix_lm` over the user's raw text, or registered by the user's module. Examples
+are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`, whatever the number of
+training processes and threads.
 """
 
 from __future__ import annotations
@@ -55,18 +54,8 @@ _UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
 Log = Callable[[int, str], None]
 
 
-def limit_threads(threads: int) -> None:
-    """Of TensorFlow in this process; to be called before anything is computed."""
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-
-
 class TaskExamples:
     """The examples of a job: training's endless stream, and the validation split.
-
-    Args:
-        job: what to make.
-        log: takes a level and a line for the run's log.
 
     Raises:
         UserError: a task that does not exist, has no example, other features or another vocabulary than the run.
@@ -74,6 +63,8 @@ class TaskExamples:
 
     def __init__(self, job: Job, log: Log) -> None:
         self.job, self._log = job, log
+        tf.config.threading.set_inter_op_parallelism_threads(job.threads)
+        tf.config.threading.set_intra_op_parallelism_threads(job.threads)
         self.vocabulary = Vocabulary.load(job.vocab_path)
         self._text: TextSource | None = None
         if ":" in job.task:
@@ -84,7 +75,7 @@ class TaskExamples:
             self._text = TextSource(job, log)
             self.task = text_task(job, self._text.source(), self.vocabulary)
         self._subtasks = seqio.get_subtasks(self.task)
-        with self._sentences():
+        with self._user_errors():
             self._check_vocabulary()
             self._check_splits()
             self._check_first_example()
@@ -99,37 +90,30 @@ class TaskExamples:
     def batches(self, start: int, rows: int) -> Iterator[np.ndarray]:
         """Global batches int32[rows, inputs_length + targets_length] from example `start` on, without end.
 
-        The position is found by making all examples before it: seqio has no other way (its order is that of shuffle
-        buffers, whose content depends on how many pieces each document was cut into).
+        All examples before `start` are made too: the order of seqio's shuffle buffers depends on their content.
         """
         used, rest = divmod(start, rows)
         batches = self._padded(self._dataset("train", num_epochs=None).skip(rest), rows)
-        began = told = time.monotonic()
+        begin = logged = time.monotonic()
         for done in range(used):
             next(batches)
-            now = time.monotonic()
-            if now - told > _PROGRESS_SECONDS:
-                told, speed = now, done * rows / (now - began)
-                text = f"finding the place in the data: {done * rows:,} of {start:,} examples, {speed:,.0f} a second"
-                self._log(logging.INFO, text)
+            if (now := time.monotonic()) - logged > _PROGRESS_SECONDS:
+                logged = now
+                self._log(logging.INFO, f"seeking in the data: {done * rows:,} of {start:,} examples")
         if used:
-            seconds = time.monotonic() - began
-            self._log(logging.INFO, f"found the place in the data, example {start:,}, in {seconds:.1f} s")
+            self._log(logging.INFO, f"found example {start:,} in {time.monotonic() - begin:.1f} s")
         yield from batches
 
     def validation(self) -> Iterator[np.ndarray]:
         """The validation split once, in batches as above; its first `valid_samples` where that is given."""
-        with self._sentences():
+        with self._user_errors():
             dataset = self._dataset("validation", num_epochs=1)
             if self.job.valid_samples is not None:
                 dataset = dataset.take(self.job.valid_samples)
             yield from self._padded(dataset, _VALIDATION_ROWS)
 
     def fingerprint(self) -> str:
-        """sha256 over data, task, lengths, vocabulary, seed and versions: equal ones give equal streams.
-
-        Of the user's module it knows the structure of the task and the settings bound to its steps, not their code.
-        """
+        """sha256 over data, task (not the code of its steps), lengths, vocabulary, seed and versions."""
         job = self.job
         parts = {
             "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
@@ -162,14 +146,11 @@ class TaskExamples:
         for name in FEATURES:
             spec = dataset.element_spec.get(name)
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 1 or not spec.dtype.is_integer:
-                raise UserError(
-                    f"--task {self.job.task} must give 'inputs' and 'targets' as sequences of token ids, but its "
-                    f"{name!r} is {spec} (features: {', '.join(dataset.element_spec)})"
-                )
+                raise UserError(f"--task {self.job.task} must give {name!r} as token ids, but it is {spec}")
         return dataset.map(_token_ids)
 
     def _may_shuffle(self) -> bool:
-        """seqio refuses to shuffle a task that was registered without a shuffle buffer: it comes in its own order."""
+        """False for a task without a shuffle buffer, which seqio refuses to shuffle."""
         return all(t.shuffle_buffer_size is not None or t.source.performs_internal_shuffling for t in self._subtasks)
 
     def _padded(self, dataset: tf.data.Dataset, rows: int) -> Iterator[np.ndarray]:
@@ -188,16 +169,13 @@ class TaskExamples:
 
     def _checked(self, batch: np.ndarray) -> np.ndarray:
         if batch.max(initial=0) >= self.vocabulary.size:
-            raise UserError(
-                f"--task {self.job.task} gave token id {batch.max()}, but --vocab {self.job.vocab_path} has ids 0 to "
-                f"{self.vocabulary.size - 1}: give the vocabulary of the task"
-            )
+            raise UserError(f"--task {self.job.task} gave token id {batch.max()}, which --vocab does not have")
         return batch
 
     # ---- checks
     @contextmanager
-    def _sentences(self) -> Iterator[None]:
-        """Complaints of seqio and TensorFlow while a task is put together are mostly the user's to mend."""
+    def _user_errors(self) -> Iterator[None]:
+        """Turn errors of seqio and TensorFlow into UserErrors while a task is built."""
         try:
             yield
         except UserError:
@@ -210,39 +188,28 @@ class TaskExamples:
     def _check_vocabulary(self) -> None:
         for name in FEATURES:
             if name not in self.task.output_features:
-                raise UserError(
-                    f"--task {self.job.task} has the features {', '.join(self.task.output_features)}, and an "
-                    "encoder-decoder needs inputs and targets"
-                )
+                raise UserError(f"--task {self.job.task} has no feature {name!r}, which an encoder-decoder needs")
             theirs = self.task.output_features[name].vocabulary
             path = getattr(theirs, "sentencepiece_model_file", None)
             if self._text is None and path is not None and os.path.isfile(path):
                 same_file = hashlib.sha256(Path(path).read_bytes()).hexdigest() == self.vocabulary.sha256
                 if not same_file and Vocabulary.load(path, theirs.extra_ids).identity != self.vocabulary.identity:
-                    raise UserError(
-                        f"--task {self.job.task} has the vocabulary {path} for its {name}: give it as --vocab"
-                    )
+                    raise UserError(f"--task {self.job.task} has the vocabulary {path}: give it as --vocab")
             if theirs.vocab_size > self.vocabulary.size:
                 raise UserError(
-                    f"--task {self.job.task} has a vocabulary of {theirs.vocab_size} ids for its {name}, and --vocab "
-                    f"{self.job.vocab_path} only {self.vocabulary.size}: give the --vocab of the task"
+                    f"--task {self.job.task} has {theirs.vocab_size} ids, --vocab {self.job.vocab_path} only "
+                    f"{self.vocabulary.size}: give the --vocab of the task"
                 )
 
     def _check_splits(self) -> None:
-        needed = ["train", *(["validation"] if self.job.validation else [])]
-        for split in needed:
+        for split in ("train", "validation") if self.job.validation else ("train",):
             if split not in self.task.splits:
-                raise UserError(
-                    f"--task {self.job.task} has no split {split!r}, only {', '.join(map(repr, self.task.splits))}"
-                    + ("" if split == "train" else ": leave the flags of validation out, or register one")
-                )
+                raise UserError(f"--task {self.job.task} has no split {split!r}, only {', '.join(self.task.splits)}")
 
     def _check_first_example(self) -> None:
-        """A task whose filters leave nothing would otherwise be repeated endlessly in search of a first example."""
+        """Refuse a task without examples, which would be repeated forever."""
         if not self._may_shuffle():
-            self._log(
-                logging.INFO, f"--task {self.job.task} is registered without shuffling: it comes in its own order"
-            )
+            self._log(logging.INFO, f"--task {self.job.task} is registered without shuffling")
         for _ in self._padded(self._dataset("train", num_epochs=1, shuffle=False).take(1), 1):
             return
         if self._text is not None:
@@ -268,11 +235,8 @@ def registered_task(name: str) -> seqio.Task | seqio.Mixture:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"--task {name}: the module {module} cannot be imported ({error}); it must lie in {os.getcwd()}, in "
-            "PYTHONPATH or be installed"
-        ) from error
-    except (Exception, SystemExit) as error:  # the user's own code: whatever it raises is theirs to mend
+        raise UserError(f"--task {name}: the module {module} cannot be imported ({error})") from error
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"--task {name}: importing the module {module} fails with {one_line(error)} ({where.filename} line "
@@ -290,10 +254,7 @@ def registered_task(name: str) -> seqio.Task | seqio.Mixture:
 
 
 def _accept_seed(source: seqio.FunctionDataSource) -> None:
-    """Let seqio seed a `dataset_fn(split, shuffle_files)` of t5's first years, which it otherwise refuses.
-
-    What such a function shuffles follows `tf.random.set_seed`, which `TaskExamples` calls before each dataset.
-    """
+    """Let seqio seed a `dataset_fn(split, shuffle_files)` of t5's first years, which it otherwise refuses."""
     function = source._dataset_fn
     if "seed" not in inspect.signature(function).parameters:
 
@@ -334,14 +295,10 @@ def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seq
 
 
 def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePieceVocabulary:
-    """The same ids for seqio, with sentinels that text cannot forge.
-
-    `SentencePieceVocabulary(path, extra_ids=100)` would read "<extra_id_0>" in a text as a sentinel. Here the
-    sentinels are unused pieces: they have their ids, but encoding never gives them. `vocab_size - 1 - k`, where t5
-    looks for sentinel k, is the same.
+    """The same ids for seqio, with sentinels as unused pieces, which text cannot forge.
 
     Raises:
-        UserError: padding that is not 0, as t5 takes for granted, or sentinels elsewhere than at the end.
+        UserError: padding that is not 0, or sentinels that are not the last ids, as t5 requires.
     """
     model = sentencepiece_model_pb2.ModelProto.FromString(Path(vocabulary.path).read_bytes())
     if len(model.pieces) < vocabulary.size:
@@ -356,56 +313,48 @@ def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePiec
     at_the_end = np.array_equal(vocabulary.sentinel_ids, vocabulary.size - 1 - np.arange(vocabulary.num_sentinels))
     if vocabulary.pad_id != 0 or theirs.eos_id != vocabulary.eos_id or not at_the_end:
         raise UserError(
-            f"vocabulary {vocabulary.path} has padding id {vocabulary.pad_id}, end of sequence {theirs.eos_id} and "
-            f"sentinels {'' if at_the_end else 'not '}at its end; t5 wants 0, {vocabulary.eos_id} and the end: train "
-            "one with `lmtools vocab`, or choose --data_pipeline native"
+            f"t5 needs padding id 0 and sentinels at the end, unlike vocabulary {vocabulary.path}: train one with "
+            "`lmtools vocab`, or choose --data_pipeline native"
         )
     return theirs
 
 
 class TextSource:
-    """The documents of raw text as a seqio source, and the lines that are none.
-
-    What seqio takes for a file is a shard of one, some megabytes: seqio shuffles the shards anew in each epoch and
-    reads 16 of them in turns. Files are read by `records.read_shard`, in Python: tensorflow_io, which decoded JSON
-    for this in earlier days, is not built for today's TensorFlow.
+    """The documents of raw text as a seqio source of shards, which seqio shuffles in each epoch, 16 at a time.
 
     Attributes:
-        failure: what stopped reading, where something did.
+        failure: the error that stopped reading.
     """
 
     def __init__(self, job: Job, log: Log) -> None:
         self._job, self._log = job, log
         self._shards = plan_shards(job.data_path)
-        self._rejected = RejectedRecords(job.max_bad_lines, job.quarantine)
+        self._rejected = RejectedRecords(job.max_bad_lines, job.rejected_path)
         self._seen: set[tuple[str, int]] = set()  # each epoch reads them again
-        self._has_empty = False
         self._lock = threading.Lock()  # shards are read in several threads
         self.failure: UserError | None = None
 
     def no_documents(self) -> UserError:
-        """The sentence for a text without any."""
         return no_documents(self._job.data_path, self._rejected)
 
     def source(self) -> seqio.FileDataSource:
-        """The source; a small text is read now and kept.
+        """The source; a small text is kept in memory, and its only shard is repeated, which is the same stream.
 
-        A shuffle buffer takes thousands of passes over a few lines, each of which costs TensorFlow milliseconds.
-        So the only shard of a text is given many times over at once, which is the same stream.
+        TensorFlow needs milliseconds for each epoch, and a shuffle buffer needs thousands of epochs over a few lines.
         """
         files = {"train": [str(k) for k in range(len(self._shards))]}
         size = sum(shard.num_bytes * (_COMPRESSION if shard.end is None else 1) for shard in self._shards)
         if size > _SMALL_TEXT or any(shard.kind == "dataset" for shard in self._shards):
             return seqio.FileDataSource(self._read_file, files)
         texts = [[item["text"] for item in self._documents(number)] for number in range(len(self._shards))]
-        kept = tf.ragged.constant(texts, tf.string, ragged_rank=1)
-        passes = -(-_SMALL_TEXT // size) if len(texts) == 1 else 1
+        texts_of_shards = tf.ragged.constant(texts, tf.string, ragged_rank=1)
+        epochs = -(-_SMALL_TEXT // size) if len(texts) == 1 else 1
 
-        def read_kept(number: tf.Tensor) -> tf.data.Dataset:
-            texts = kept[tf.strings.to_number(number, tf.int32)]
-            return tf.data.Dataset.from_tensor_slices({"text": texts}).repeat(passes)
+        def read_shard_in_memory(number: tf.Tensor) -> tf.data.Dataset:
+            texts = texts_of_shards[tf.strings.to_number(number, tf.int32)]
+            return tf.data.Dataset.from_tensor_slices({"text": texts}).repeat(epochs)
 
-        return seqio.FileDataSource(read_kept, files)
+        return seqio.FileDataSource(read_shard_in_memory, files)
 
     def _read_file(self, number: tf.Tensor) -> tf.data.Dataset:
         signature = {"text": tf.TensorSpec([], tf.string)}
@@ -418,19 +367,11 @@ class TextSource:
                 if isinstance(item, Record):
                     self._rejected.accept()
                     yield {"text": item.value}
-                elif item.is_empty:
-                    self._say_empty(f"{shard.path}:{lines_before(shard) + item.line}")
-                else:
+                elif not item.is_empty:
                     self._reject(shard, item)
         except UserError as error:  # would reach the reader as an error of TensorFlow's
             self.failure = error
             raise
-
-    def _say_empty(self, where: str) -> None:
-        with self._lock:
-            if not self._has_empty:
-                self._log(logging.INFO, f"empty texts are left out; the first met is {where}")
-            self._has_empty = True
 
     def _reject(self, shard: Shard, rejected: Rejected) -> None:
         line = lines_before(shard) + rejected.line
@@ -444,13 +385,11 @@ class TextSource:
 
     def stamps(self) -> list[list[Any]]:
         """Identity of the text: of each file its name, its size and a hash of its beginning and end."""
-        stamps: list[list[Any]] = []
-        for path, kind in dict.fromkeys((shard.path, shard.kind) for shard in self._shards):
-            if kind == "dataset":
-                stamps.append([path])
-            else:
-                stamps.append([os.path.basename(path), os.path.getsize(path), hash_of_ends(path)])
-        return stamps
+        paths = dict.fromkeys((shard.path, shard.kind) for shard in self._shards)
+        return [
+            [path] if kind == "dataset" else [os.path.basename(path), os.path.getsize(path), hash_of_ends(path)]
+            for path, kind in paths
+        ]
 
 
 def step_name(step: Any) -> list[str]:

@@ -1,21 +1,18 @@
-"""The process that owns TensorFlow: it makes seqio's examples and hands them to the training processes of its machine.
-
-Started by `seqio_data`; one serves all workers of a machine.
+"""The process that owns TensorFlow: it makes seqio's examples for the training processes of its machine.
 
 | channel | content |
 |---|---|
 | its `Caller` | to it: `{"log": (level, text)}`, `{"ready": {...}}`, `{"error": text, "by_user": bool}` |
-| stdout, stderr | whatever TensorFlow and the user's module print |
+| stdout, stderr | output of TensorFlow and the user's module |
 | a Unix socket | to each client its rows of each global batch, see `Hub` |
 
-This file imports TensorFlow nowhere but in tasks.py, which only the worker process loads.
+TensorFlow is imported only by tasks.py, which only the worker process loads.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import socket
@@ -36,11 +33,10 @@ from lm_experiments_tools.errors import UserError
 class Hub:
     """The worker's side of all channels.
 
-    A client connects once for each position it wants to start from and sends one line of JSON: `start` (a global
-    sample number), `rows` (of a step, per worker), `rank`, `world_size`. When all clients of the machine have asked,
-    and for the same, each gets batch after batch: a `FRAME`, then int32[rows, inputs_length + targets_length], padded
-    with `PADDING`. Row k of rank r is row k * world_size + r of the global batch. A client that hangs up has sought
-    another position; then all of them are expected to come again.
+    A client connects for each start position and sends one line of JSON: `start` (a global sample number), `rows` (of
+    a step, per worker), `rank`, `world_size`. When all clients have sent the same request, each gets batch after
+    batch: a `FRAME`, then int32[rows, inputs_length + targets_length], padded with `PADDING`. Row k of rank r is row
+    k * world_size + r of the global batch. When one disconnects to seek, all are expected to connect again.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -75,7 +71,7 @@ class Hub:
 
     def accept(self, clients: int) -> dict[str, int]:
         """Wait until that many clients have asked, and return the request they agree on (the rank is each one's)."""
-        self.hang_up()
+        self.disconnect()
         while len(self._clients) < clients:
             client, _ = self._listener.accept()
             line = client.makefile("rb").readline()
@@ -93,17 +89,14 @@ class Hub:
             client.sendall(FRAME.pack(True, rows.nbytes))
             client.sendall(rows.data)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         for client, _ in self._clients:
             client.close()
         self._clients = []
 
 
 def import_triton() -> None:
-    """Load triton before TensorFlow: loaded after it, as a module of the user may, it aborts the process.
-
-    One that is broken, or built for another system, is not needed here.
-    """
+    """Load triton, if it works, before TensorFlow: loaded after it, triton aborts the process."""
     if not importlib.util.find_spec("triton"):
         return
     try:
@@ -115,24 +108,19 @@ def import_triton() -> None:
 def serve(job: Job, hub: Hub) -> None:
     """Make the task, then batches without end."""
     import_triton()
-    from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
+    from lm_experiments_tools.data.seqio.tasks import TaskExamples
 
-    limit_threads(job.threads)
     examples = TaskExamples(job, hub.log)
     validation = None
     if job.validation:
         validation = write_validation(examples, Path(job.folder) / VALIDATION)
     hub.listen(os.path.join(job.folder, SOCKET), job.clients)
     hub.tell(ready={"fingerprint": examples.fingerprint(), "title": examples.title, "validation": validation})
-    first = True
     while True:
         request = hub.accept(job.clients)
         try:
             for batch in examples.batches(request["start"], request["rows"] * request["world_size"]):
                 hub.send(batch)
-                if first:
-                    hub.log(logging.INFO, f"seqio worker: {resident_mebibytes():,} MiB")
-                    first = False
         except ConnectionError:
             continue  # they have sought another position, and ask again
 
@@ -147,14 +135,8 @@ def write_validation(examples: Any, path: Path) -> int:
     return rows
 
 
-def resident_mebibytes() -> int:
-    import psutil
-
-    return psutil.Process().memory_info().rss >> 20
-
-
 def end_with_caller(caller: Caller, folder: str) -> None:
-    """Return never; end this process, whatever it is doing, when its caller is gone."""
+    """End this process when its caller is gone."""
     for _ in caller:
         pass
     shutil.rmtree(folder, ignore_errors=True)

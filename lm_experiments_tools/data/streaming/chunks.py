@@ -1,10 +1,8 @@
 """Examples of streams, from chunks of tokens that worker processes make ahead of training.
 
 The examples of a stream are numbered from 0: those of chunk 0, then those of chunk 1, ... `stream-00003.jsonl` has a
-line for each chunk (number of examples, position in the text at its end), so the chunk of any example is found without
-reading the text before it. Tokens are kept in memory only while they are in use; a chunk that is needed again is made
-again from the position at the end of the one before it. Without its index a stream is read from the beginning, with
-the same examples.
+line for each chunk (number of examples, position in the text at its end), so that any example is found without reading
+the text before its chunk. Without this index a stream is read from the beginning, with the same examples.
 """
 
 import json
@@ -45,20 +43,24 @@ class ChunkRecord:
 
 
 class ExampleStream:
-    """Examples of one stream by number; not thread-safe, `ChunkFeed` is.
+    """Examples of one stream by number.
 
     Args:
         folder: of the indices of all streams.
         number: of this stream.
+
+    Attributes:
+        pending: chunks that are being made, by number.
     """
 
     def __init__(self, folder: Path, number: int):
         self.folder, self.number = folder, number
+        self.pending: dict[int, futures.Future[None]] = {}
         self._index = folder / f"stream-{number:05d}.jsonl"
         self._records: list[ChunkRecord] = []
         self._begins = [0]  # first example of each chunk and of the next one
         self._open: dict[int, SampleDataset] = {}
-        self._low, self._high = 0, -1  # nothing requested yet
+        self._low, self._lock = 0, threading.Lock()
         for record in self._read_index():
             self._append(record)
 
@@ -84,67 +86,47 @@ class ExampleStream:
         return self._begins[-1]
 
     @property
-    def num_wanted(self) -> int:
-        """Examples up to the last requested one."""
-        return self._high + 1
+    def rejected_and_lines(self) -> tuple[int, int]:
+        """Rejected records, and all records, of the text read so far, each once."""
+        end = self._records[-1].end if self._records else {"rejected": 0, "lines": 0}
+        return end["rejected"], end["lines"]
 
-    @property
-    def rejected(self) -> int:
-        """Rejected records of the text read so far."""
-        return self._records[-1].end["rejected"] if self._records else 0
+    def drop_before(self, sample: int) -> None:
+        """Drop the chunks before that of an example."""
+        with self._lock:
+            self._low, first = sample, self.chunk_of(sample)
+            self._open = {number: dataset for number, dataset in self._open.items() if number >= first}
 
-    @property
-    def lines(self) -> int:
-        """Records of the text read so far, rejected ones included, each once."""
-        return self._records[-1].end["lines"] if self._records else 0
-
-    def want(self, low: int, high: int) -> None:
-        """Request examples `low` to `high`; earlier chunks are dropped."""
-        self._low, self._high = low, high
-        first = self._chunk_of(low)
-        self._open = {number: dataset for number, dataset in self._open.items() if number >= first}
-
-    def is_ready(self) -> bool:
-        """True if the requested examples are available."""
-        return self._high < self.num_known and self._missing() is None
-
-    def next_request(self, ahead: bool) -> ChunkRequest | None:
-        """The next chunk to make for the requested examples; with `ahead` also the one after them."""
-        if self._high < 0 and self._records:
-            return None  # a resumed run, whose position is not known yet
-        if self._high >= self.num_known:
-            number = len(self._records)
-        elif (missing := self._missing()) is not None:
-            number = missing
-        elif ahead and (following := self._chunk_of(self._high) + 1) not in self._open:
-            number = following
-        else:
-            return None
-        begin = self._records[number - 1].end if number else {}
-        return ChunkRequest(self.number, number, begin, again=number < len(self._records))
-
-    def _chunk_of(self, sample: int) -> int:
-        """The chunk of an example; beyond the known ones, the first that does not exist."""
+    def chunk_of(self, sample: int) -> int:
+        """The chunk of an example; for unknown ones, the first that does not exist."""
         return bisect_right(self._begins, sample) - 1
 
-    def _missing(self) -> int | None:
-        wanted = range(self._chunk_of(self._low), self._chunk_of(self._high) + 1)
+    def missing(self, low: int, high: int) -> int | None:
+        """The next chunk to make for examples `low` to `high`; None where all are available."""
+        if high >= self.num_known:
+            return len(self._records)
+        wanted = range(self.chunk_of(low), self.chunk_of(high) + 1)
         return next((number for number in wanted if number not in self._open), None)
+
+    def request(self, number: int) -> ChunkRequest:
+        """The request for a chunk, known or next."""
+        begin = self._records[number - 1].end if number else {}
+        return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:
         """Take a chunk and its examples. Raises UserError where it differs from what was made before."""
         record = ChunkRecord(len(dataset), len(chunk.tokens), chunk.end)
-        if number == len(self._records):
-            self._append(record)
-            _append_line(self._index, json.dumps({"chunk": number, **asdict(record)}))
-        elif record != self._records[number]:
-            raise UserError(
-                f"chunk {number} of stream {self.number} has {record.num_tokens} tokens and had "
-                f"{self._records[number].num_tokens}: the text has changed since; restore it, or remove "
-                f"{self.folder} and start a new --model_path"
-            )
-        if number >= self._chunk_of(self._low):
-            self._open[number] = dataset
+        with self._lock:
+            if number == len(self._records):
+                _append_line(self._index, json.dumps({"chunk": number, **asdict(record)}))
+                self._append(record)
+            elif record != self._records[number]:
+                raise UserError(
+                    f"chunk {number} of stream {self.number} differs from before: the text has changed since; restore "
+                    f"it, or remove {self.folder} and start a new --model_path"
+                )
+            if number >= self.chunk_of(self._low):
+                self._open[number] = dataset
 
     def locate(self, samples: np.ndarray) -> Iterable[tuple[np.ndarray, SampleDataset, np.ndarray]]:
         """For each chunk: indices into `samples` of those it holds, its dataset, and their numbers in it."""
@@ -165,7 +147,7 @@ def _append_line(path: Path, line: str) -> None:
 
 
 class ChunkFeed:
-    """Supplies streams with chunks: a thread and a worker process for each group of streams.
+    """Makes the chunks of streams in worker processes; each stream always uses the same one.
 
     Args:
         streams: all that this process reads.
@@ -179,90 +161,78 @@ class ChunkFeed:
     ):
         self.streams = {stream.number: stream for stream in streams}
         self._settings, self._build = settings, build
-        self._changed = threading.Condition()
-        self._stopped = False
+        self._errors: dict[Worker, Exception] = {}  # of workers that have ended
         self._workers = [Worker(work, settings) for _ in range(min(num_workers, len(streams)))]
-        self._serving = [
-            in_background(self._serve, worker, streams[number :: len(self._workers)])
-            for number, worker in enumerate(self._workers)
-        ]
-        for serving in self._serving:
-            serving.add_done_callback(self._notify)
+        locked_workers = [(worker, threading.Lock()) for worker in self._workers]
+        self._worker_of = {s.number: locked_workers[k % len(locked_workers)] for k, s in enumerate(streams)}
 
-    def _notify(self, _: Any) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def wait_for(self, wanted: dict[int, tuple[int, int]]) -> None:
+        """Wait for examples (first, last) of each stream number in `wanted`, and start the chunks after them.
 
-    def _serve(self, worker: Worker, streams: Sequence[ExampleStream]) -> None:
-        """Have one worker make the chunks of its streams, the most urgent first."""
+        Raises:
+            UserError, OSError: they cannot be made.
+        """
+        ranges = [(self.streams[number], *bounds) for number, bounds in wanted.items()]
+        for stream, low, _ in ranges:
+            stream.drop_before(low)
+        while missing := [(s, n) for s, low, high in ranges if (n := s.missing(low, high)) is not None]:
+            for stream, number in missing:
+                self._start(stream, number)
+            for stream, number in missing:
+                self._finish(stream, number)
+        self._check_rejected()
+        for stream, _, high in ranges:
+            following = stream.chunk_of(high) + 1
+            if stream.missing(high, high) is None and following not in stream._open:
+                self._start(stream, following)
 
-        def next_request() -> ChunkRequest | None:
-            candidates = (stream.next_request(ahead) for ahead in (False, True) for stream in streams)
-            return next((request for request in candidates if request), None)
+    def _start(self, stream: ExampleStream, number: int) -> None:
+        """Have a chunk made, unless it is in progress or has failed."""
+        before = stream.pending.get(number)
+        if before is None or (before.done() and before.exception() is None):
+            stream.pending[number] = in_background(self._make, stream, stream.request(number))
 
-        with worker:
+    def _make(self, stream: ExampleStream, request: ChunkRequest) -> None:
+        worker, lock = self._worker_of[stream.number]
+        with lock:
+            if worker in self._errors:
+                raise self._errors[worker]
             try:
-                while True:
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._stopped or next_request())
-                        if self._stopped:
-                            return
-                        request = next_request()
-                    self._fetch(worker, request)
+                chunk = worker.ask(request)
             except WorkerEnded as end:
-                raise OSError(
-                    f"the process that tokenizes ended with exit code {end.returncode} (-9: killed, often for want of "
-                    f"memory) at chunk {end.request.number} of stream {end.request.stream}; the same command "
-                    f"resumes from the last checkpoint"
-                ) from None
+                self._errors[worker] = OSError(
+                    f"the process that tokenizes ended with exit code {end.returncode} (-9: killed, often for lack of "
+                    f"memory) at chunk {request.number} of stream {request.stream}"
+                )
+                raise self._errors[worker] from None
+            except (UserError, OSError) as error:
+                self._errors[worker] = error
+                raise
+        stream.accept(request.number, chunk, self._build(chunk, request.stream, request.number))
 
-    def _fetch(self, worker: Worker, request: ChunkRequest) -> None:
-        chunk = worker.ask(request)
-        dataset = self._build(chunk, request.stream, request.number)
-        with self._changed:
-            self.streams[request.stream].accept(request.number, chunk, dataset)
-            self._check_rejected()
-            self._changed.notify_all()
+    def _finish(self, stream: ExampleStream, number: int) -> None:
+        future = stream.pending[number]
+        while not futures.wait([future], _PATIENCE).done:
+            logger.info("waiting for text: stream %d has %d examples", stream.number, stream.num_known)
+        future.result()
+        del stream.pending[number]
+        self._check_rejected()
 
     def _check_rejected(self) -> None:
-        limit, streams = self._settings.max_bad_lines, self.streams.values()
-        rejected, lines = sum(stream.rejected for stream in streams), sum(stream.lines for stream in streams)
+        limit = self._settings.max_bad_lines
+        rejected, lines = map(sum, zip(*(s.rejected_and_lines for s in self.streams.values()), strict=True))
         if rejected > allowed(limit, lines):
             raise UserError(
                 f"{too_many(limit, lines)}: {rejected} so far, listed in {rejected_path(self._settings.folder)}: "
                 f"fix them or allow more with --max_bad_lines"
             )
 
-    def wait_for(self, wanted: dict[int, tuple[int, int]]) -> None:
-        """Wait for examples (first, last) of each stream number in `wanted`.
-
-        Raises:
-            UserError, OSError: a worker cannot make them.
-        """
-        with self._changed:
-            for number, (low, high) in wanted.items():
-                self.streams[number].want(low, high)
-            self._changed.notify_all()
-            waiting = [self.streams[number] for number in wanted]
-            while not self._changed.wait_for(lambda: self._is_done(waiting), _PATIENCE):
-                slow = min(waiting, key=lambda stream: stream.num_known / stream.num_wanted)
-                logger.info(
-                    "waiting for text: stream %d is at example %d of %d", slow.number, slow.num_known, slow.num_wanted
-                )
-        for serving in self._serving:
-            if serving.done():
-                serving.result()
-
-    def _is_done(self, waiting: Sequence[ExampleStream]) -> bool:
-        return any(serving.done() for serving in self._serving) or all(stream.is_ready() for stream in waiting)
-
     def close(self) -> None:
         """Stop the workers, which are killed after some seconds."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        for worker, serving in zip(self._workers, self._serving, strict=True):
-            try:
-                serving.exception(timeout=_SECONDS_TO_STOP)
-            except futures.TimeoutError:
+        self._errors = dict.fromkeys(self._workers, OSError("the streams are closed"))
+        pending = [future for stream in self.streams.values() for future in stream.pending.values()]
+        is_stuck = bool(futures.wait(pending, _SECONDS_TO_STOP).not_done)
+        for worker in self._workers:
+            if is_stuck:
                 worker.kill()
+            worker.close()

@@ -11,12 +11,10 @@ common divisor of W and V; where W divides V no two workers read the same docume
     stream     0  1  2  3  0  1  2  3
     worker     0  1  0  1  0  1  0  1
 
-Each stream starts its next epoch, in another order, when its text is read, so there is no common epoch. Several texts
-in given proportions are mixed document by document within each stream (mixed.py). The last example of a chunk is short
-and padded; the next chunk begins with the next document, so nothing is dropped or read twice.
-
-`datasets.IterableDataset` is not used: its order depends on the number of workers, and its state restores no shuffle
-buffer (docs/log.md).
+Each stream starts its next epoch when its text is read, so there is no common epoch. Several texts are mixed document
+by document within each stream. The last example of a chunk is short and padded; the next chunk begins with
+the next document. `datasets.IterableDataset` is not used: its order depends on the number of workers, and its state
+restores no shuffle buffer (docs/log.md).
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, example_dataset
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
-from lm_experiments_tools.data.streaming.mixed import MixedPlan
-from lm_experiments_tools.data.streaming.text import StreamPlan
+from lm_experiments_tools.data.streaming.text import MixedPlan, StreamPlan
 from lm_experiments_tools.data.streaming.worker import Chunk, ChunkSettings
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
@@ -97,11 +94,8 @@ class StreamedDataset:
 
     Args:
         feed: its chunks.
-        fingerprint: of data, objective and seed.
-        num_streams: V.
-        arrange: (examples of a stream, its number) -> the examples grouped by length; None where all are of one
-            length. All streams have the same arrangement of short and long, so that a micro-batch, which takes rows
-            of all, is of similar length too.
+        arrange: (examples of a stream, its number) -> the examples grouped by length, in the same way for all streams;
+            None where all examples are of one length.
     """
 
     def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, arrange: Arrange | None) -> None:
@@ -112,11 +106,7 @@ class StreamedDataset:
         }
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of global samples int64[n] of this worker's streams, each [n, length]; waits until they are there.
-
-        Raises:
-            UserError, OSError: the text cannot be read or tokenized.
-        """
+        """Rows of global samples int64[n] of this worker's streams, each [n, length]; waits until they are ready."""
         streams, numbers = samples % self.num_streams, samples // self.num_streams
         wanted = {}
         for stream in np.unique(streams).tolist():
@@ -145,20 +135,11 @@ class StreamedDataset:
 
 
 class StreamLoader(TrainLoader):
-    """Batches of a `StreamedDataset`.
-
-    A seek waits for the chunks it lands in, and where the record of earlier ones is lost, for those too.
-    """
+    """Batches of a `StreamedDataset`. Raises RunError for a source that cannot be read, a full disk, a lost worker."""
 
     samples_per_epoch = None
 
     def _next_batch(self) -> dict[str, np.ndarray]:
-        """The rows at `consumed_samples`.
-
-        Raises:
-            UserError: the text asks for one, for example too many bad lines.
-            RunError: a source that cannot be read any more, a full disk, a worker that was killed.
-        """
         try:
             return super()._next_batch()
         except OSError as error:
@@ -175,22 +156,18 @@ class StreamLoader(TrainLoader):
 def streaming_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, model_kind: ModelKind
 ) -> tuple[StreamLoader, str]:
-    """The loader of `--streaming`, with the first text of this worker read and tokenized; and the objective, to log.
-
-    Every worker calls it.
+    """The loader of `--streaming` and its description. Collective; the first text is read and tokenized here.
 
     Raises:
-        UserError: an input that does not exist, cannot be read or holds no text, or settings the objective refuses.
+        UserError: an input that does not exist, cannot be read or is empty, or settings that the objective refuses.
     """
     plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
     streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.info(
-            "%d workers do not divide %d streams, so some text is read by several of them; --streams, in a new run, "
-            "sets another number (there are %d shards of text)",
+            "%d workers do not divide %d streams, so several of them read the same text (see --streams)",
             backend.world_size,
             plan.num_streams,
-            len(plan.shards),
         )
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
     loader = on_all(backend, lambda: _open(context, backend, plan, fingerprint, streams), takes_long=True)
@@ -247,13 +224,9 @@ def _arrangement(args: T5PretrainingArgs, num_streams: int, world_size: int) -> 
 
 
 def _open(
-    context: ObjectiveContext,
-    backend: Backend,
-    plan: StreamPlan | MixedPlan,
-    fingerprint: str,
-    streams: range,
+    context: ObjectiveContext, backend: Backend, plan: StreamPlan | MixedPlan, fingerprint: str, streams: range
 ) -> StreamLoader:
-    """Start the workers and wait for the first example of the first stream, which shows most of what can be wrong."""
+    """Start the workers and wait for the first examples, to find most errors here."""
     args, vocabulary = context.args, context.vocabulary
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -270,9 +243,10 @@ def _open(
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     arrange = _arrangement(args, plan.num_streams, backend.world_size)
     dataset = StreamedDataset(feed, fingerprint, plan.num_streams, arrange)
-    if not feed.streams[streams[0]].num_known:
+    unread = {number: (0, 0) for number, stream in feed.streams.items() if not stream.num_known}
+    if unread:
         try:
-            feed.wait_for({streams[0]: (0, 0)})
+            feed.wait_for(unread)
         except (UserError, OSError):
             feed.close()
             raise

@@ -1,14 +1,25 @@
 """The text of a streamed run: its shards are assigned to streams, which read them in an order fixed by the seed.
 
-Shards (parts of files, shards of a Hugging Face dataset) are assigned to V streams, anew in each epoch. Six shards of
-equal size in two streams:
+Shards (parts of files, shards of a Hugging Face dataset) are assigned to V streams, differently in each epoch. Six
+shards of equal size in two streams:
 
     epoch       0         1         2
     stream 0    4 1 3     0 4 2     5 3 0   ...
     stream 1    0 5 2     3 1 5     1 2 4   ...
 
-V depends on the data and on `--streams`, never on the number of workers. A stream, and each `Position` in it, is a
-function of (data, seed), whatever the speed of the source and whoever reads it.
+V depends on the data and on `--streams`, not on the number of workers. A stream, and each `Position` in it, is a
+function of (data, seed).
+
+Several texts (`--data_weights`, `--data_temperature` and so on) are mixed in each stream: the next document comes from
+the text with the largest deficit in bytes. The bytes read of each text are
+part of the position, so a mixture is a function of (data, settings, seed). Two texts of equal weights, with documents
+of 3 bytes (a) and of 1 byte (b):
+
+    bytes of a, b    0 0    3 0    3 1    3 2    3 3    6 3   ...
+    document         a      b      b      b      a      b     ...
+
+A text that cannot be balanced over V streams, such as one compressed file, has n, a divisor of V; V / n streams read
+all of each of them and use its documents in round robin, so that no document is in two streams.
 """
 
 import heapq
@@ -16,12 +27,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.records import (
@@ -33,6 +45,7 @@ from lm_experiments_tools.data.text.records import (
     no_documents,
     read_shard,
     too_many,
+    utf8_length,
 )
 from lm_experiments_tools.data.text.sources import Shard, file_stamp, plan_shards
 from lm_experiments_tools.errors import UserError
@@ -71,10 +84,10 @@ class StreamPlan:
 
     @classmethod
     def make(cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False) -> "StreamPlan":
-        """Cut the inputs, and choose the largest number of streams that are balanced.
+        """Cut the inputs into shards for as many balanced streams as possible.
 
-        It is at most `max_streams` (a divisor of it with `divisor`), and the largest stream has at most 1.1 times the
-        average. Raises UserError where an input does not exist or holds nothing.
+        Their number is at most `max_streams` (a divisor of it with `divisor`); the largest has at most 1.1 times the
+        average size. Raises UserError where an input does not exist or is empty.
         """
         shards = plan_shards(inputs)
         size = sum(shard.num_bytes for shard in shards)
@@ -86,23 +99,16 @@ class StreamPlan:
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
-        """The plan with the times of the files here, which may be copies.
-
-        Raises:
-            UserError: a file is missing here, or is of another size.
-        """
-        stamps: dict[str, tuple[int, int]] = {}
-        for shard in self.shards:
-            if shard.stamp is None or shard.path in stamps:
-                continue
-            found = file_stamp(shard.path) if os.path.exists(shard.path) else (-1, 0)
-            if found[0] != shard.stamp[0]:
-                here = f"{found[0]:,} bytes" if found[0] >= 0 else "missing"
+        """The plan with the times of the files here, which may be copies. Raises UserError where sizes differ."""
+        planned = {shard.path: shard.stamp for shard in self.shards if shard.stamp is not None}
+        stamps = {path: file_stamp(path) if os.path.exists(path) else (-1, 0) for path in planned}
+        for path, stamp in planned.items():
+            if stamps[path][0] != stamp[0]:
+                here = f"{stamps[path][0]:,} bytes" if stamps[path][0] >= 0 else "missing"
                 raise UserError(
-                    f"{shard.path} has {shard.stamp[0]:,} bytes where the run was planned and is {here} here: every "
-                    f"machine needs the same text, and nothing may write to it"
+                    f"{path} has {stamp[0]:,} bytes where the run was planned and is {here} here: every machine needs "
+                    "the same text"
                 )
-            stamps[shard.path] = found
         return replace(self, shards=tuple(replace(shard, stamp=stamps.get(shard.path)) for shard in self.shards))
 
     def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "StreamText":
@@ -157,20 +163,15 @@ def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
 
 
 class StreamText:
-    """Documents of one stream, endlessly.
+    """Documents of one stream, without end.
 
     Args:
-        text_key: of the text in a record.
         max_bad_lines: limit of rejected records of all streams.
         listed_in: the list of rejected records, for messages.
 
     Attributes:
         position: after the last document.
-        rejected: (file, record) of those rejected in epoch 0 so far.
-
-    Raises:
-        UserError: hopelessly many records are rejected in epoch 0; no document in as many shards in a row as exist.
-        OSError: a source cannot be read after several tries.
+        rejected: (file, record) of those rejected in epoch 0.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class StreamText:
         return no_documents(list(dict.fromkeys(shard.path for shard in self.plan.shards)), rejected)
 
     def _items(self, shard: Shard) -> Iterator[Record | Rejected]:
-        """The rest of a shard, each after the position has moved past it; reopened where a connection breaks."""
+        """The rest of a shard, reopened where a connection breaks; the position is after the yielded item."""
         waits = iter(_WAITS)
         while True:
             before = self.position.items
@@ -225,10 +226,7 @@ class StreamText:
                 wait = next(waits, None)
                 where = f"shard {shard.start} of {shard.path}, after {self.position.items:,} documents"
                 if wait is None:
-                    raise OSError(
-                        f"{where}: {error}; {len(_WAITS)} more tries did not help: when the network is back, the same "
-                        f"command resumes from the last checkpoint"
-                    ) from error
+                    raise OSError(f"{where}: {error}; {len(_WAITS)} more tries did not help") from error
                 logger.warning("%s: %s; trying again in %.0f s", where, error, wait)
                 time.sleep(wait)
 
@@ -251,3 +249,129 @@ class StreamText:
                 f"stream {self.stream} has {too_many(self._max_bad_lines, position.lines)}, the first is {self._first}"
                 f"; they are listed in {self._listed_in}: fix them or allow more with --max_bad_lines"
             )
+
+
+# ---- several texts in given proportions ----
+
+
+@dataclass(frozen=True)
+class TextPosition:
+    """A position in one text of a stream: documents read so far, and bytes of those that were used."""
+
+    position: Position = field(default_factory=Position)
+    documents: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class MixedPosition:
+    """A position in a stream of several texts; `rejected` and `lines` as in `Position`."""
+
+    texts: tuple[TextPosition, ...]
+    rejected: int = 0
+    lines: int = 0
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """Several texts read by the same streams, and their fractions of the bytes."""
+
+    plans: tuple[StreamPlan, ...]
+    shares: tuple[float, ...]
+    num_streams: int
+
+    @classmethod
+    def make(
+        cls,
+        inputs: Sequence[str],
+        num_streams: int,
+        seed: int,
+        *,
+        weights: Sequence[float] | None,
+        blending: str,
+        maximum: float | None,
+        temperature: float,
+    ) -> "MixedPlan":
+        """Plan each of the inputs; the other arguments are those of `MixtureDataset`, with sizes in bytes of files."""
+        seeds = [stream_key(seed, f"text {number}") for number in range(len(inputs))]
+        plans = [StreamPlan.make([path], num_streams, s, True) for path, s in zip(inputs, seeds, strict=True)]
+        rates = np.array(weights or [1.0] * len(plans), np.float64)
+        if blending == "proportional":
+            _check_sizes(inputs, plans)
+            sizes = [sum(shard.num_bytes for shard in plan.shards) for plan in plans]
+            rates = mixing_rates(sizes, rates, maximum, temperature)
+        return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Shards of all texts."""
+        return tuple(shard for plan in self.plans for shard in plan.shards)
+
+    def on_this_machine(self) -> "MixedPlan":
+        """See `StreamPlan.on_this_machine`."""
+        return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
+
+    def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
+        """The text of a stream from a `MixedPosition` ({}: the start)."""
+        texts = begin.get("texts", [{"position": {}}] * len(self.plans))
+        positions = [TextPosition(**{**text, "position": Position(**text["position"])}) for text in texts]
+        return MixedText(self, stream, MixedPosition(**{**begin, "texts": tuple(positions)}), **options)
+
+    def identity(self) -> list[Any]:
+        """`StreamPlan.identity`, number of streams and seed of each text, and the fractions."""
+        return [[plan.identity(), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
+
+    def describe(self) -> str:
+        """Shares and size, for the log."""
+        shares = " : ".join(f"{share:.2%}" for share in self.shares)
+        return f"mixed {shares} of their bytes, {len(self.shards)} shards in {self.num_streams} streams"
+
+
+def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
+    """Refuse proportions by sizes that are unknown or not comparable."""
+    remedy = "give the shares by --data_blending megatron and --data_weights"
+    compressed = [{shard.end is None for shard in plan.shards} for plan in plans]
+    for path, plan, kinds in zip(inputs, plans, compressed, strict=True):
+        if any(shard.kind == "dataset" for shard in plan.shards):
+            raise UserError(f"how much text {path} has is not known while it is streamed: {remedy}")
+        if kinds != compressed[0] or len(kinds) > 1:
+            files = path if len(kinds) > 1 else f"{inputs[0]} and {path}"
+            raise UserError(f"of the files of {files} only some are compressed, so sizes do not compare: {remedy}")
+
+
+class MixedText:
+    """Documents of one stream, without end; `position` and `rejected` are as in `StreamText`."""
+
+    def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **options: Any):
+        self.position, self.rejected = position, []
+        self._shares = np.array(plan.shares)
+        self._texts = [
+            StreamText(part, stream % part.num_streams, text.position, **options)
+            for part, text in zip(plan.plans, position.texts, strict=True)
+        ]
+        # for each text: number of streams that read its documents in round robin, and the index of this one
+        self._sharing = [(plan.num_streams // p.num_streams, stream // p.num_streams) for p in plan.plans]
+
+    def __iter__(self) -> Iterator[Record]:
+        endless = [iter(text) for text in self._texts]
+        num_bytes = np.array([text.num_bytes for text in self.position.texts])
+        while True:
+            number = int((self._shares * max(int(num_bytes.sum()), 1) - num_bytes).argmax())
+            yield self._take(number, endless[number])
+            num_bytes[number] = self.position.texts[number].num_bytes
+
+    def _take(self, number: int, documents: Iterator[Record]) -> Record:
+        """The next document of a text that belongs to this stream; moves the position past it."""
+        text, (num_sharing, index), before = self._texts[number], self._sharing[number], self.position.texts[number]
+        known, seen = len(text.rejected), before.documents
+        while True:
+            document, seen = next(documents), seen + 1
+            if (seen - 1) % num_sharing == index:
+                break
+        new = [] if index else text.rejected[known:]  # one of the streams lists them
+        self.rejected += new
+        texts = list(self.position.texts)
+        texts[number] = TextPosition(text.position, seen, before.num_bytes + utf8_length(document.value))
+        lines = self.position.lines + (0 if index else text.position.lines - before.position.lines)
+        self.position = MixedPosition(tuple(texts), self.position.rejected + len(new), lines)
+        return document

@@ -1,7 +1,6 @@
-"""The process that tokenizes for a streamed run: it makes chunks of tokens of the streams that are requested.
+"""The process that tokenizes for a streamed run: it makes chunks of tokens of the requested streams.
 
-It imports neither torch nor TensorFlow. A chunk ends at a recorded position of its stream, from which the next one can
-be made by itself.
+It does not import torch. A chunk ends at a recorded position of its stream, from which the next one can be made.
 """
 
 import json
@@ -13,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.streaming.mixed import MixedPlan, MixedText
-from lm_experiments_tools.data.streaming.text import StreamPlan, StreamText
+from lm_experiments_tools.data.streaming.text import MixedPlan, MixedText, StreamPlan, StreamText
 from lm_experiments_tools.data.text.records import Rejected, utf8_length
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.data.workers import Caller
 
 FIRST_CHUNK = 1 << 15  # tokens: some hundred KB of text of each stream, and training begins
 LARGEST_CHUNK = 1 << 20
-_BATCH_BYTES = 1 << 16  # text per call into the vocabulary: little, so that the first chunk is there soon
+_BATCH_BYTES = 1 << 16  # text per call into the vocabulary: small, so that the first chunk is ready soon
 
 
 def chunk_tokens(number: int) -> int:
@@ -67,27 +65,20 @@ class StreamTokens:
     """Token ids of the documents of one stream; `position` is after the last document returned."""
 
     def __init__(self, text: StreamText | MixedText, encoder: TextEncoder):
-        self._text, self._encoder = text, encoder
+        self.text, self._encoder = text, encoder
         self._encoded = self._encode()
         self.position = text.position
-        self._first = self._taken = text.position.rejected
 
     def next_document(self) -> np.ndarray:
         """Ids of the next document. Raises as `StreamText`."""
         ids, self.position = next(self._encoded)
         return ids
 
-    def take_rejected(self, read_ahead: bool = False) -> list[tuple[str, Rejected]]:
-        """Records rejected before `position` (with `read_ahead`, of all that was read) since the last call."""
-        begin, self._taken = self._taken, self.position.rejected
-        end = None if read_ahead else self._taken - self._first
-        return self._text.rejected[begin - self._first : end]
-
     def _encode(self) -> Iterator[tuple[np.ndarray, Any]]:
         texts, positions, size = [], [], 0
-        for document in self._text:
+        for document in self.text:
             texts.append(document.value)
-            positions.append(self._text.position)
+            positions.append(self.text.position)
             size += utf8_length(document.value)
             if size >= _BATCH_BYTES:
                 yield from zip(self._encoder.encode_texts(texts), positions, strict=True)
@@ -104,15 +95,17 @@ class ChunkMaker:
     def make(self, request: ChunkRequest) -> Chunk:
         """The chunk. Raises as `StreamText`."""
         stream, documents, size = self._stream_at(request), [], 0
-        finished = False
+        rejected, before, finished = stream.text.rejected, stream.position.rejected, False
         try:
             while size < chunk_tokens(request.number):
                 documents.append(stream.next_document())
                 size += len(documents[-1])
             finished = True
         finally:
+            num_rejected = stream.position.rejected - before if finished else len(rejected)  # else all read ahead
             if not request.again:
-                self._list(stream.take_rejected(read_ahead=not finished))
+                self._list(rejected[:num_rejected])
+            del rejected[:num_rejected]
             if not finished:
                 del self._streams[request.stream]
         end = json.loads(json.dumps(asdict(stream.position)))  # as the stream's index returns it

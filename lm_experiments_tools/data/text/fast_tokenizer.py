@@ -28,7 +28,7 @@ class FastTokenizer:
     Attributes:
         settings: `content`, parsed.
         kind: of its model: BPE, WordPiece, Unigram, WordLevel.
-        pieces: piece -> id.
+        pieces: subword -> id.
         size: every id is below this (a vocabulary may have unused ids).
         special_ids: of its special tokens.
     """
@@ -49,10 +49,7 @@ class FastTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self, *facts: Any) -> str:
-        """sha256 of all that decides the ids (pieces, normalization, model) and of further facts, as JSON takes them.
-
-        Settings that are not set are left out, so that a release that knows more of them changes no hash.
-        """
+        """sha256 of all that decides the ids (subwords, normalization, model) and of `facts`."""
         parts = {part: self.settings[part] for part in ("normalizer", "pre_tokenizer", "model")}
         if isinstance(parts["model"].get("vocab"), dict):  # in arbitrary order; the pieces are listed below
             parts["model"] = {key: value for key, value in parts["model"].items() if key != "vocab"}
@@ -62,10 +59,9 @@ class FastTokenizer:
 
     @cached_property
     def starts_word(self) -> np.ndarray | None:
-        """bool[size]: True where a piece begins a word, and for unused ids; None where pieces do not mark that.
+        """bool[size]: True where a subword begins a word, and for unused ids; None where that is not marked.
 
-        WordPiece marks the other pieces with "##"; SentencePiece and byte-level BPE mark the beginnings with the space
-        before them (so the first word of a text may have no mark).
+        WordPiece marks the other subwords with "##"; SentencePiece and byte-level BPE mark the space before a word.
         """
         is_wordpiece, starts = self.kind == "WordPiece", np.ones(self.size, bool)
         mark = self.settings["model"]["continuing_subword_prefix"] if is_wordpiece else self._word_mark
@@ -87,11 +83,7 @@ class FastTokenizer:
 
 
 def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], remedy: str) -> PreTrainedTokenizerBase:
-    """The fast tokenizer that `load` returns; `what` names it in messages.
-
-    Raises:
-        UserError: it cannot be read, encodes in Python alone, or has no vocabulary.
-    """
+    """The fast tokenizer that `load` returns; `what` names it in messages. Raises UserError if it cannot be used."""
     try:
         pretrained = load()
     except UserError:
@@ -101,17 +93,11 @@ def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], reme
     if pretrained.__class__.__name__ == "ByT5Tokenizer":
         return pretrained
     if not pretrained.is_fast:
-        raise UserError(
-            f"{what} is a {type(pretrained).__name__}, which runs in Python alone and is too slow for a corpus: give "
-            "a tokenizer that has a tokenizer.json"
-        )
+        raise UserError(f"{what} is a {type(pretrained).__name__} in Python: give one that has a tokenizer.json")
     special = {index for index, token in pretrained.added_tokens_decoder.items() if token.special}
     pieces = pretrained.get_vocab().items()  # transformers makes T5's of a config alone, with the mark of a space
     if not any(index not in special and piece.strip("".join(WORD_MARKS)) for piece, index in pieces):
-        raise UserError(
-            f"{what} has no tokens but special ones, so that every word would be {pretrained.unk_token}: save the "
-            "tokenizer there too, or give another folder"
-        )
+        raise UserError(f"{what} has no tokens but special ones: save the tokenizer there too")
     return pretrained
 
 

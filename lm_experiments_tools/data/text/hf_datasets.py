@@ -37,7 +37,7 @@ def class_names(features: Mapping[str, Any] | None) -> dict[str, list[str]]:
 
 @lru_cache(maxsize=16)  # to find the files of a dataset on the hub takes seconds, and each shard would pay for it
 def load_streaming(item: str, column: str = "") -> Any:
-    """The `datasets.IterableDataset`; of Parquet files `column` alone where one is named, so that others may differ.
+    """The `datasets.IterableDataset`; of Parquet files only `column` where one is named, so that others may differ.
 
     Raises:
         UserError: the package is not installed, or there is no such dataset, configuration or split, or no network.
@@ -45,10 +45,7 @@ def load_streaming(item: str, column: str = "") -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            f"{item} is neither a file nor a folder of text, and to read it as a Hugging Face dataset the datasets "
-            f"package is needed: pip install datasets"
-        ) from None
+        raise UserError(f"to read {item} as a Hugging Face dataset: pip install datasets") from None
     name, config, split = split_name(item)
     try:
         builder = datasets.load_dataset_builder(*_source(item), **_files(item))
@@ -59,11 +56,7 @@ def load_streaming(item: str, column: str = "") -> Any:
     except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such config or split, or a script
         if os.path.isfile(name):
             raise UserError(f"{item} is damaged or not of its ending ({first_line(error)}): copy it again") from None
-        kind = "a folder" if os.path.isdir(name) else "neither a file nor a folder here"
-        raise UserError(
-            f"{item} is {kind}, and as a Hugging Face dataset (name[:config][:split]) it cannot be loaded: "
-            f"{first_line(error)}"
-        ) from None
+        raise UserError(f"the Hugging Face dataset {item} cannot be loaded: {first_line(error)}") from None
 
 
 def _source(item: str) -> tuple[str, str | None]:
@@ -82,7 +75,7 @@ def num_shards(item: str) -> int:
 
 
 def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[dict[str, Any]]:
-    """Rows of one shard in order, from row `skip` on; of `column` alone where the dataset is known to have it.
+    """Rows of one shard in order, from row `skip` on; only `column` where the dataset has it.
 
     Raises:
         UserError: the shard is damaged.
@@ -103,11 +96,7 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
 
 
 def identity(item: str, *, with_times: bool = False) -> list[str]:
-    """Identity of a dataset: the files of its split, with their revision on the hub or their size and ends here.
-
-    Args:
-        with_times: also the modification times of local files, which copies on other machines need not share.
-    """
+    """Files of the split: with their revision on the hub; local ones with size, ends and, if requested, times."""
     import datasets
 
     split = split_name(item)[2]

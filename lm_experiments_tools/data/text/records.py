@@ -1,12 +1,9 @@
-"""Records of text: `records` reads them from any input, `RejectedRecords` is the policy for those that are unusable.
+"""Records of text: `records` reads them from any input, `RejectedRecords` counts, lists and limits unusable ones.
 
 A record is a line of a JSON-lines file, a block of lines of a text file (blank lines separate them), or a row of a
-Hugging Face dataset (sources.py lists the inputs). Unusable ones (broken JSON, a missing key, a number in place of
-text, invalid UTF-8, a document too large for memory, ...) are never dropped silently: they come out as `Rejected`.
-Blank lines of JSON-lines files and a UTF-8 byte order mark are skipped.
-
-By default 100 records may be rejected, or 0.1 % of those read if that is more, so that the limit suits a corpus of any
-size. Records with an empty text are left out too, but no limit counts them: they are no sign of damage.
+Hugging Face dataset (sources.py lists the inputs). Unusable ones (broken JSON, a missing key, invalid UTF-8, ...) come
+out as `Rejected`. By default 100 may be rejected, or 0.1 % of those read if that is more. Records with an empty text
+are left out without a limit.
 """
 
 import json
@@ -38,7 +35,7 @@ _EXCERPT = 1000  # characters of a rejected record in the list, enough to recogn
 
 
 class Record(NamedTuple):
-    """Text, or all fields of a record, and the file and line where it starts (for a dataset: row of the shard).
+    """Text, or all fields of a record, with the file and line where it starts (for a dataset: row of the shard).
 
     `raw` is the JSON line, empty for other kinds.
     """
@@ -91,13 +88,12 @@ class RejectedRecords:
 
     Args:
         limit: how many may be rejected; None: see `allowed`.
-        path: JSON lines (`file`, `line`, `reason`, `content`); written only if there are any. An earlier list is
-            removed. None: they are only counted.
+        path: JSON lines (`file`, `line`, `reason`, `content`), written if there are any; None: they are only counted.
 
     Attributes:
         count, lines: rejected records, and all records read.
-        first: "place: reason" of the first one, or "".
-        num_empty: empty records, counted apart.
+        first: "file:line: reason" of the first one, or "".
+        num_empty: empty records, not in `count`.
         names_key_flag: True where --text_key names the key of the text.
     """
 
@@ -141,10 +137,7 @@ class RejectedRecords:
         message = f"{too_many(self.limit, self.lines)}: {self.count} so far, the first is {self.first}"
         if self.path is None:
             return UserError(message)
-        key = ", name the key that holds the text" if f": {NO_KEY} " in self.first else ""
-        return UserError(
-            f"{message}; they are listed in {self.path}: fix them{key} or allow more with --max_bad_lines"
-        )
+        return UserError(f"{message}; they are listed in {self.path}: fix them or allow more with --max_bad_lines")
 
     def close(self) -> None:
         """Close the file."""
@@ -157,15 +150,12 @@ class RejectedRecords:
 
 def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     """The error for inputs without a single document."""
-    listed = f"; all are listed in {rejected.path}" if rejected.path and rejected.first else ""
-    details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
+    details = f" (the first: {rejected.first}; see {rejected.path})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
     lacks_key = rejected.names_key_flag and f": {NO_KEY} " in rejected.first
     remedy = ": name the key of the text by --text_key" if lacks_key else ""
-    return UserError(
-        f"there is no document in {list_inputs(inputs)}: {rejected.count} bad lines{empty} and nothing else"
-        f"{details}{remedy}"
-    )
+    found = f"{rejected.count} bad lines{empty} and nothing else"
+    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{remedy}")
 
 
 def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
@@ -174,10 +164,10 @@ def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) ->
     Args:
         paths: files, folders and datasets (see sources.py).
         key: of the text, which is a record's value; None: its value is a dict of all fields.
-        rejected: takes the records that cannot be used.
+        rejected: counts the records that cannot be used.
 
     Raises:
-        UserError: an input cannot be read, no record of it can be used, or more are rejected than allowed.
+        UserError: an input cannot be read, no record of it can be used, or too many are rejected.
     """
     found = False
     for shard in plan_shards(paths, shard_bytes=sys.maxsize):
@@ -201,7 +191,7 @@ def read_shard(
 ) -> Iterator[Record | Rejected]:
     """The records of a shard in order, from item `skip` on. Lines count from 1 at the start of the shard.
 
-    `key` is as in `records`; records of more than `max_bytes` (None: MAX_DOCUMENT_BYTES) are rejected.
+    `key` is as in `records`; longer records than `max_bytes` (None: MAX_DOCUMENT_BYTES) are rejected.
     """
     if shard.kind == "dataset":
         return _dataset_records(shard, key, skip)
@@ -331,8 +321,7 @@ def _dataset_records(shard: Shard, key: str | None, skip: int) -> Iterator[Recor
 def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
     """(line number, bytes) of a byte range or of a whole compressed file.
 
-    A line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) is cut one byte after that. Raises UserError for a
-    damaged compressed file, and for one that has changed since the shard was planned.
+    A line longer than `max_bytes` is cut one byte after that. Raises UserError for a damaged or changed file.
     """
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     number, position = 0, shard.start
@@ -363,10 +352,7 @@ def lines_before(shard: Shard) -> int:
 
 
 def locate(shard: Shard, rejected: Rejected) -> tuple[str, Rejected]:
-    """The file of a rejected record, and the record with its line in that file.
-
-    Lines count from the start of the shard where the file before it is too large to count them.
-    """
+    """The file of a rejected record, and the record with its line in that file (in a large file: in its shard)."""
     if shard.kind == "dataset":
         return f"{shard.path}, shard {shard.start}", rejected
     if shard.start > _MAX_COUNTED_BYTES:

@@ -143,30 +143,19 @@ class SentencePieceVocabulary(Vocabulary):
         """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids.
 
         A T5Tokenizer where that encodes as the model does, else a plain fast tokenizer (BPE, byte fallback, other
-        normalization). Raises UserError if neither does, the sentinels are not the last ids in descending order, or
-        transformers is not installed.
+        normalization). Raises UserError if neither does, or the sentinels are not the last ids in descending order.
         """
-        try:
-            from transformers import T5Tokenizer
-        except ImportError as error:
-            raise UserError(f"saving a tokenizer needs transformers, which cannot be imported ({error})") from None
+        from transformers import T5Tokenizer
+
         if not np.array_equal(self.sentinel_ids, self.size - 1 - np.arange(self.num_sentinels)):
-            raise UserError(
-                f"vocabulary {self.path} has its sentinels elsewhere than at its last {self.num_sentinels} ids, "
-                f"where a Hugging Face T5 tokenizer has to have them; train one with `lmtools vocab`"
-            )
+            raise UserError(f"the sentinels of vocabulary {self.path} are not its last ids, as T5Tokenizer needs")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         model = _parse_model(self.path, self._content)
         del model.pieces[self.size - self.num_sentinels :]  # as in Google's: T5Tokenizer adds `extra_ids` of its own
         (directory / "spiece.model").write_bytes(model.SerializeToString())
-        config = {
-            "tokenizer_class": "T5Tokenizer",
-            "extra_ids": self.num_sentinels,
-            "pad_token": "<pad>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-        }
+        config = {"tokenizer_class": "T5Tokenizer", "extra_ids": self.num_sentinels}
+        config |= {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
         # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
@@ -175,11 +164,7 @@ class SentencePieceVocabulary(Vocabulary):
             (directory / "spiece.model").unlink()
             tokenizer = self._fast_tokenizer(model)
         if difference := self._first_difference(tokenizer):
-            raise UserError(
-                f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer, which checkpoints need: "
-                f"{difference}. Train a unigram or BPE vocabulary without special handling of white space, for "
-                "example by `lmtools vocab`"
-            )
+            raise UserError(f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer: {difference}")
         tokenizer.save_pretrained(str(directory))
 
     def _first_difference(self, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -8,8 +8,7 @@
 | a folder | all of the above in it, recursively, in sorted order; links are followed, no file is read twice |
 | `.parquet`, `.arrow`, a folder of these, `name[:config][:split]` | a Hugging Face dataset, streamed |
 
-Hidden files and this program's own output (token files, rejected records, the shards of an interrupted tokenization)
-are never input, so an output may be written into the folder of its text.
+Hidden files and this program's own output are never input.
 """
 
 import bz2
@@ -70,13 +69,8 @@ class Shard:
 
     def check_unchanged(self) -> None:
         """Raise UserError where the file has changed since the shard was planned."""
-        if self.stamp is None or (found := file_stamp(self.path)) == self.stamp:
-            return
-        sizes = f"{self.stamp[0]:,} bytes then, {found[0]:,} now" if found[0] != self.stamp[0] else "of the same size"
-        raise UserError(
-            f"{self.path} was changed while it was being read ({sizes}), so old and new text would be mixed. Wait "
-            f"until nothing writes to it and start again."
-        )
+        if self.stamp is not None and file_stamp(self.path) != self.stamp:
+            raise UserError(f"{self.path} was changed while it was being read; wait until nothing writes to it.")
 
 
 def file_stamp(path: str) -> tuple[int, int]:
@@ -94,8 +88,7 @@ def whole_file(path: str, kind: str = "json") -> Shard:
 def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shards: int | None = None) -> list[Shard]:
     """Cut the inputs into shards of about `shard_bytes` (None: a 64th of all, from 2 to 64 MB), in reading order.
 
-    Shards are larger where there would be more than `max_shards`. Plain files are cut at document boundaries. The plan
-    depends on the inputs alone. Raises UserError as `find_files`.
+    Shards are larger where there would be more than `max_shards`. Plain files are cut at document boundaries.
     """
     files = find_files(inputs)
     stamps = {path: file_stamp(path) for path, kind in files if kind != "dataset"}
@@ -149,18 +142,14 @@ def endings(path: str) -> tuple[str, str]:
 
 
 def check_readable(path: str) -> None:
-    """Refuse a file whose compression needs a package that is not installed."""
+    """Refuse a zstd file where pyarrow is missing."""
     if endings(path)[1] == ".zst" and find_spec("pyarrow") is None:
         raise UserError(f"{path} is compressed by zstd, which pyarrow reads: pip install pyarrow, or decompress it")
 
 
 @contextmanager
 def open_decompressed(path: str) -> Iterator[BinaryIO]:
-    """Bytes of a file, decompressed according to its suffix.
-
-    Raises:
-        EOFError: the compressed data is damaged or truncated.
-    """
+    """Bytes of a file, decompressed by its suffix. Raises EOFError for damaged compressed data."""
     compression = endings(path)[1]
     try:
         if compression == ".zst":
@@ -186,8 +175,7 @@ def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
     """(path, kind) of all files and of the datasets by name, which are not opened; kind: json, text or dataset.
 
     Raises:
-        UserError: an input does not exist or is of an unknown kind, a file would be read twice, most of a folder
-            cannot be read, or there is nothing to read at all.
+        UserError: an input that does not exist, is unreadable, empty or named twice.
     """
     found = [_resolve(os.fspath(item)) for item in inputs]
     _check_disjoint(inputs, found)
@@ -214,38 +202,27 @@ def _warn_of_one_block(path: str) -> None:
     except (OSError, EOFError):  # reported where the file is read
         return
     if len(lines) > _PROBED_LINES and all(line.strip() for line in lines[:_PROBED_LINES]):
-        _warn_once(
-            f"{path} has no blank line in its first {_PROBED_LINES:,} lines, which are one document: put a blank line "
-            "between documents, or write one JSON line for each"
-        )
+        _warn_once(f"{path} has no blank line in its first {_PROBED_LINES:,} lines, which are one document")
 
 
 def _check_disjoint(inputs: Sequence[str], found: Sequence[list[tuple[str, str]]]) -> None:
     """Refuse a file or dataset that two inputs name: its documents would be read twice."""
-    first: dict[object, tuple[int, str]] = {}
+    first: dict[object, int] = {}
     for number, files in enumerate(found):
         for path, _ in files:
             status = os.stat(path) if os.path.exists(path) else None
-            identity = (status.st_dev, status.st_ino) if status else path
-            other, name = first.setdefault(identity, (number, path))
+            other = first.setdefault((status.st_dev, status.st_ino) if status else path, number)
             if other != number:
-                also = f", there as {name}" if name != path else ""
-                raise UserError(
-                    f"{path} is named twice, by the inputs {inputs[other]} and {inputs[number]}{also}: its documents "
-                    f"would be read twice; name it once"
-                )
+                raise UserError(f"{path} is named twice, by the inputs {inputs[other]} and {inputs[number]}")
 
 
 def _resolve(item: str) -> list[tuple[str, str]]:
     if os.path.isdir(item):
         return _files_in(item)
     if os.path.exists(item):
-        if not os.path.isfile(item):
-            raise UserError(f"{item} is neither a regular file nor a folder; write its text to a file first")
         kind = "dataset" if hf_datasets.is_data_file(item) else _kind(item)
-        if not kind:
-            readable = f"{READABLE}, {', '.join(hf_datasets.DATA_SUFFIXES)}"
-            raise UserError(f"{item} is none of {readable}; rename or convert it")
+        if not kind or not os.path.isfile(item):
+            raise UserError(f"{item} is no file of {READABLE}, {', '.join(hf_datasets.DATA_SUFFIXES)}")
         return [(item, kind)]
     if os.path.isdir(hf_datasets.split_name(item)[0]):
         return [(item, "dataset")]  # folder:config:split
@@ -325,13 +302,13 @@ def _report_skipped(folder: str, files: Sequence[str], others: Sequence[str]) ->
     skipped, read = sum(sizes.values()), sum(map(os.path.getsize, files))
     kinds = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in sizes)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_MAX_LISTED))
-    what = f"{len(sizes)} files of {human_bytes(skipped)} ({named}{', ...' if len(kinds) > _MAX_LISTED else ''})"
+    what = f"folder {folder}: {len(sizes)} files of {human_bytes(skipped)} ({named})"
     if skipped > read:
         raise UserError(
-            f"most of folder {folder} cannot be read: {what} are none of {READABLE}, beside {len(files)} files of "
-            f"{human_bytes(read)} that are: name the files to read themselves, convert the others or move them away"
+            f"most of {what} cannot be read, {len(files)} of {human_bytes(read)} can: name the files to read, convert "
+            "the others or move them away"
         )
-    _warn_once(f"folder {folder}: {what} are passed over, {len(files)} of {human_bytes(read)} are read")
+    _warn_once(f"{what} are passed over, {len(files)} of {human_bytes(read)} are read")
 
 
 @cache  # several plans may be made of the same inputs

@@ -23,7 +23,7 @@ import tokenizers
 
 from lm_experiments_tools.data.text.fast_tokenizer import WORD_MARKS, FastTokenizer, open_pretrained
 from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,15 +41,10 @@ _NAMES = {
 }
 _SENTINELS = "<extra_id_{}>"
 _UNUSED = ("<unused{}>", "[unused{}]")
-_RARE = "\U00013080"  # a hieroglyph
 
 
 def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or of a tokenizer.json; that of its folder where the files next to it specify more.
-
-    Raises:
-        UserError: it cannot be read, or encodes in Python alone.
-    """
+    """The tokenizer of a folder, or of a tokenizer.json and the files next to it. Raises UserError."""
     from transformers import AutoTokenizer, BertTokenizerFast
 
     folder = path if path.is_dir() else path.parent
@@ -112,18 +107,10 @@ class TokenizersVocabulary(Vocabulary):
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> TokenizersVocabulary:
-        """The vocabulary of a tokenizer of transformers.
-
-        Raises:
-            UserError: it has no token that ends a text, or fails at unknown characters.
-        """
-        _check_unknown(pretrained, path)
+        """The vocabulary of a tokenizer of transformers. Raises UserError if no token ends a text."""
         eos = pretrained.eos_token_id if pretrained.eos_token_id is not None else pretrained.sep_token_id
         if eos is None:
-            raise UserError(
-                f"vocabulary {path} has no token that ends a text (eos_token, sep_token): name one in its "
-                f"tokenizer_config.json, or give one of {', '.join(_NAMES['eos_token'] + _NAMES['sep_token'])} to it"
-            )
+            raise UserError(f"vocabulary {path} has no eos_token or sep_token: set one in its tokenizer_config.json")
         pad, unk = pretrained.pad_token_id, pretrained.unk_token_id
         roles = {
             "pad": eos if pad is None else pad,
@@ -180,34 +167,14 @@ class TokenizersVocabulary(Vocabulary):
         pretrained = self._pretrained or read_pretrained(self.path)
         pretrained.save_pretrained(str(directory))
         if Vocabulary.load(directory).identity != self.identity:
-            raise UserError(
-                f"vocabulary {self.path}: transformers reads other ids from the copy that it saved to {directory}; "
-                "save the tokenizer by this version of transformers first, and give that folder"
-            )
+            raise UserError(f"vocabulary {self.path}: its copy saved to {directory} gives other ids")
 
     def __reduce__(self) -> tuple:
         return TokenizersVocabulary, (self.path, self._tokenizer.content, self._roles, self.sentinel_ids)
 
 
-def _check_unknown(pretrained: PreTrainedTokenizerBase, path: Path) -> None:
-    """Refuse a tokenizer that fails at an unknown character, and warn of one that drops it."""
-    try:
-        found = pretrained.backend_tokenizer.encode(_RARE, add_special_tokens=False).ids
-    except Exception as error:  # tokenizers raises plain ones
-        raise UserError(
-            f"vocabulary {path} has no token for what it does not know, and ends at the first such word "
-            f"({first_line(error)}): give it an unk_token in its model"
-        ) from error
-    if not found:
-        logger.warning("vocabulary %s has no token for characters that it does not know, and leaves them out", path)
-
-
 def _without_forged(tokenizer: FastTokenizer, special: set[int]) -> FastTokenizer:
-    """The tokenizer, or one of the same ids that does not find its special tokens in text.
-
-    With `encode_special_tokens` they are text for the model. Unigram and word-level models may have them among their
-    pieces and find "</s>" in a text, so there they get names that no text has.
-    """
+    """The tokenizer, or one of the same ids that does not find its special tokens in text."""
     pieces = [piece for piece, i in tokenizer.pieces.items() if i in special]
     probes = [text for piece in pieces for text in (piece, f"a{piece}b", f"a {piece} b")]
     if all(special.isdisjoint(ids) for ids in tokenizer.encode_batch(probes)):

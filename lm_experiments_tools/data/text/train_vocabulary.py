@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.text.records import (
-    NO_LIMIT,
-    Record,
-    RejectedRecords,
-    locate,
-    no_documents,
-    read_shard,
-)
+from lm_experiments_tools.data.text.records import NO_LIMIT, Record, RejectedRecords, locate, no_documents, read_shard
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
@@ -40,9 +33,7 @@ _SHARD_BYTES = 1 << 18  # of text, the sample is made of such
 _MAX_SHARDS = 4096  # to choose from; those of more than 1 GB of text are larger, and their beginnings are sampled
 _MIN_FREQUENCY = 2  # of a pair of pieces to be merged
 _MAX_ALPHABET = 1000  # characters; a word with another one is [UNK]
-# A constant, because the sums of the EM steps, and so the pieces, depend on it; one, because more do not pay: 8000
-# pieces from 6 MB took 4.5 s of CPU with 1 thread, 7 to 10 s with 2 and 5 s with 4.
-_THREADS = 1
+_THREADS = 1  # a constant, because the subwords depend on it; more are not faster
 
 
 @dataclass(frozen=True)
@@ -67,19 +58,17 @@ def train_vocab(
 ) -> VocabSummary:
     """Write a unigram `.model` of exactly `size` ids, sentinels included; the same inputs give the same file.
 
-    The sample is made of shards of the inputs in a fixed random order, until it has `sample_bytes` of text: a large
-    corpus is not read whole. Bad lines are skipped (tokenization reports them).
+    The sample is made of shards of the inputs in a fixed random order, until it has `sample_bytes` of text. Bad lines
+    are skipped.
 
     Raises:
-        UserError: an input cannot be read or holds no document; `size` is too small, or too large for this much text.
+        UserError: no document, or a `size` that is too small, or too large for this much text.
     """
     num_pieces = size - extra_ids
     if num_pieces < _NUM_SPECIAL + 1:
-        raise UserError(
-            f"a vocabulary of {size} ids has no room for pieces beside {extra_ids} sentinels; give a larger size"
-        )
+        raise UserError(f"a vocabulary of {size} ids has only {extra_ids} sentinels; give a larger size")
     sampler = _Sampler(inputs, text_key, sample_bytes)
-    content = _train(sampler, num_pieces, extra_ids, character_coverage)
+    content = _train(sampler, num_pieces, character_coverage)
     output_model = Path(output_model)
     output_model.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output_model, _with_sentinels(content, extra_ids))
@@ -96,12 +85,12 @@ def train_wordpiece(
     lowercase: bool = True,
     sample_bytes: int = 6_000_000,
 ) -> VocabSummary:
-    """Write a vocab.txt of exactly `size` pieces for BERT; the same inputs give the same file.
+    """Write a vocab.txt of exactly `size` subwords for BERT; the same inputs give the same file.
 
     `lowercase` is for uncased models: the text is lowered and loses its accents. The sample is that of `train_vocab`.
 
     Raises:
-        UserError: an input cannot be read or holds no document; `size` is too small, or too large for this much text.
+        UserError: as `train_vocab`.
     """
     from tokenizers import BertWordPieceTokenizer
 
@@ -122,11 +111,8 @@ def train_wordpiece(
     )
     vocab = tokenizer.get_vocab()
     if len(vocab) != size:
-        reason = "they are all pieces it can make" if len(vocab) < size else "every character takes a piece, or two"
-        raise UserError(
-            f"a WordPiece vocabulary of {size} pieces cannot be trained on {sampler.num_bytes} bytes of text, which "
-            f"give {len(vocab)} ({reason}); give a {'smaller' if len(vocab) < size else 'larger'} size or more text"
-        )
+        advice = "smaller size or more text" if len(vocab) < size else "larger size"
+        raise UserError(f"{sampler.num_bytes} bytes of text give {len(vocab)} subwords, not {size}; give a {advice}")
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(f"{piece}\n" for piece in sorted(vocab, key=vocab.__getitem__)).encode()
@@ -144,8 +130,8 @@ def _wordpiece_characters(tokenizer: "BertWordPieceTokenizer", lines: list[str])
             inside.update(part[1:])
             for character in part:
                 counts[character] += count
-    kept = sorted(counts, key=lambda character: (-counts[character], character))[:_MAX_ALPHABET]
-    return sorted(kept), sorted(inside.intersection(kept))
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))[:_MAX_ALPHABET]
+    return sorted(frequent), sorted(inside.intersection(frequent))
 
 
 class _Sampler:
@@ -190,7 +176,7 @@ def _short_lines(text: str) -> Iterator[str]:
             yield line
 
 
-def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage: float) -> bytes:
+def _train(lines: _Sampler, num_pieces: int, character_coverage: float) -> bytes:
     import io
 
     import sentencepiece
@@ -213,18 +199,12 @@ def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage:
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rpartition("] ")[2]
-        raise UserError(
-            f"a vocabulary of {num_pieces} pieces and {extra_ids} sentinels cannot be trained on {lines.num_bytes} "
-            f"bytes of text: {reason}"
-        ) from None
+        raise UserError(f"{num_pieces} subwords cannot be trained on {lines.num_bytes} bytes: {reason}") from None
     return model.getvalue()
 
 
 def _with_sentinels(content: bytes, extra_ids: int) -> bytes:
-    """The trained model with `<extra_id_{n-1}>` ... `<extra_id_0>` after its last piece.
-
-    Added here because the trainer would put user-defined symbols right after the special pieces.
-    """
+    """The trained model with `<extra_id_{n-1}>` ... `<extra_id_0>` after its last piece."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(content)

@@ -12,16 +12,17 @@ transformers this is `split_special_tokens=True`). Apart from that, ids equal Au
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 from lm_experiments_tools.names import resolve_name
 
 DEFAULT_EXTRA_IDS = 100
@@ -38,18 +39,18 @@ def sentinel_piece(index: int) -> str:
 
 
 class Vocabulary(ABC):
-    """Encode, decode and the special ids. Make one with `Vocabulary.load`; it can be pickled.
+    """Encoding, decoding and special ids. Make one with `Vocabulary.load`; it can be pickled.
 
     Attributes:
         path: the file or folder that it came from.
         size: number of ids, the least number of embedding rows.
-        num_pieces: of them, those in the file.
+        num_pieces: number of ids in the file.
         num_sentinels, sentinel_ids: int64[num_sentinels], sentinel k at index k.
-        pad_id, eos_id: ids of the special pieces.
-        unk_id: id of the unknown token; -1 where every text has pieces.
-        mask_id: id of the mask token; None without one.
-        special_ids: ids of special tokens.
+        pad_id, eos_id, special_ids: ids of special tokens.
+        unk_id: -1 where every text can be encoded.
+        mask_id: None without a mask token.
         sha256: hash of the file, or `identity` where it is several files or none.
+        encode_by: "line" or "document" (where newlines have ids), to encode documents without loss.
     """
 
     path: Path
@@ -64,15 +65,13 @@ class Vocabulary(ABC):
     special_ids: Sequence[int]
     sha256: str
     encode_by = "document"
-    """How to encode documents without loss: by "line", or by "document" where newlines have ids."""
 
     @staticmethod
     def load(path: str | os.PathLike, extra_ids: int | None = None) -> Vocabulary:
         """Read a vocabulary, of the kind that the file or folder is (see the table above).
 
-        `extra_ids` sentinels are added where a SentencePiece model has none of its own; None: as many as the T5
-        tokenizer has in whose folder it lies, else 100. Raises UserError where there is nothing of this name, it is of
-        no known kind or damaged, or lacks a special token that training needs.
+        `extra_ids` sentinels are added to a SentencePiece model without any; None: as many as the T5 tokenizer next to
+        it has, else 100. Raises UserError for a file that is missing, unknown, damaged or without special tokens.
         """
         if os.fspath(path) == BYTES:
             return _kind("byte_vocabulary:ByteVocabulary")()
@@ -99,11 +98,11 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def find(self, piece: str) -> int | None:
-        """The id of a piece, or None where the vocabulary has no such piece."""
+        """The id of a subword, or None."""
 
     @abstractmethod
     def starts_word(self, index: int) -> bool:
-        """True if a piece begins a word: it carries the space before it."""
+        """True if a subword begins a word: it has the mark of a space."""
 
     @property
     @abstractmethod
@@ -120,13 +119,10 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def _piece(self, index: int) -> str:
-        """The piece of an id that is no sentinel."""
+        """The subword of an id that is no sentinel."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown is " ⁇ ".
-
-        So is an id that only a model's padded embedding has.
-        """
+        """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown ids are " ⁇ "."""
         text, chunk = "", []
         for index in [*(i if i < self.size else self.unk_id for i in map(int, ids)), None]:
             if index is not None and index not in self._sentinel_number:
@@ -139,7 +135,7 @@ class Vocabulary(ABC):
         return text
 
     def piece(self, index: int) -> str:
-        """The piece of an id as the vocabulary writes it, the space before a word as its mark for one."""
+        """The subword of an id as the vocabulary writes it, with its mark for a space."""
         if index in self._sentinel_number:
             return sentinel_piece(self._sentinel_number[index])
         return self._piece(index)
@@ -164,28 +160,13 @@ def _kind_of(path: Path) -> str | None:
             return None
         if any((path / name).is_file() for name in _HF_FILES):
             return "pretrained"
-        raise UserError(
-            f"vocabulary folder {path} holds neither {' nor '.join(MODEL_NAMES)} nor the files of a Hugging Face "
-            f"tokenizer ({', '.join(_HF_FILES)})"
-        )
+        raise UserError(f"vocabulary folder {path} has none of {', '.join((*MODEL_NAMES, *_HF_FILES))}")
     if not path.is_file():
         raise UserError(f"vocabulary {path} does not exist; `lmtools vocab --output {path}` trains one from text")
     return "pretrained" if path.suffix == ".json" else None
 
 
-def read_config(folder: Path) -> dict:
-    """The tokenizer_config.json of a folder; {} where there is none.
-
-    Raises:
-        UserError: it is no JSON object.
-    """
+def read_config(folder: Path) -> dict[str, Any]:
+    """The tokenizer_config.json of a folder; {} where there is none. Raises UserError if it is no JSON object."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); copy it again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds {type(config).__name__}, not an object; copy it again")
-    return config
+    return read_json(path) if path.is_file() else {}

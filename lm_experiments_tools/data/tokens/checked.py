@@ -1,10 +1,7 @@
-"""Token files that this machine has checked before are opened immediately.
+"""Cache of the checks of large token files, so that a machine reads an index in full only once.
 
-Opening a token file reads its whole index twice: to check its numbers, and for the fingerprint. That takes minutes for
-the 90 GB that BERT's sentences of C4 have; the list of their samples has a checksum too. So the result is kept in
-`.cache/checked/`, one file for each name and machine, with inode, size and time of the last change of the files. It
-holds as long as these are the same, for the other workers of a run and for later starts. Small files are checked each
-time.
+Checking the 90 GB index of BERT's sentences of C4 takes minutes. The result is cached in `.cache/checked/` with inode,
+size and time of the files. Small files are checked each time.
 """
 
 import hashlib
@@ -29,11 +26,7 @@ SMALL = 8 * 2**20  # bytes of a file that is checked in a few milliseconds
 
 
 def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) -> IndexedDataset:
-    """The token file, with its fingerprint; checked unless this machine has done so since it was last changed.
-
-    Raises:
-        UserError: as `IndexedDataset` and its fingerprint.
-    """
+    """The token file with its fingerprint, checked unless this machine has checked it. Raises as `IndexedDataset`."""
     paths = dataset_paths(prefix)
     opened: list[IndexedDataset] = []
     if _is_small(paths[1]):
@@ -48,10 +41,7 @@ def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) 
 
 
 def found_once(path: Path, files: Sequence[Path], find: Callable[[], str]) -> str:
-    """The value of `find()`, which reads all of `path`, unless this machine has it since `files` were last changed.
-
-    Raises what `find` raises.
-    """
+    """The value of `find()`, which reads all of `path`, cached until `files` change."""
     if _is_small(path):
         return find()
     name = path.with_suffix("")
@@ -67,7 +57,7 @@ def found_once(path: Path, files: Sequence[Path], find: Callable[[], str]) -> st
                 write_atomic(record, json.dumps(known))
             return known["fingerprint"]
     except OSError as error:
-        logger.warning("%s cannot be kept (%s), so each start checks %s again", record, error.strerror, name)
+        logger.warning("%s cannot be written (%s), so each start checks %s again", record, error.strerror, name)
     return find()
 
 

@@ -1,9 +1,8 @@
 """Data larger than memory, read from the disk at random positions.
 
-The system reads a page together with up to 128 KB or 8 MB around it (`read_ahead_kb` of the disk). That pays only if
-the surroundings are used before they are evicted, which for data larger than memory they are not. So such files are
-advised to be read at random, and the next examples are prefetched, many ranges at once. Numbers are in
-benchmarks/cold_reads.md. Systems without these calls are left as they are.
+The system reads a page with up to 8 MB around it (`read_ahead_kb`), which is wasted if it is evicted before it is
+used. Files that do not fit in memory are therefore advised to be read at random, and the next examples are prefetched.
+See benchmarks/cold_reads.md. Systems without these calls are left as they are.
 """
 
 import logging
@@ -74,8 +73,7 @@ def _read(path: Path) -> str:
 
 
 def _map_of(array: np.ndarray) -> Any:
-    """The memory map that an array is a view of; None for one in memory."""
-    return getattr(array, "_mmap", None)
+    return getattr(array, "_mmap", None)  # None for an array in memory
 
 
 def advise_random(array: np.ndarray) -> None:

@@ -1,7 +1,6 @@
 """The three files of a token prefix: names, the record in PREFIX.json, and when they may be replaced."""
 
 import glob
-import json
 import logging
 import os
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from typing import Any
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +37,15 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
 
 
 def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
-    """The content of PREFIX.json, {} where there is none; UserError where it cannot be what a writer of ours left.
-
-    What modules read here and is null is left out.
-    """
+    """The content of PREFIX.json without null values, {} where there is none; UserError where it is damaged."""
     path = dataset_paths(prefix)[2]
     if not path.is_file():
         return {}
-    try:
-        meta = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); delete it or tokenize again") from None
-    if not isinstance(meta, dict):
-        raise UserError(f"{path} holds {type(meta).__name__}, not an object; delete it or tokenize again")
+    meta = read_json(path)
     meta = {key: value for key, value in meta.items() if value is not None or key not in _META_TYPES}
     for key, kind in _META_TYPES.items():
         if key in meta and not isinstance(meta[key], kind):
-            raise UserError(
-                f"{path} records {key} {meta[key]!r}, which is no {kind.__name__}; copy it again or tokenize again"
-            )
+            raise UserError(f"{path} is damaged: {key} is {meta[key]!r}, not a {kind.__name__}; copy it again")
     return meta
 
 
@@ -84,10 +74,8 @@ def check_replaceable(
         return
     made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
     raise UserError(
-        f"{prefix}.bin and .idx are there already, tokens of {made_of} with the vocabulary "
-        f"{meta.get('vocab_file') or 'unknown'} (sha256 {(meta.get('vocab_sha256') or 'unknown')[:12]}), which "
-        f"{', '.join(inputs) or 'unknown text'} with {vocab_file} (sha256 {vocab_sha256[:12]}) would replace: choose "
-        f"another --output, or give --overwrite"
+        f"{prefix}.bin and .idx exist, tokens of {made_of} with the vocabulary {meta.get('vocab_file') or 'unknown'}, "
+        f"not of {', '.join(inputs) or 'unknown text'} with {vocab_file}: choose another --output, or give --overwrite"
     )
 
 
@@ -95,8 +83,7 @@ def check_replaceable(
 def _warn_unrecorded(meta_path: Path) -> None:
     fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
     logger.warning(
-        "%s %s, so that nothing tells whether these tokens are whole and of this vocabulary: copy the .json of "
-        "`lmtools tokenize` or preprocess_data.py next to its .bin and .idx",
+        "%s %s, so the tokens cannot be verified: copy the .json of `lmtools tokenize` or preprocess_data.py too",
         meta_path,
         fact,
     )
@@ -145,10 +132,7 @@ def token_prefix(path: str | os.PathLike) -> str | None:
     found = [file for file in (bin_path, idx_path) if file.is_file()]
     if len(found) == 1 and (prefix != path or not os.path.exists(path)):
         missing = idx_path if found[0] == bin_path else bin_path
-        raise UserError(
-            f"{found[0]} is there without {missing}, and a token file is both: copy the other one too, or make both "
-            f"again by `lmtools tokenize --output {prefix}`"
-        )
+        raise UserError(f"{found[0]} exists without {missing}: copy that too, or make both by `lmtools tokenize`")
     return prefix if len(found) == 2 else None
 
 

@@ -1,15 +1,13 @@
-"""Memory-mapped token files in Megatron's `.bin` / `.idx` format, in numpy alone.
+"""Memory-mapped token files in Megatron's `.bin` / `.idx` format.
 
     PREFIX.bin   the token ids of all sequences, little endian, one after the other, no header
     PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 n = sequences | u64 d = documents + 1
                  | i32 lengths[n] | i64 byte pointers[n] | i64 document_indices[d] | optional i8 modes[n]
     PREFIX.json  ours: where the tokens came from (vocabulary, counts), sha256 of the .bin; other readers ignore it
 
-Document j holds the sequences document_indices[j] : document_indices[j + 1]. One worked example: the documents
+Document j has the sequences document_indices[j] : document_indices[j + 1]. One worked example: the documents
 [[5, 6], [7]] and [[8, 9]] (a document is a list of sequences) give tokens 5 6 7 8 9, lengths [2, 1, 2], pointers
-[0, 4, 6] at uint16, document_indices [0, 2, 3].
-
-The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM): either reads the other's files.
+[0, 4, 6] at uint16, document_indices [0, 2, 3]. megatron/core/datasets/indexed_dataset.py defines the format.
 """
 
 import hashlib
@@ -36,30 +34,19 @@ VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_REMEDY = "copy both again or tokenize again"
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest dtype for ids below `vocab_size`: uint16 below 65,536 ids, else int32.
-
-    Not uint32: the format has no code for it, and int32 holds every id a vocabulary can have.
-    """
+    """The smallest dtype of the format for ids below `vocab_size`: uint16 or int32."""
     return np.dtype(np.uint16) if vocab_size < 65536 else np.dtype(np.int32)
 
 
 def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
-    """np.searchsorted that reads only what it compares with: 8 * log2(len(array)) bytes for each value.
+    """np.searchsorted for a memory map int64[n], of which it reads only 8 * log2(n) bytes for each value.
 
-    The header of an index has 34 bytes, so that its arrays are not aligned in memory; np.searchsorted copies such an
-    whole array at each call.
-
-    Args:
-        array: int64[n], ascending, possibly a memory map.
-        values: int64 of any shape.
-        side: the first place where a value fits, or the last.
-
-    Returns:
-        int64 of the shape of `values`: how many elements are smaller ("left"), or not greater ("right").
+    np.searchsorted copies arrays that are not aligned, as those of an index are not.
     """
     array, found = np.asarray(array), np.zeros(np.shape(values), np.int64)
     for bit in reversed(range(len(array).bit_length())):
@@ -99,10 +86,9 @@ class _IntegerFile:
 
 
 class IndexedDatasetWriter:
-    """Writes PREFIX.bin and PREFIX.idx, visible under their names only after `finalize`; memory does not grow.
+    """Writes PREFIX.bin and PREFIX.idx, which appear under their names after `finalize`; memory does not grow.
 
-    Used as a context manager it finalizes on success and leaves nothing behind on an exception. `durable=False` skips
-    fsync, for files whose content is checked before they are used again.
+    As a context manager it finalizes on success and removes its files on an exception. `durable=False` skips fsync.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: Any, *, durable: bool = True):
@@ -167,10 +153,7 @@ class IndexedDatasetWriter:
         Raises ValueError where these do not add up or an id does not fit the dtype.
         """
         if sequence_lengths.sum() != len(ids) or num_sequences.sum() != len(sequence_lengths):
-            raise ValueError(
-                f"{len(ids)} ids, sequences of {sequence_lengths.sum()}; {len(sequence_lengths)} sequences, documents "
-                f"of {num_sequences.sum()}"
-            )
+            raise ValueError("lengths do not sum to the number of ids, or sequences to that of documents")
         bounds = len(self._lengths) + np.cumsum(num_sequences)
         self._add_tokens(ids)
         self._lengths.extend(sequence_lengths)
@@ -266,11 +249,10 @@ def _update_from_file(digest: Any, path: Path) -> None:
 
 
 class IndexedDataset:
-    """Random access to a `.bin` / `.idx` pair through memory maps; all of the index is checked on opening.
+    """Random access to a `.bin` / `.idx` pair through memory maps; the whole index is checked on opening.
 
     Args:
-        prefix: of the files.
-        meta: what `read_meta` gave; None reads it.
+        meta: the result of `read_meta`; None reads it.
         fingerprint: of the same files, checked before: the index is then not read (see checked.py).
 
     Attributes:
@@ -279,8 +261,7 @@ class IndexedDataset:
         sequence_pointers: int64[n], byte offset of each sequence in the .bin.
         document_indices: int64[num_documents + 1], first sequence of each document.
         dtype, num_tokens, num_documents: of the pair.
-        fingerprint: sha256 over the index, the size of the .bin and, where PREFIX.json records it, its content.
-        meta: what PREFIX.json holds, or {}.
+        meta: the content of PREFIX.json, or {}.
 
     Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
     """
@@ -290,15 +271,10 @@ class IndexedDataset:
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
         found = [path for path in (self.idx_path, self.bin_path) if path.is_file()]
         if not found:
-            raise UserError(
-                f"token file {self.idx_path} does not exist; give the prefix of a .bin/.idx pair, which "
-                f"`lmtools tokenize --output PREFIX` makes from text"
-            )
+            raise UserError(f"token file {self.idx_path} does not exist; `lmtools tokenize` makes it from text")
         if len(found) == 1:
             missing = self.bin_path if found[0] == self.idx_path else self.idx_path
-            raise UserError(
-                f"token file {missing} is missing next to {found[0]}: copy it from where that came from, or make both"
-            )
+            raise UserError(f"token file {missing} is missing next to {found[0]}: copy it too")
         self._read_index()
         self.num_tokens, self.num_documents = self._size(), len(self.document_indices) - 1
         if fingerprint is None:
@@ -360,33 +336,27 @@ class IndexedDataset:
             if (np.diff(documents[start : start + _CHECK_BLOCK + 1]) < 0).any():
                 raise self._damaged("its document bounds decrease")
         if (size := self.bin_path.stat().st_size) != pointer:
-            raise UserError(
-                f"{self.bin_path} has {size} bytes but {self.idx_path} describes {pointer}; one of them is cut short "
-                f"or from another data set: copy both again or tokenize again"
-            )
+            raise UserError(f"{self.bin_path} has {size} bytes but {self.idx_path} describes {pointer}; {_REMEDY}")
 
     def _size(self) -> int:
         return self.bin_path.stat().st_size // self.dtype.itemsize
 
     def _damaged(self, detail: str) -> UserError:
-        return UserError(f"{self.idx_path} is damaged: {detail}; copy it again or tokenize again")
+        return UserError(f"{self.idx_path} is damaged: {detail}; {_REMEDY}")
 
     def _check_meta(self) -> None:
         facts = {"dtype": self.dtype.name, "num_documents": self.num_documents, "num_tokens": self.num_tokens}
         for key, value in facts.items():
             if self.meta.get(key, value) != value:
                 raise UserError(
-                    f"{self.meta_path} records {key} {self.meta[key]}, but {self.idx_path} has {value}; one of them "
-                    f"is damaged or from another data set: copy both again or tokenize again"
+                    f"{self.meta_path} records {key} {self.meta[key]}, but {self.idx_path} has {value}; {_REMEDY}"
                 )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal documents and tokens, wherever the files lie.
+        """sha256 of the index and, where PREFIX.json records it, of the tokens; independent of the path.
 
-        The recorded sha256 of the .bin is believed as long as the .bin is not newer than its record, else checked
-        (1 s/GB), and UserError raised where it is not that of the tokens. Files without a record are identified by
-        index and size.
+        The recorded hash of a .bin that is newer than its record is checked; UserError where it differs.
         """
         digest = hashlib.sha256()
         _update_from_file(digest, self.idx_path)
@@ -399,10 +369,7 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def check_content(self) -> bool:
-        """Compare the whole .bin with the sha256 that PREFIX.json records, 1 s/GB; False where it records none.
-
-        Raises UserError where they differ.
-        """
+        """Compare the .bin with the sha256 in PREFIX.json: False where there is none, UserError if different."""
         recorded = self.meta.get("bin_sha256")
         if recorded is None:
             return False
@@ -410,8 +377,8 @@ class IndexedDataset:
         _update_from_file(content, self.bin_path)
         if content.hexdigest() != recorded:
             raise UserError(
-                f"{self.bin_path} was changed after it was written: its sha256 is {content.hexdigest()[:12]}, "
-                f"{self.meta_path} records {str(recorded)[:12]}; copy both again or tokenize again"
+                f"{self.bin_path} was changed after it was written: its sha256 is {content.hexdigest()[:12]}, not "
+                f"{str(recorded)[:12]} as recorded; {_REMEDY}"
             )
         return True
 

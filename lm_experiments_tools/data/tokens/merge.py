@@ -36,14 +36,12 @@ def merge_datasets(
     """Write OUTPUT.bin / .idx / .json, and .bad_lines.jsonl where an input has one; returns the content of the .json.
 
     Args:
-        inputs: token prefixes (or their files), or the common prefix of shards. Shards may come in any order, other
-            files are taken in the order given.
+        inputs: token prefixes (or their files), or the common prefix of shards. Shards may come in any order.
         output_prefix: OUTPUT.
         overwrite: replace token files of other text, or of another vocabulary.
 
     Raises:
-        UserError: a shard is missing or duplicated, files do not belong together or are damaged, or OUTPUT holds
-            tokens of something else.
+        UserError: a shard is missing or duplicated, or files are damaged or of different settings.
     """
     output = os.fspath(output_prefix)
     prefixes = _prefixes(inputs)
@@ -65,60 +63,49 @@ def merge_datasets(
 
 def _prefixes(inputs: Sequence[str]) -> list[str]:
     """Token prefixes, each named once; the .bin, .idx and .json of one, as a shell's wildcard names them, are one."""
-    _refuse_duplicates(inputs, inputs)
     names = dict.fromkeys(_SUFFIX.sub("", item) for item in inputs)
     prefixes = [prefix for name in names for prefix in _found(name)]
-    _refuse_duplicates(prefixes, list(map(os.path.realpath, prefixes)))
+    paths = [os.path.realpath(prefix) for prefix in prefixes]
+    for given in (inputs, paths):
+        for name, count in Counter(given).items():
+            if count > 1:
+                raise UserError(f"{name} is named {count} times: name each input once")
     return prefixes
 
 
-def _refuse_duplicates(names: Sequence[str], identities: Sequence[str]) -> None:
-    counts = Counter(identities)
-    for name, identity in zip(names, identities, strict=True):
-        if counts[identity] > 1:
-            raise UserError(f"{name} is named {counts[identity]} times: name each input once")
-
-
 def _found(item: str) -> list[str]:
-    if not item:
-        raise UserError("--input is an empty name: give token prefixes, or the prefix that shards have in common")
-    if token_prefix(item) is not None:
+    if item and token_prefix(item) is not None:
         return [item]
-    shards = sorted(path.removesuffix(".idx") for path in glob.glob(glob.escape(item) + _SHARD))
+    shards = sorted(path.removesuffix(".idx") for path in glob.glob(glob.escape(item) + _SHARD)) if item else []
     if not shards:
-        raise UserError(f"{item} is no token prefix ({item}.bin and .idx), nor are there shards {item}-?????-of-?????")
+        raise UserError(f"--input {item!r} is no token prefix ({item}.bin and .idx), nor are there shards of it")
     return shards
 
 
 def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
     """Shards by number, all of them once; other files as given."""
-    sharded = [dataset for dataset in datasets if "shard" in dataset.meta]
-    if not sharded:
+    shards = [dataset.meta.get("shard") for dataset in datasets]
+    if all(shard is None for shard in shards):
         return datasets
-    if len(sharded) < len(datasets):
-        other = next(dataset for dataset in datasets if "shard" not in dataset.meta)
-        raise UserError(f"{other.prefix} is no shard but {sharded[0].prefix} is one: merge the shards first")
-    first, by_number = sharded[0].meta["shard"], {}
-    for dataset in sharded:
-        shard = dataset.meta["shard"]
+    if None in shards:
+        raise UserError(f"{datasets[shards.index(None)].prefix} is no shard but others are: merge the shards first")
+    first, by_number = shards[0], {}
+    for dataset, shard in zip(datasets, shards, strict=True):
         number, of = shard.get("number"), shard.get("of")
         if not (isinstance(number, int) and isinstance(of, int) and 0 <= number < of < 100_000):
             raise UserError(f"{dataset.meta_path} records shard {number} of {of}, which cannot be; tokenize it again")
         if (of, shard.get("source")) != (first.get("of"), first.get("source")):
             raise UserError(
-                f"{dataset.prefix} (shard {number} of {of}) and {sharded[0].prefix} (shard {first.get('number')} of "
-                f"{first.get('of')}) were not cut from the same text with the same settings: they would overlap or "
-                f"leave gaps"
+                f"{dataset.prefix} and {datasets[0].prefix} were not cut from the same text with the same settings"
             )
-        if number in by_number:
-            raise UserError(f"{by_number[number].prefix} and {dataset.prefix} are the same shard: name one of them")
-        by_number[number] = dataset
+        other = by_number.setdefault(number, dataset)
+        if other is not dataset:
+            raise UserError(f"{other.prefix} and {dataset.prefix} are the same shard: name one of them")
     if missing := [number for number in range(first["of"]) if number not in by_number]:
         listed = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise UserError(
-            f"{len(missing)} of {first['of']} shards are missing ({listed}): run `lmtools tokenize`, or "
-            f"preprocess_data.py, with --shard {missing[0]}/{first['of']} and the flags of the others, or name its "
-            f"prefix too"
+            f"{len(missing)} of {first['of']} shards are missing ({listed}): make them with --shard "
+            f"{missing[0]}/{first['of']} and the flags of the others, or name their prefixes too"
         )
     return [by_number[number] for number in range(first["of"])]
 
@@ -130,15 +117,10 @@ def _check_same_kind(datasets: list[IndexedDataset]) -> None:
         ignored = (*_MAY_DIFFER, *_SAME_IDS) if _same_vocabulary(first, dataset) else _MAY_DIFFER
         names = (first.meta.keys() | dataset.meta.keys()) - set(ignored)
         differing = [name for name in names if first.meta.get(name) != dataset.meta.get(name)]
+        differing += ["dtype"] if dataset.dtype != first.dtype else []
         for name in sorted(differing, key=lambda name: (not name.startswith("vocab"), name != "dtype", name)):
-            ours, theirs = dataset.meta.get(name), first.meta.get(name)
             what = "the vocabulary" if name.startswith("vocab") else name
-            raise UserError(
-                f"{dataset.prefix} and {first.prefix} differ in {what} ({name} {str(ours)[:12]} and "
-                f"{str(theirs)[:12]}), so their tokens do not belong into one file; tokenize one of them again"
-            )
-        if dataset.dtype != first.dtype:
-            raise UserError(f"{dataset.prefix} holds {dataset.dtype} and {first.prefix} {first.dtype} tokens")
+            raise UserError(f"{dataset.prefix} and {first.prefix} differ in {what}: tokenize one of them again")
 
 
 def _same_vocabulary(one: IndexedDataset, other: IndexedDataset) -> bool:
@@ -153,8 +135,7 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
             sha256 = writer.add_dataset(dataset)
             if sha256 != (recorded := dataset.meta.get("bin_sha256", sha256)):
                 raise UserError(
-                    f"{dataset.bin_path} is damaged: its sha256 is {sha256[:12]}, {dataset.meta_path} records "
-                    f"{recorded[:12]}; copy it again or tokenize that part again"
+                    f"{dataset.bin_path} is damaged: its sha256 is {sha256[:12]}, not {recorded[:12]} as recorded"
                 )
         meta = {name: value for name, value in datasets[0].meta.items() if name not in ("shard", "input")}
         for name in _SUMMED:

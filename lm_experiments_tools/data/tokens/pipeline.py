@@ -2,12 +2,10 @@
 
     text -> shards (sources.py) -> records (records.py) -> Encoder -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
 
-An encoder turns records into ids: `tokenize.TextEncoder` for T5, `megatron.encoding.SentenceEncoder` for BERT. The ids
-of a document depend on its text alone, so the result has the same bytes whatever the shards and the number of
-processes. An interrupted run finds its finished shards in PREFIX.shards/, which is removed when they are joined.
-
-A job array does the same over machines: part i of n takes the i-th of n consecutive groups of shards, and merge.py
-joins their outputs to the bytes of a single run.
+An encoder turns records into ids: `tokenize.TextEncoder` for T5, `megatron.encoding.SentenceEncoder` for BERT. The
+result has the same bytes whatever the shards and the number of processes. An interrupted run resumes from the finished
+shards in PREFIX.shards/. In a job array, part i of n encodes the i-th of n consecutive groups of shards, and merge.py
+joins the outputs.
 """
 
 import hashlib
@@ -53,7 +51,7 @@ _BATCH_CHARACTERS = 1 << 19  # per call into a tokenizer: a tenth of a second fo
 
 @dataclass
 class EncodedDocuments:
-    """Documents one after the other, each of one or more sequences.
+    """Consecutive documents of one or more sequences.
 
     Attributes:
         ids: of all sequences.
@@ -76,7 +74,7 @@ class Encoder(Protocol):
         key: of the text in a record; None: `parts` gets all fields.
         suffixes: of the token files that a shard becomes.
         dtype: of the ids.
-        max_bytes: size of a record above which it is rejected; None: the default.
+        max_bytes: larger records are rejected; None: the default.
         identity: JSON value that changes whenever the ids of a text could.
     """
 
@@ -115,13 +113,10 @@ class EncodedWriter(IndexedDatasetWriter):
 
 
 def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
-    """Encode a shard into a token file for each suffix.
-
-    Rejected records are listed in `prefix`.bad.jsonl, their lines counted from the start of the shard. A shard with
-    hopelessly many is abandoned.
+    """Encode a shard into a token file for each suffix; rejected records are listed in `prefix`.bad.jsonl.
 
     Returns:
-        Number of rejected records, and whether the shard is finished.
+        Number of rejected records, and False where they were too many and the shard was abandoned.
     """
     rejected = RejectedRecords(NO_LIMIT, f"{prefix}.bad.jsonl")
     with ExitStack() as stack:
@@ -201,8 +196,8 @@ def _encode_shards(
                 yield job
         except WorkerEnded as end:
             raise UserError(
-                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for want of memory) "
-                f"at {end.request[0].path}; finished shards are kept: {remedy}"
+                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for lack of memory) "
+                f"at {end.request[0].path}: {remedy}"
             ) from None
 
 
@@ -219,8 +214,6 @@ class Tokenization:
     """A text and its token files.
 
     Attributes:
-        shards: in the order of the text.
-        encoder: of the records.
         prefix: of PREFIX.shards/; the caller holds a lock on it.
         outputs: prefixes of the token files, one for each suffix of the encoder.
         rejected: path of the list of rejected records.
@@ -246,19 +239,16 @@ class Tokenization:
         """Encode what no earlier run has finished, and join all shards.
 
         Args:
-            meta: returns the contents of the .json files; may refuse the result.
+            meta: returns the contents of the .json files.
             progress: called with the jobs and an iterator over the finished ones, which it consumes.
 
         Returns:
             The contents of the .json files.
-
-        Raises:
-            UserError: an input or a worker failed, the text has changed, or too many records were rejected.
         """
         for prefix in self.outputs:
             remove_unfinished(prefix)
         files = _ShardFiles(self.shards, self.prefix, self.encoder)
-        with files.kept_if_resumable():
+        with files.removed_unless_resumable():
             jobs = files.jobs()
             with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit, self.remedy)) as done:
                 progress(jobs, done)
@@ -297,11 +287,9 @@ class _ShardFiles:
 
     def _is_intact(self, number: int) -> bool:
         """True for a finished shard with the recorded content: shards are not fsynced, a power cut may damage them."""
-        if self._record(number) is None:
-            return False
+        names = [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
         try:
-            names = [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
-            return all(IndexedDataset(name).check_content() for name in names)
+            return self._record(number) is not None and all(IndexedDataset(name).check_content() for name in names)
         except UserError:
             return False
 
@@ -315,20 +303,15 @@ class _ShardFiles:
         return str(self._folder / f"{number:06d}")
 
     @contextmanager
-    def kept_if_resumable(self) -> Iterator[None]:
-        """The folder; it outlives an exception if it holds documents of finished shards.
-
-        Shards of another plan (text, vocabulary, options) are removed at the start.
-        """
+    def removed_unless_resumable(self) -> Iterator[None]:
+        """The folder; it outlives an exception if it holds documents of finished shards."""
         self._prepare()
         try:
             yield
         finally:
             records = map(self._record, range(len(self.shards)))
             if self._folder.exists() and any(record and record["num_documents"] for record in records):
-                logger.info(
-                    "finished shards are kept in %s: another run over the same text resumes from them", self._folder
-                )
+                logger.info("another run resumes from the finished shards in %s", self._folder)
             elif self._folder.exists():
                 self.remove()
 
@@ -339,9 +322,7 @@ class _ShardFiles:
                 return
         unfinished = f".{plan.name}.tmp"  # of a plan whose writing was killed
         if not plan.is_file() and any(not p.name.startswith(unfinished) for p in self._folder.glob("*")):
-            raise UserError(
-                f"{self._folder} holds files that are not ours (no plan.json); move it away or choose another output"
-            )
+            raise UserError(f"{self._folder} holds other files (no plan.json): move it or choose another output")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         write_atomic(plan, json.dumps({"fingerprint": self._fingerprint}))
@@ -354,10 +335,8 @@ class _ShardFiles:
         """Refuse to join shards of a text that has changed since it was planned."""
         for shard in {shard.path: shard for shard in self.shards}.values():
             shard.check_unchanged()
-        names = _datasets_of(self.shards)
-        local = names and all(os.path.exists(hf_datasets.split_name(name)[0]) for name in names)  # the hub: revisions
-        if local and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
-            raise UserError(f"files of {', '.join(names)} were changed while they were being read: start again")
+        if _datasets_of(self.shards) and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
+            raise UserError("files of the datasets were changed while they were being read: start again")
 
     def collect_rejected(self, path: str, limit: int | None) -> RejectedRecords:
         """The rejected records of all shards, with the lines of their files, listed in `path`."""
@@ -378,9 +357,7 @@ class _ShardFiles:
                         bad = Rejected(lines + entry["line"], entry["reason"], entry["content"])
                         rejected.reject(shard.path, bad)
                 if listed.is_file() and record is None:
-                    raise UserError(
-                        f"most of the lines read of {shard.path} are bad: {rejected}; give another --input"
-                    )
+                    raise UserError(f"most lines of {shard.path} are bad: {rejected}; give another --input")
         if rejected.count:
             logger.warning("%s", rejected)
         return rejected
@@ -409,12 +386,8 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
 
     A part may be empty. `encoding` is an encoder's identity.
     """
-    if not count:
-        raise UserError(f"--shard {number}/0 is a part of none: the number after the slash is at least 1")
     if not 0 <= number < count:
-        raise UserError(
-            f"shard {number}/{count} does not exist: the {count} shards are 0/{count} to {count - 1}/{count}"
-        )
+        raise UserError(f"--shard {number}/{count} does not exist: the first of {count} is 0/{count}")
     shards = plan_shards(inputs)
     size = sum(shard.num_bytes for shard in shards)
     if len(shards) < _SHARDS_PER_PART * count and size:

@@ -61,7 +61,7 @@ class TextEncoder:
     ) -> "TextEncoder":
         """The encoder; `encode_by` None: as suits the vocabulary (`Vocabulary.encode_by`)."""
         if encode_by not in (None, "line", "document"):
-            raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
+            raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
         if encode_by == "line" != vocabulary.encode_by:
             logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
         return cls(vocabulary, text_key, append_eos, encode_by or vocabulary.encode_by)
@@ -124,13 +124,11 @@ def tokenize_corpus(
     Args:
         inputs: files, folders and Hugging Face dataset names (see sources.py).
         vocab_path: a vocabulary (see vocabulary.py), or a loaded one.
-        workers: processes; None: one for each CPU this process may use.
+        workers: processes; None: one for each available CPU.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: number of rejected records, listed in PREFIX.bad_lines.jsonl (None: a rate, see records.py).
-        encode_by: "line" encodes the lines of a document separately, so that ids do not depend on its length and
-            equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few
-            near ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the
-            vocabulary encodes newlines, which "line" would lose.
+        max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl (None: a rate, see records.py).
+        encode_by: "line" encodes lines separately, which gives the ids of Hugging Face tokenizers; "document" as seqio
+            (faster; a few near ties differ). None: `Vocabulary.encode_by`.
         show_progress: a progress bar on stderr; None shows it on a terminal.
         shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
         overwrite: replace token files of other inputs, or of another vocabulary.
@@ -138,8 +136,6 @@ def tokenize_corpus(
     Raises:
         UserError: an unreadable input or vocabulary, no document, too many rejected records, a PREFIX of other text.
     """
-    if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}; at least one process has to do the work")
     vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else load_vocabulary(vocab_path)
     encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
@@ -217,11 +213,10 @@ def _show_progress(
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
-    """The prefix of the tokens of a text (a file, a folder or a dataset), tokenized once into `cache_dir`.
+    """The prefix of the tokens of a text, tokenized once into `cache_dir`; other processes wait for it.
 
-    The cache key covers names, sizes and modification times of the input files (on the hub, the revision), the
-    vocabulary and the `options` of `tokenize_corpus` that decide ids. Of several processes one tokenizes; the others
-    wait and use its result. Raises UserError as `tokenize_corpus`.
+    The cache key covers names, sizes and times of the input files (on the hub, the revision), the vocabulary and the
+    `options` of `tokenize_corpus` that decide ids.
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
     encoder = TextEncoder.of(vocabulary, **settings)
@@ -234,16 +229,12 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Refuse token files whose record (`meta`, the content of PREFIX.json) names a vocabulary of other ids.
-
-    Another file may give the same ids, as a run's spiece.model does; that is checked where the recorded one exists.
-    """
+    """Refuse token files whose record (`meta`, the content of PREFIX.json) names a vocabulary of other ids."""
     made_with = meta.get("vocab_sha256")
     if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
         return
     if recorded_identity(prefix, meta) != vocabulary.identity:
         raise UserError(
-            f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
-            f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
-            f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
+            f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}), "
+            f"not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}): give that one or tokenize again"
         )

@@ -264,7 +264,7 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
     long = token_data(tmp_path / "long", numbered([[600, 600]]))
     foreign = token_data(tmp_path / "foreign", numbered([[5, 5]]), meta={"vocab_sha256": "e" * 64})
     for tokens, settings, sentence in [
-        (whole, {}, "3 documents of one sequence each, .* --split-sentences"),
+        (whole, {}, "only documents of one sequence.* --split-sentences"),
         (
             long,
             {"max_sentence_length": 512},
@@ -315,17 +315,17 @@ def test_what_no_sample_has_room_for_is_what_an_epoch_does_not_read(tmp_path, ca
     samples = dataset(tokens, binary_head=binary_head, short_seq_prob=0, max_sentence_length=512)
     seen = {token for a, b, _ in rows_of(samples.batch(np.arange(len(samples)))) for token in a + b}
     counts = samples.mapping.counts
-    assert counts.unread_tokens == counts.few_sentences_tokens + 520 + counts.overlong_tokens
+    unread = counts.few_sentences_tokens + 520 + counts.overlong_tokens
     # besides, a pair leaves out one token where a sentence of 1 stands beside one that fills the sample
-    assert len(seen) == tokens.num_tokens - counts.unread_tokens - (counts.truncated_tokens - counts.overlong_tokens)
+    assert len(seen) == tokens.num_tokens - unread - (counts.truncated_tokens - counts.overlong_tokens)
     assert counts.unread == pytest.approx((1050 + 520 + 239 if binary_head else 1000 - 62 + 520 + 238) / 1921)
-    assert f"no sample of 64 has room for {counts.unread:.1%} of the tokens" in caplog.text
+    assert f"{counts.unread:.1%} of the tokens fit in no sample of 64" in caplog.text
 
 
 def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allowed(tmp_path, caplog):
     whole = token_data(tmp_path / "whole", numbered([[1000], [900], [40]]), meta={"level": "document"})
     with pytest.raises(
-        UserError, match=r"room for 91.5% of the tokens, 1,776 of 1,940 .*without --split-sentences: pre"
+        UserError, match=r"91.5% of the tokens fit in no sample of 64; .*without --split-sentences: pre"
     ):
         dataset(whole, binary_head=False, max_unread=0.5)
     assert len(dataset(whole, binary_head=False, max_unread=0.92)) == 3
@@ -474,7 +474,7 @@ def test_a_mapping_is_read_for_its_checksum_once_a_machine(data, tmp_path, monke
 def test_where_nothing_can_be_written_the_mapping_stays_in_memory(data, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     mapping = load_mapping(data, MappingSettings(61), tmp_path / "file" / "cache")
-    assert mapping.path is None and "cannot be kept in" in caplog.text and "another cache directory" in caplog.text
+    assert mapping.path is None and "cannot be written" in caplog.text
     np.testing.assert_array_equal(mapping.rows, load_mapping(data, MappingSettings(61), tmp_path).rows)
 
 

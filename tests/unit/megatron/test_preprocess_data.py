@@ -91,7 +91,7 @@ def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, cap
     run(folder)
     texts = [tokenizer.decode(document[0]) for document in read_documents(f"{folder}/out/x_text_document")]
     assert texts == ["first", "second", "third", "text too of two lines", "and another", "last"]
-    assert "1 text files in" in caplog.text and "no sentence pairs" in caplog.text
+    assert "no sentence pairs" in caplog.text
 
 
 @pytest.mark.parametrize("splitter", ["nupunkt", "sentencex"])
@@ -191,7 +191,7 @@ def test_flags_that_contradict_each_other_are_one_sentence(folder):
     write_lines(folder / "in" / "data.jsonl", [{"text": "a"}])
     hugging_face = ("--tokenizer-type", "HFTokenizer")
     for flags, message in [
-        (("--dataset-impl", "lazy"), "--dataset-impl lazy is fairseq's old format"),
+        (("--dataset-impl", "lazy"), "--dataset-impl lazy"),
         (("--dataset-impl", "cached"), "--dataset-impl cached"),
         (("--merge-file", "m.txt"), "--merge-file belongs to GPT2BPETokenizer"),
         (("--tokenizer-type", "GPT2BPETokenizer"), r"GPT2BPETokenizer has no \[CLS\]"),
@@ -204,7 +204,7 @@ def test_flags_that_contradict_each_other_are_one_sentence(folder):
         (("--log-interval", 0), "--log.interval is 0"),
         (("--max-bad-lines", -1), "--max.bad.lines is -1"),
         (("--vocab-file", folder / "none.txt"), "none.txt does not exist"),
-        (("--sentence-splitter", "punkt"), "--sentence-splitter punkt does not exist; it can be nupunkt, sentencex"),
+        (("--sentence-splitter", "punkt"), "--sentence-splitter punkt is neither nupunkt, sentencex"),
         (("--tokenizer-typ", "x"), "did you mean --tokenizer_type"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -253,7 +253,7 @@ def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
 def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatch, num_lines):
     monkeypatch.setattr(pipeline, "_BATCH_CHARACTERS", 2000)
     write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
-    with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\): name the keys"):
+    with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\)"):
         run(folder)
     with pytest.raises(UserError, match=r"--json-keys content text names; .* no key 'text'"):
         run(folder, "--json-keys", "content", "text")
@@ -283,9 +283,7 @@ def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
         (4, "not UTF-8 at byte 4"),
         (8, "contains a NUL character"),
     ]
-    with pytest.raises(
-        UserError, match=r"data.txt has one text a document, but --json-keys a b names 2: name one key"
-    ):
+    with pytest.raises(UserError, match=r"data.txt is plain text, but --json-keys"):
         run(folder, "--json-keys", "a", "b")
 
 

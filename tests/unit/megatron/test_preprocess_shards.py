@@ -37,7 +37,7 @@ def test_an_interrupted_run_leaves_its_finished_shards_and_nothing_else(folder, 
     os.killpg(process.pid, number)  # as a terminal does
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err, err
-    assert "finished shards are kept in" in err
+    assert "resumes from the finished shards in" in err
     assert [path.name for path in (folder / "out").iterdir()] == ["x.shards"]
     assert psutil.wait_procs(workers, timeout=10)[1] == []
 
@@ -141,7 +141,7 @@ def test_a_shard_that_cannot_be_is_one_sentence(folder):
     for shard, message in [
         ("3/3", "shard 3/3 does not exist"),
         ("1", "--shard 1 is not i/n"),
-        ("0/0", "part of none"),
+        ("0/0", "--shard 0/0 does not exist"),
     ]:
         with pytest.raises(UserError, match=message):
             run(folder, "--shard", shard)
@@ -166,7 +166,7 @@ def test_a_worker_that_dies_is_one_sentence(folder, monkeypatch):
     monkeypatch.setattr(Worker, "ask", lambda worker, batch: worker.kill() or ask(worker, batch))
     with pytest.raises(
         UserError,
-        match=r"process ended with exit code -9 .* at .*[ab].jsonl; .* workers or a smaller --max-document-mb",
+        match=r"process ended with exit code -9 .* at .*[ab].jsonl: .* workers or a smaller --max-document-mb",
     ):
         run(folder, "--workers", 2)
     assert list((folder / "out").iterdir()) == []

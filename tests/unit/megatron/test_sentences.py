@@ -67,7 +67,7 @@ def test_abbreviations_end_no_sentence():
 
 def test_a_splitter_that_does_not_exist_or_changes_the_text_is_one_sentence():
     for name, message in [
-        ("punkt", "does not exist; it can be nupunkt, sentencex, newline, or module:callable"),
+        ("punkt", "is neither nupunkt, sentencex, newline nor module:callable"),
         ("no_such_module:f", r"module no_such_module cannot be imported \(No module named 'no_such_module'\)"),
         (f"{__name__}:f", f"{__name__} has no f"),
         (f"{__name__}:NOT_A_FUNCTION", r"is \[.*\], which cannot be called"),
@@ -98,5 +98,5 @@ def test_a_text_on_which_a_splitter_panics_is_refused(monkeypatch):
 @pytest.mark.parametrize("package", ["nupunkt", "sentencex"])
 def test_a_splitter_that_is_not_installed_is_one_sentence(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"needs the {package} package: pip install {package}"):
+    with pytest.raises(UserError, match=f"needs.*: pip install {package}"):
         SentenceSplitter(package)

@@ -57,7 +57,7 @@ def test_the_share_of_unknown_tokens_is_said_and_a_large_one_is_a_warning(number
 def test_unknown_tokens_of_plain_text_are_said_too(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("w1 w2 слово\n")
     read(word_tokenizer(), model_type="decoder", task="causal_lm", data_path=(str(tmp_path / "a.txt"),)).train.close()
-    assert "33.33% of the tokens of" in caplog.text and "a.txt are <unk>, unknown; does the tokenizer" in caplog.text
+    assert "33.33% of the tokens of" in caplog.text and "a.txt are <unk>, unknown; is it the tokenizer" in caplog.text
 
 
 def test_a_mark_that_is_also_the_end_of_text_is_not_counted(tmp_path, caplog):

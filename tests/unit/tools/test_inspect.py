@@ -308,7 +308,7 @@ def test_bert_names_a_flipped_bit(bert, tmp_path, capsys, caplog):
     flip_a_bit(tmp_path / "t.bin")
     assert inspect_bert(bert, "--data_path", str(tmp_path / "t"), "--samples", "0") == 2
     assert "t.bin was changed after it was written" in capsys.readouterr().err
-    assert f"{tmp_path}/t.json records no vocabulary, so that nothing tells" in caplog.text
+    assert f"{tmp_path}/t.json records no vocabulary" in caplog.text
 
 
 @pytest.mark.parametrize("record", [None, "{}"])
@@ -320,7 +320,7 @@ def test_tokens_without_a_record_get_one_warning(vocab, text, caplog, record, fl
     assert inspect(vocab, "--data_path", name, "--input_seq_len", "16", "--samples", "0", *flags) == 0
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     fact = "does not exist" if record is None else "records no vocabulary"
-    assert len(warnings) == 1 and warnings[0].startswith(f"{name}.json {fact}, so that nothing tells")
+    assert len(warnings) == 1 and warnings[0].startswith(f"{name}.json {fact}")
 
 
 @pytest.mark.parametrize("nsp", ["swap", "random"])
@@ -384,7 +384,7 @@ def test_bert_shows_what_is_not_read_of_data_that_training_refuses(bert, tmp_pat
     unread = np.maximum(lengths - 30, 0).sum() / lengths.sum()
     assert inspect_bert(bert, "--data_path", "whole", "--use_nsp", "0") == 0
     printed = capsys.readouterr().out
-    assert unread > 0.9 and f"no sample has room for {unread:.2%} of the tokens of whole," in printed
+    assert unread > 0.9 and f"{unread:.2%} of the tokens of whole fit in no sample" in printed
     assert "more than --max_unread 0.75, so that training refuses it" in printed
     assert inspect_bert(bert, "--input_seq_len", "48") == 0
     assert "training refuses" not in capsys.readouterr().out
@@ -395,7 +395,7 @@ def test_bert_with_another_tokenizer_is_one_sentence(bert, tmp_path, monkeypatch
     (tmp_path / "other.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]) + "\n")
     assert inspect_bert(bert, "--vocab_file", "other.txt") == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "give that tokenizer" in error
+    assert error.count("\n") == 1 and "give that one" in error
 
 
 @pytest.mark.parametrize(

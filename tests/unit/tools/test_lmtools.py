@@ -109,7 +109,7 @@ def test_ctrl_c_while_tokenizing_keeps_the_finished_pieces(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
-    kept = "finished shards are kept in t.shards: another run over the same text resumes from them\n"
+    kept = "another run resumes from the finished shards in t.shards\n"
     assert process.stderr.read() == f"{kept}interrupted\n"
     assert list((tmp_path / "t.shards").glob("*.idx")) and not (tmp_path / "t.idx").exists()
 

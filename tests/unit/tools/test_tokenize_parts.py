@@ -108,7 +108,7 @@ def test_a_part_of_an_earlier_text_does_not_stand_in_for_one_that_failed(tokeniz
         code, said = tokenize("parts", **flags)
         assert code == 2 and "error: part 1 of 2: " in said and not Path("parts-00001-of-00002.idx").exists()
         with pytest.raises(
-            UserError, match="parts-00001-of-00002 is no token prefix"
+            UserError, match="parts-00001-of-00002' is no token prefix"
         ):  # of Slurm's job after a failure
             merge_datasets([f"parts-0000{number}-of-00002" for number in range(2)], "merged")
     by_hand.clear()

@@ -42,7 +42,7 @@ def test_a_json_file_is_a_list_or_has_one_or_has_a_row_a_line(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('[{"source": "w1"},\n {"source"', "neither an object on each line nor one JSON value"),
+        ('[{"source": "w1"},\n {"source"', "neither JSON lines nor one list"),
         ('{\n "rows": []\n}', 'without a list called "data"'),
         ('[1, {"source": "w1"}]', "element 0: a JSON int, not an object"),
     ],
@@ -134,7 +134,7 @@ def test_an_id_is_taken_from_the_field_that_is_named(tmp_path):
     path = write_json(tmp_path / "b.jsonl", [{"text": "w1", "label": 1, "idx": 7}, {"text": "w1", "label": 1}])
     bad = BadRows(1)
     found = list(label_examples(path, LabelFields(id="idx"), bad, names=("0", "1")))
-    assert [example.name for example in found] == ["7"] and "no field 'idx'" in bad.first
+    assert [example.name for example in found] == ["7"] and "no key 'idx'" in bad.first
 
 
 def test_labels_of_a_row_are_a_list_or_text_with_commas(tmp_path):
@@ -161,7 +161,7 @@ def labels_of(rows, several=True, **options):
 
 def test_a_zero_or_one_for_each_label_is_no_list_of_labels():
     for labels in ([0, 1, 0], [1.0, 0.0, 1.0], [False, False], np.array([1, 1])):
-        with pytest.raises(UserError, match="are a 0 or 1 for each there is: list the names of those that apply"):
+        with pytest.raises(UserError, match="are multi-hot: name all labels by --label_names"):
             labels_of([{"text": "w1", "labels": labels}])
     assert labels_of([{"text": "w1", "labels": []}, {"text": "w1", "labels": [7, 2]}]) == [[], ["7", "2"]]
 

@@ -54,8 +54,8 @@ def test_training_evaluation_and_prediction_read_it(kind, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"suffix": LONG}, "after 30 of --suffix"),
-        ({"prefix": LONG[:30], "suffix": LONG[:40]}, "--prefix with --suffix is"),
+        ({"suffix": LONG}, "a source needs more than 31 tokens"),
+        ({"prefix": LONG[:30], "suffix": LONG[:40]}, "--prefix with --suffix has"),
     ],
 )
 def test_no_room_for_a_source_is_a_sentence(flags, reason, tmp_path):

@@ -19,7 +19,7 @@ from lm_experiments_tools.data.objectives.denoisers import PrefixDenoiser
 from lm_experiments_tools.data.objectives.denoising import PrefixLMDataset, SpanCorruptionDataset
 from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset, mask_id, mask_tokens
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
-from lm_experiments_tools.data.objectives.ul2 import UL2Dataset, mode_ids, turn_of
+from lm_experiments_tools.data.objectives.ul2 import UL2Dataset, build_schedule, mode_ids
 from lm_experiments_tools.data.order import epoch_shift, sample_words
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
@@ -321,7 +321,7 @@ def test_denoisers_have_their_shares_and_their_modes():
     batch = data.batch(np.arange(len(data)))
     counts = Counter(batch["input_ids"][:, 0].tolist())
     assert [round(counts[mode] / len(data), 2) for mode in MODES.values()] == [0.27, 0.53, 0.2]
-    shares = np.bincount(turn_of([spec.weight for spec in PAPER])) / 15
+    shares = np.bincount(build_schedule([spec.weight for spec in PAPER])) / 15
     np.testing.assert_allclose(shares, [2 / 15] * 6 + [3 / 15])
 
 
@@ -330,7 +330,7 @@ def test_denoisers_have_their_shares_and_their_modes():
     [(["1"], [0]), (["2", "2"], [0, 1]), (["1", "1", "0.5"], [0, 1, 2, 0, 1]), (["0.3", "0.1"], [0, 0, 1, 0])],
 )
 def test_a_turn_has_exact_shares(weights, turn):
-    found = turn_of([Fraction(weight) for weight in weights])
+    found = build_schedule([Fraction(weight) for weight in weights])
     assert sorted(found.tolist()) == sorted(turn)
 
 
@@ -453,7 +453,7 @@ def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
 
 
 def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has neither the pieces .* more than 3 sentinels .it has 3."):
+    with pytest.raises(UserError, match="nor more than 3 sentinels .*--no_mode_tokens"):
         mode_ids(vocabulary(tmp_path, extra_ids=3))
     with pytest.raises(UserError, match="neither .MASK. nor <mask> nor a sentinel"):
         mask_id(vocabulary(tmp_path, extra_ids=0))
@@ -479,10 +479,10 @@ def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
 @pytest.mark.parametrize(
     ("make", "options", "sentence"),
     [
-        (prefix_lm, {"inputs_length": 2}, "no room for a token and EOS"),
-        (prefix_lm, {"targets_length": 1}, "no room for a token and EOS"),
-        (ul2, {"inputs_length": 3}, "no room for a token and EOS on either side: they need 4 and 2"),
-        (ul2, {"inputs_length": 8, "targets_length": 2}, "denoiser R:3:0.15 has no room"),
+        (prefix_lm, {"inputs_length": 2}, "--input_seq_len is"),
+        (prefix_lm, {"targets_length": 1}, "--input_seq_len is"),
+        (ul2, {"inputs_length": 3}, "at least 4 inputs and 2 targets"),
+        (ul2, {"inputs_length": 8, "targets_length": 2}, "denoiser R:3:0.15 needs a larger --input_seq_len"),
         (ul2, {"specs": [DenoiserSpec.parse("R:3:0.15@0.0001"), DenoiserSpec.parse("S:0.5@7")]}, "rounder"),
         (causal_lm, {"length": 1}, "at least 2 tokens"),
     ],

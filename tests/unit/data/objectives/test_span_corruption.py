@@ -176,12 +176,12 @@ def test_more_spans_than_sentinels_is_refused_with_the_numbers():
         plan_spans(2048, 0.15, 3.0, num_sentinels=100)
     with pytest.raises(UserError, match="128 noise spans"):
         plan_spans(512, 0.5, 3.0, num_sentinels=100)
-    with pytest.raises(UserError, match="11 noise spans were asked for but there are only 10 sentinels"):
+    with pytest.raises(ValueError, match="11 spans of"):
         corrupt(np.full((1, 22), 200), np.ones((1, 11, 2), int), SENTINELS, 1)
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(UserError, match="cannot be kept apart"):
+    with pytest.raises(UserError, match="cannot be separated"):
         random_spans_lengths(512, 0.6, 1.0)
     for density in (0.0, 1.0, -0.1, 15.0, float("nan")):
         with pytest.raises(UserError, match="noise_density"):

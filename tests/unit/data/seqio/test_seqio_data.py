@@ -51,7 +51,7 @@ def start(tmp_path, monkeypatch):
     def start(**changed):
         (tmp_path / f"worker_{len(started)}").mkdir()
         job = Job(
-            task="tasks:numbers", data_path=[], text_key="text", max_bad_lines=0, quarantine="", vocab_path="",
+            task="tasks:numbers", data_path=[], text_key="text", max_bad_lines=0, rejected_path="", vocab_path="",
             inputs_length=LENGTHS[0], targets_length=LENGTHS[1], noise_density=0.15, mean_noise_span_length=3.0,
             seed=1, validation=False, valid_samples=None, threads=1, clients=1,
             folder=str(tmp_path / f"worker_{len(started)}"),
@@ -132,7 +132,7 @@ def test_a_killed_worker_is_a_sentence_on_each_process(start, tmp_path):
     sources = loaders(worker, 2)
     list(global_batches(sources, 1))
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match="killed by SIGKILL.*memory.*worker.log"):
+    with pytest.raises(RunError, match="killed by SIGKILL.*worker.log"):
         list(islice(sources[0], 10_000))
     with pytest.raises(RunError, match="the process that started it says why"):
         list(islice(sources[1], 10_000))
@@ -209,9 +209,8 @@ def sources_of(args, vocab):
     return seqio_data(args, get_backend(args), Vocabulary.load(vocab))
 
 
-def test_a_run_gets_its_loaders_and_is_told_the_memory(start, vocab, tmp_path, monkeypatch, caplog):
+def test_a_run_gets_its_loaders(start, vocab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    caplog.set_level("INFO")
     train, valid, objective = sources_of(arguments(vocab, valid_interval=2, seed=9), vocab)
     assert objective == "numbers, 4 inputs + 2 targets" and train.fingerprint == "seed 9"
     assert train.samples_per_epoch is None and next(train)["labels"][:, 0].tolist() == [0, 1, 2]
@@ -220,7 +219,6 @@ def test_a_run_gets_its_loaders_and_is_told_the_memory(start, vocab, tmp_path, m
     folder = train._worker.job.folder
     next(train)
     train.close()
-    assert "seqio worker: " in caplog.text and " MiB" in caplog.text
     assert not os.path.exists(folder) and not psutil.pid_exists(train._worker.pid)
 
 
@@ -250,7 +248,7 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
     args = arguments(vocab, task="span_corruption", data_path=("text.txt",), data_pipeline="seqio")
-    with pytest.raises(UserError, match=rf"package {package}, .*pip install .*\[seqio\].*--data_pipeline native"):
+    with pytest.raises(UserError, match=rf"package {package}: pip install .*\[seqio\]"):
         sources_of(args, vocab)
 
 
@@ -260,7 +258,7 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
     [
         ({"data_path": ("./none.jsonl",)}, r"\./none\.jsonl does not exist"),
         ({"data_path": ("empty.jsonl",)}, r"there is no text in empty\.jsonl: 1 files, all of them empty"),
-        ({"data_path": ("half",)}, r"half\.bin is there without half\.idx"),
+        ({"data_path": ("half",)}, r"half\.bin exists without half\.idx"),
         ({"task": "nowhere.tasks:lines"}, r"nowhere\.tasks cannot be imported \(No module named 'nowhere'\)"),
         ({"task": "my_tasks:"}, "names no task: write module:name"),
         ({"task": ":lines"}, "names no task: write module:name"),
@@ -304,7 +302,7 @@ def test_tokens_are_not_text(vocab, tmp_path):
     [
         ({"input_seq_len": 64, "target_seq_len": 13}, "--target_seq_len 13 would cut the targets.*set it to 14"),
         ({"task": "prefix_lm", "input_seq_len": 64, "target_seq_len": 62}, "--target_seq_len 62 would cut.*to 63"),
-        ({"task": "prefix_lm", "input_seq_len": 2}, "prefix_lm needs 2 tokens and EOS"),
+        ({"task": "prefix_lm", "input_seq_len": 2}, "--input_seq_len is 2"),
         ({"input_seq_len": 2048, "target_seq_len": 512}, "114 noise spans .* 100 sentinels"),
     ],
 )

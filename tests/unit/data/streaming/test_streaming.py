@@ -50,6 +50,11 @@ class InProcess:
     def __exit__(self, *_):
         return None
 
+    def kill(self):
+        pass
+
+    close = kill
+
     def ask(self, request):
         self.before(request)
         return self.maker.make(request)
@@ -338,7 +343,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     loader = start(max_bad_lines=2, **settings)
     take(loader, 100)
     stream = loader.dataset.feed.streams[0]
-    assert stream._records[-1].end["epoch"] >= 2 and stream.rejected == 2
+    assert stream._records[-1].end["epoch"] >= 2 and stream.rejected_and_lines[0] == 2
     loader.close()
     listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
     listed = [json.loads(line) for line in listed.read_text().splitlines()]
@@ -361,7 +366,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data_path": ("nobody/nothing",)}, "nobody/nothing is neither a file nor a folder here"),
+        ({"data_path": ("nobody/nothing",)}, "dataset nobody/nothing cannot be loaded"),
         ({"data_path": ("./nothing.jsonl",)}, r"\./nothing\.jsonl does not exist"),
         ({"data_path": ("BLANK",)}, r"no document in .*blank\.jsonl"),
         (
@@ -372,9 +377,9 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         (
             {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
             r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
-            r"no key 'id' \(there is 'text'\); all are listed in .*bad_lines\.jsonl\): name .* by --text_key",
+            r"no key 'id' \(there is 'text'\); see .*bad_lines\.jsonl\): name .* by --text_key",
         ),
-        ({"data_path": ("HALF",)}, r"half\.idx is there without .*half\.bin"),
+        ({"data_path": ("HALF",)}, r"half\.idx exists without .*half\.bin"),
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
             {"data_path": ("NUMBERS", "GZIP"), "data_temperature": 3.0},
@@ -455,7 +460,7 @@ def test_the_limit_of_bad_lines_is_a_rate_where_no_number_is_given(start, in_pro
     in_process.setattr(records, "_MIN_ALLOWED", 2)
     in_process.setattr(records, "_LINES_PER_REJECTED", 100)
     take(loader := start(**settings), 150)
-    assert [(s.rejected, s.lines) for s in loader.dataset.feed.streams.values()] == [(10, 1500)]
+    assert [s.rejected_and_lines for s in loader.dataset.feed.streams.values()] == [(10, 1500)]
     in_process.setattr(records, "_LINES_PER_REJECTED", 10_000)
     with pytest.raises(UserError, match=r"more than 2 bad lines, and than 0.1 % of the .*--max_bad_lines"):
         take(start(cache="again", **settings), 150)

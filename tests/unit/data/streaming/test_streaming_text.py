@@ -11,8 +11,7 @@ from itertools import chain, islice, takewhile
 import pytest
 
 from lm_experiments_tools.data.streaming import text as stream_text
-from lm_experiments_tools.data.streaming.mixed import MixedPlan
-from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
+from lm_experiments_tools.data.streaming.text import MixedPlan, Position, StreamPlan, StreamText
 from lm_experiments_tools.data.streaming.worker import StreamTokens
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.records import read_shard

@@ -162,7 +162,7 @@ def test_inputs_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.csv").write_text("x")
     for item, message in [
-        ("data.csv", r"data\.csv is none of \.jsonl"),
+        ("data.csv", r"data\.csv is no file of \.jsonl"),
         ("folder", r"folder .*folder has no \.jsonl.* \(1 others\)"),
         ("nothing.jsonl", r"nothing\.jsonl does not exist"),
         ("no/such/path", r"no/such/path does not exist"),
@@ -220,7 +220,7 @@ def test_hugging_face_datasets_that_cannot_be_loaded_are_one_sentence(tmp_path, 
         raise ConnectionError("Couldn't reach 'name' on the Hub (LocalEntryNotFoundError)\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", offline)
-    with pytest.raises(UserError, match=r"name is neither a file nor a folder.*Couldn't reach 'name'"):
+    with pytest.raises(UserError, match=r"dataset name cannot be loaded: Couldn't reach 'name'"):
         read(tmp_path, ["name"])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
@@ -233,9 +233,7 @@ def test_a_folder_with_a_loading_script_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.py").write_text("import datasets\n")
-    with pytest.raises(
-        UserError, match=r"mine::train is a folder, .* cannot be loaded: Dataset scripts are no longer"
-    ):
+    with pytest.raises(UserError, match=r"mine::train cannot be loaded: Dataset scripts are no longer"):
         read(tmp_path, [f"{tmp_path}/mine::train"])
 
 

@@ -71,7 +71,7 @@ def test_tokenizing_a_large_text_goes_on_over_a_small_share_of_bad_lines(tmp_pat
 def test_a_piece_of_nothing_but_bad_lines_ends_the_work_before_it_is_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MIN_HOPELESS", 50)
     path = corpus(tmp_path / "d.jsonl", range(1500))
-    with pytest.raises(UserError, match=r"most of the lines read of .*d\.jsonl are bad: 51 bad lines left out"):
+    with pytest.raises(UserError, match=r"most lines of .*d\.jsonl are bad: 51 bad lines left out"):
         tokenize_corpus([path], numbered_words_vocabulary(tmp_path), tmp_path / "t", workers=1)
 
 
@@ -85,5 +85,5 @@ def test_rows_of_fine_tuning_know_the_same_rate(strict):
     assert len(list(converted(rows, convert, BadRows(None)))) == 894
     with pytest.raises(UserError, match=r"more than 2 bad rows, the first is x:0: broken"):
         list(converted([Row(f"x:{number}", {"bad": True}) for number in range(9)], convert, BadRows(None)))
-    with pytest.raises(UserError, match=r"^x:149: broken; mend it"):
+    with pytest.raises(UserError, match=r"^x:149: broken; fix it"):
         list(converted(rows, convert, BadRows(0)))

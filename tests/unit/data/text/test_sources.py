@@ -90,7 +90,7 @@ def test_what_a_folder_passes_over_is_said_in_files_and_bytes(folder, caplog):
 def test_a_folder_of_which_most_cannot_be_read_is_refused(folder):
     (folder / "a.jsonl").write_bytes(line("a"))
     (folder / "b.parquet").write_bytes(b"x" * 2048)
-    with pytest.raises(UserError, match=r"most of folder .*in cannot be read: 1 files of 2\.0 KiB \(1 \.parq"):
+    with pytest.raises(UserError, match=r"most of folder .*in: 1 files of 2\.0 KiB \(1 \.parq"):
         texts(folder)
     assert texts(folder / "a.jsonl") == ["a"]
 
@@ -137,7 +137,7 @@ def test_a_file_of_two_inputs_is_refused_under_any_spelling(folder, tmp_path, mo
         ("in", "in"), ("in", "in/a.jsonl"), ("in/a.jsonl", "in/../in/a.jsonl"), ("in/a.jsonl", "link.jsonl"),
         ("in", "hard.jsonl"), ("hard.jsonl", str(folder)), ("owner/name:en", "owner/name:en"),
     ]:  # fmt: skip
-        with pytest.raises(UserError, match="is named twice, by the inputs .*name it once"):
+        with pytest.raises(UserError, match="is named twice, by the inputs"):
             sources.find_files([one, two])
     assert len(sources.find_files(["owner/name:en", "owner/name:de", "in"])) == 3
 
@@ -167,7 +167,7 @@ def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder, cap
     (folder / "c.txt").symlink_to(folder / "b.txt")
     assert texts(folder) == ["a"]
     assert f"{folder / 'b.txt'} is no regular file and is passed over" in caplog.text
-    with pytest.raises(UserError, match="neither a regular file nor a folder"):
+    with pytest.raises(UserError, match="b.txt is no file of"):
         texts(folder / "b.txt")
 
 

@@ -92,4 +92,4 @@ def test_where_nothing_can_be_kept_each_start_checks(tmp_path, checks, caplog):
     (tmp_path / ".cache").write_text("a file")
     for number in (1, 2):
         assert open_checked(prefix).num_tokens == 5 and len(checks) == number
-    assert "cannot be kept" in caplog.text
+    assert "cannot be written" in caplog.text

@@ -134,13 +134,13 @@ def test_a_loader_announces_the_rows_it_will_read_and_no_others(prefix, kind, wo
     dataset = MixtureDataset(members) if kind == "mixture" else members[0]
     read = []
     for member in members:
-        read_rows = member.tape.read
+        read_rows = member.read
 
         def reading(starts, length, read_rows=read_rows):
             read.append((starts, length))
             return read_rows(starts, length)
 
-        member.tape.read = reading
+        member.read = reading
     loader = TrainLoader(dataset, 8, 0, world_size, prefetch=False, ahead=True)
     for steps in (1, 70, 3):
         for _ in range(steps):

@@ -47,7 +47,7 @@ def test_text_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "encode_shard", tokenize_and_change)
-        with pytest.raises(UserError, match=r"d\.jsonl was changed while it was being read \([\d,]+ bytes then"):
+        with pytest.raises(UserError, match=r"d\.jsonl was changed while it was being read"):
             tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
     assert not dataset_exists(tmp_path / "t")
     tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
@@ -68,7 +68,7 @@ def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_
         return count
 
     monkeypatch.setattr(pipeline, "encode_shard", tokenize_and_change)
-    with pytest.raises(UserError, match="parquet were changed while they were being read"):
+    with pytest.raises(UserError, match="files of the datasets were changed"):
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1)
     assert not dataset_exists(tmp_path / "t")
 

@@ -1,0 +1,169 @@
+"""One endless token stream, cut into rows that every objective numbers, shuffles and reads in the same way.
+
+Eight tokens in rows of 3, in an epoch that starts at token 5 (`epoch_shift`):
+
+    stream   0 1 2 3 4 5 6 7 | 0 1 2 ...        end joined to beginning
+    row 0    5 6 7
+    row 1    0 1 2
+    row 2    3 4                                the rest: shorter, never dropped
+
+Several row lengths are used in round robin: with lengths (3, 1) the rows are 5 6 7, 0, 1 2 3, 4. Global sample g is
+row permutation(seed, e)(i) of epoch e, where e, i = divmod(g, rows).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lm_experiments_tools.data.order import epoch_shift, permute
+from lm_experiments_tools.errors import UserError
+
+BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
+_CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
+_VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
+
+
+class TokenSource(Protocol):
+    """The part of an `IndexedDataset` that is read here."""
+
+    tokens: np.ndarray
+    fingerprint: str
+
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None: ...
+
+
+class TokenStreamDataset:
+    """Base of all objectives: rows of a token stream, addressed by a global sample number.
+
+    Epoch e starts at a token drawn from (seed, e), so that cut points differ between epochs while every token is read
+    exactly once in each. A subclass makes examples of rows and draws its noise from (seed, epoch, row): an example is
+    a pure function of (seed, g), whatever batch it is in.
+
+    Args:
+        tokens: an `IndexedDataset` or several, read one after the other and then from the beginning again.
+        vocab_size: ids at or above it are refused.
+        row_lengths: tokens of a row; several are used in round robin.
+        seed: fixes order, cut points and noise.
+
+    Raises:
+        UserError: no tokens, or a token id outside the vocabulary.
+    """
+
+    def __init__(
+        self, tokens: TokenSource | Sequence[TokenSource], vocab_size: int, row_lengths: Sequence[int], seed: int
+    ) -> None:
+        self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
+        self.vocab_size, self.seed = vocab_size, seed
+        self._filled = [source for source in self.sources if source.tokens.size]
+        if not self._filled:
+            raise UserError(f"The token data is empty ({len(self.sources)} file(s)): check the path and the text.")
+        # Plain arrays: a memmap's own slicing costs more than the copy of a row.
+        self._arrays = [np.asarray(source.tokens) for source in self._filled]
+        self._part_ends = np.cumsum(np.array([part.size for part in self._arrays], np.int64))
+        self._part_begins = self._part_ends - [part.size for part in self._arrays]
+        self.num_tokens = int(self._part_ends[-1])
+        self._windows: dict[int, np.ndarray] = {}  # length -> view of the only part, for `read`
+        for part in self._arrays:
+            self._check_ids(part[:_CHECKED_AT_START])
+        self._row_ends = np.cumsum(np.asarray(row_lengths, np.int64))  # within one round
+        self._row_begins = self._row_ends - row_lengths
+        rounds, rest = divmod(self.num_tokens, int(self._row_ends[-1]))
+        rows_of_rest = int(np.searchsorted(self._row_ends, rest)) + 1 if rest else 0
+        self._num_samples = rounds * len(row_lengths) + rows_of_rest
+        last = self._num_samples - 1
+        self.last_row_length = self.num_tokens - int(self._offsets(np.array([last]))[0])
+        self.last_row_is_short = self.last_row_length < row_lengths[last % len(row_lengths)]
+
+    def __len__(self) -> int:
+        """Samples in an epoch, the same in each."""
+        return self._num_samples
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over data, objective and seed: equal fingerprints give equal samples for equal numbers."""
+        parts = {
+            "version": _VERSION,
+            "sources": [source.fingerprint for source in self.sources],
+            "seed": self.seed,
+            **self.settings(),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def order(self) -> str:
+        """sha256 over what decides which tokens a sample is made of, whatever the objective does with them."""
+        parts = [_VERSION, [s.fingerprint for s in self.sources], self.seed, self._row_ends.tolist()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that, besides data and seed, decide how a sample looks; JSON values."""
+        raise NotImplementedError
+
+    def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and row, int64[n] each, of global sample numbers int64[n]."""
+        epochs, indices = np.divmod(np.asarray(samples, np.int64), self._num_samples)
+        return epochs, permute(indices, self._num_samples, self.seed, epochs)
+
+    def starts_of(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Positions in the stream where rows begin, int64[n]."""
+        shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
+        return (shifts + self._offsets(rows)) % self.num_tokens
+
+    def is_short(self, rows: np.ndarray) -> np.ndarray:
+        """bool[n]: True for the short last row of an epoch."""
+        return (rows == self._num_samples - 1) & self.last_row_is_short
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Tokens int64[n, length] from each of `starts` int64[n] on, wrapping around at the end.
+
+        Raises:
+            UserError: a token id outside the vocabulary.
+        """
+        if len(self._arrays) == 1 and int(starts.max()) <= self.num_tokens - length:
+            if length not in self._windows:
+                self._windows[length] = np.lib.stride_tricks.sliding_window_view(self._arrays[0], length)
+            found = self._windows[length][starts]
+            self._check_ids(found)
+            return found.astype(np.int64)
+        tokens = np.empty((len(starts), length), np.int64)
+        part_of = np.searchsorted(self._part_ends, starts, side="right")
+        offsets = starts - self._part_begins[part_of]
+        for row, part, offset in zip(tokens, part_of.tolist(), offsets.tolist(), strict=True):
+            filled = 0
+            while filled < length:
+                chunk = self._arrays[part][offset : offset + length - filled]
+                row[filled : filled + chunk.size] = chunk
+                filled, part, offset = filled + chunk.size, (part + 1) % len(self._arrays), 0
+        self._check_ids(tokens)
+        return tokens
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """Prefetch the tokens of samples from the disk."""
+        epochs, rows = self.rows_of(samples)
+        starts = self.starts_of(epochs, rows)
+        lengths = (self._row_ends - self._row_begins)[rows % len(self._row_ends)]
+        part_of = np.searchsorted(self._part_ends, starts, side="right")
+        for number in np.unique(part_of).tolist():
+            here = part_of == number
+            begins = starts[here] - self._part_begins[number]
+            ends = np.minimum(begins + lengths[here], len(self._arrays[number]))  # the wrapped rest is not worth more
+            self._filled[number].will_need(begins, ends)
+
+    def _offsets(self, rows: np.ndarray) -> np.ndarray:
+        rounds, positions = np.divmod(rows, len(self._row_ends))
+        return rounds * self._row_ends[-1] + self._row_begins[positions]
+
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        worst = int(tokens.max())
+        if worst < self.vocab_size and tokens.dtype.kind == "i":
+            worst = min(worst, int(tokens.min()))
+        if not 0 <= worst < self.vocab_size:
+            raise UserError(
+                f"The token data holds id {worst}, but the vocabulary has ids 0 to {self.vocab_size - 1}: it was "
+                "tokenized with another vocabulary; give that one, or tokenize again."
+            )
