@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from lm_experiments_tools.attention import T5Bias
 from lm_experiments_tools.attention.kernels import triton as backend
 from lm_experiments_tools.attention.kernels import triton_kernels
-from lm_experiments_tools.attention.kernels.plan import AnyLayout
+from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, validate
 
 KERNELS = [name for name in vars(triton_kernels) if name.endswith("_kernel")]

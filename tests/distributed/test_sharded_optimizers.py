@@ -15,7 +15,6 @@ pytestmark = pytest.mark.distributed
 
 CASES = [
     ("AdamWScale", {"lr": 0.05, "weight_decay": 0.1}),
-    ("AdamWScale", {"lr": 0.05, "weight_decay": 0.1, "fused": False}),
     ("Adafactor", {}),
     ("Adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
     ("Adafactor", {"lr": 0.05, "relative_step": False, "scale_parameter": False}),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -22,11 +20,6 @@ def refusal(inputs: AttentionInputs) -> str | None:
     if spec.mask is not None or spec.segment_ids is not None or spec.causal or not inputs.is_dense:
         return "its only masks are key_padding_mask and the bias"
     return None
-
-
-def cost(inputs: AttentionInputs) -> tuple[float, int]:
-    """(fraction of the score matrix computed, bytes in addition to inputs, output and their gradients)."""
-    return 1.0, 3 * inputs.q.element_size() * math.prod(inputs.scores_shape)
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:

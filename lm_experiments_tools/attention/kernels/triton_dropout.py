@@ -48,7 +48,7 @@ def words_of(seed, sequence, first_query, first_key, M: tl.constexpr, N: tl.cons
 
 
 @triton.jit
-def kept(
+def is_kept(
     seed, sequence, drop_below, drop_chance, query_tile, key_tile, M: tl.constexpr, N: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def gradient_of(
     """(weights that dropout leaves, gradient of the scores): `grow` is what those that it leaves are multiplied by."""
     dropped = weights
     if HAS_DROPOUT:
-        keep = kept(seed, sequence, drop_below, drop_chance, query_tile, key_tile, M, N, BY_KEY)
+        keep = is_kept(seed, sequence, drop_below, drop_chance, query_tile, key_tile, M, N, BY_KEY)
         dropped = tl.where(keep, weights, 0.0)
         ds = weights * tl.where(keep, dp * grow - row_delta, -row_delta)
     else:

@@ -74,7 +74,7 @@ def test_apex_optimizer_is_used_when_installed_and_one_sentence_otherwise(monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "apex")
     assert get_optimizer("FusedAdam").__module__ == "apex.optimizers"
-    with pytest.raises(UserError, match="FusedLAMB: the installed apex has no such"):
+    with pytest.raises(UserError, match="FusedLAMB needs NVIDIA apex"):
         get_optimizer("FusedLAMB")
     for name in ("apex", "apex.optimizers"):
         monkeypatch.delitem(__import__("sys").modules, name)
@@ -137,7 +137,7 @@ def test_weight_decay_reaches_matrices_only_and_zero_means_none(name):
         ({"name": "AdamW", "extra": {"beta": (0.9, 0.9)}}, "no option 'beta'; did you mean 'betas'"),
         ({"name": "AdamW", "extra": {"betas": (0.9, 2.0)}}, "AdamW refuses its settings: Invalid beta"),
         ({"name": "AdamWScale", "extra": {"betas": (0.9, 2.0)}}, "AdamWScale refuses its settings: betas"),
-        ({"name": "Muon"}, "Muon updates matrices of numbered layers"),
+        ({"name": "Muon"}, "--optimizer Muon needs"),
     ],
 )
 def test_option_without_effect_or_sense_is_refused(options, message):
@@ -300,5 +300,5 @@ def test_muon_scales_the_rate_of_the_others_and_refuses_what_it_cannot_update():
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.01, 0.01]
     with pytest.raises(UserError, match="numbered layers"):
         build_optimizer(nn.Linear(3, 3), name="Muon", lr=0.02, weight_decay=0.0)
-    with pytest.raises(UserError, match="did you mean AdamW"):
+    with pytest.raises(UserError, match="others="):
         build_optimizer(Stack(), name="Muon", lr=0.02, weight_decay=0.0, extra={"others": "adamw"})

@@ -31,7 +31,6 @@ from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_
 
 OURS = {
     "adamw_scale": lambda model, **options: AdamWScale(model.parameters(), lr=1e-2, weight_decay=0.1, **options),
-    "adamw_scale_plain": lambda model: OURS["adamw_scale"](model, fused=False),
     "adafactor": lambda model: Adafactor(
         model.parameters(), lr=1e-2, relative_step=False, weight_decay=0.1, beta1=0.9
     ),
