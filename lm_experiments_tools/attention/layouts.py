@@ -14,15 +14,17 @@ the attention as well.
 from __future__ import annotations
 
 import difflib
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.layout_cache import describe, is_int
-from lm_experiments_tools.attention.random_blocks import deepspeed_columns, random_columns
 from lm_experiments_tools.attention.user_layouts import check_settings, has_type, settings_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_configured
@@ -104,12 +106,12 @@ class SparsityConfig:
                 short for the pattern.
         """
         num_blocks = self._num_blocks(seq_len)
-        whole = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
-        layout = torch.as_tensor(self.blocks(whole), device="cpu")
+        size = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
+        layout = torch.as_tensor(self.blocks(size), device="cpu")
         if self._unidirectional and self.compat is None:
             layout = layout.tril()
-        if layout.dim() != 3 or layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (whole, whole):
-            raise self._error(f"blocks returned {describe(layout)}, not [1 or {self.num_heads}, {whole}, {whole}]")
+        if layout.dim() != 3 or layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (size, size):
+            raise self._error(f"blocks returned {describe(layout)}, not [1 or {self.num_heads}, {size}, {size}]")
         layout = layout[:, :num_blocks, :num_blocks].long()
         return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
 
@@ -179,11 +181,11 @@ class SparsityConfig:
         """`count` random blocks in each row, drawn without replacement: [num_layout_heads, blocks, blocks]."""
         heads = self.num_layout_heads
         if self.compat is None:
-            columns = random_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
+            columns = _random_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
         elif past_only and count > 1:
             raise self._error(f"the first block has no {count} blocks before it to draw: leave out compat='deepspeed'")
         else:
-            columns = deepspeed_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
+            columns = _deepspeed_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
         layout = torch.zeros(heads, num_blocks, num_blocks + 1, dtype=torch.bool, device="cpu")
         return layout.scatter_(2, columns, True)[..., :num_blocks]  # the last column takes what was not drawn
 
@@ -368,7 +370,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window and nothing else; unidirectional unless told otherwise.
+    """A sliding window and nothing else; unidirectional by default.
 
     Args:
         num_sliding_window_blocks: as in BigBirdSparsityConfig; unidirectional keeps the half before each block.
@@ -452,3 +454,38 @@ def _global_slices(
     if config.compat and min(config.global_block_indices, default=0) < -num_blocks:
         raise config._error(f"global_block_indices={list(config.global_block_indices)} of {num_blocks} blocks")
     return [(index, index + 1) for index in inside]
+
+
+def _random_columns(seed: int, layer_idx: int, heads: int, num_blocks: int, count: int, past_only: bool) -> Tensor:
+    """Columns drawn in each row, int64 [heads, num_blocks, count]; `num_blocks` means none.
+
+    Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", CACM 1987) for all rows at once. Random bits depend
+    on the row and not on the number of rows, so unidirectional layouts of two lengths agree where both exist.
+    """
+    bits = np.stack([_random_bits(f"{seed}/{layer_idx}/{head}", num_blocks * count) for head in range(heads)])
+    bits = bits.reshape(heads, num_blocks, count)
+    population = np.arange(1, num_blocks + 1) if past_only else np.full(num_blocks, num_blocks)
+    drawn = np.full(bits.shape, num_blocks, dtype=np.int64)
+    for step in range(count):
+        last = population - count + step
+        column = (bits[..., step] % np.maximum(last + 1, 1).astype(np.uint64)).astype(np.int64)
+        taken = (drawn[..., :step] == column[..., None]).any(-1)
+        drawn[..., step] = np.where(last < 0, num_blocks, np.where(taken, last, column))
+    return torch.from_numpy(drawn)
+
+
+def _random_bits(name: str, count: int) -> np.ndarray:
+    """64-bit random numbers of a head; the bit stream of Philox is the same in every release of numpy."""
+    digest = blake2b(f"sparse attention/{name}".encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+
+
+def _deepspeed_columns(seed: int, layer_idx: int, heads: int, num_blocks: int, count: int, past_only: bool) -> Tensor:
+    """Columns that DeepSpeed draws from Python's generator: head by head, row by row, layer by layer."""
+    generator = random.Random(seed)
+    for _ in range(layer_idx + 1):
+        columns = [
+            [generator.sample(range(row + 1 if past_only else num_blocks), count) for row in range(num_blocks)]
+            for _ in range(heads)
+        ]
+    return torch.tensor(columns, dtype=torch.int64, device="cpu").view(heads, num_blocks, count)

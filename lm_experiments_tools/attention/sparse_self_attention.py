@@ -58,8 +58,7 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.register_buffer("master_layout", torch.as_tensor(sparsity_config.make_layout(max_seq_length)))
-        self._layouts: dict[int, Layout] = {}
-        self._layouts_of: tuple[int, int | bytes] | None = None
+        self._layouts: dict[tuple[int, int], Layout] = {}
 
     def forward(
         self,
@@ -107,14 +106,10 @@ class SparseSelfAttention(nn.Module):
         if blocks > master.shape[-1]:
             longest = master.shape[-1] * block
             raise UserError(f"SparseSelfAttention: {length} tokens are more than max_seq_length={longest}.")
-        # Changes when a checkpoint is loaded; tensors that were moved in inference mode count no versions.
-        content = master.cpu().numpy().tobytes() if master.is_inference() else master._version
-        version = master.data_ptr(), content
-        if version != self._layouts_of:
-            self._layouts, self._layouts_of = {}, version
-        if blocks not in self._layouts:
-            self._layouts[blocks] = Layout(master[:, :blocks, :blocks], block)
-        return self._layouts[blocks]
+        key = blocks, master.data_ptr()  # changes when the module is moved
+        if key not in self._layouts:
+            self._layouts[key] = Layout(master[:, :blocks, :blocks], block)
+        return self._layouts[key]
 
     def _key_padding(self, mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         """Keys to attend to, bool [batch, length], and what the mask adds to them, [batch, 1, 1, length] or None."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from lm_experiments_tools.attention.kernels.dropout import dropped
+from lm_experiments_tools.attention.kernels.products import dropped
 
 
 def stream_dtype(x: Tensor) -> torch.dtype:

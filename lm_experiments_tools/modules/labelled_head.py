@@ -71,9 +71,9 @@ def pick_labelled(model: nn.Module, length: int, *, tried: bool = True) -> str |
 
 
 def _pick_if_equal(model: nn.Module, length: int, tried: bool) -> str | None:
-    device, words = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
+    device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(words // 2, words, (_ROWS, length), generator=generator).to(device)
+    ids = torch.randint(vocab_size // 2, vocab_size, (_ROWS, length), generator=generator).to(device)
     chosen = torch.tensor([2 * length - 2, 1, 2, length + 1], device=device)  # not in order
     labels = torch.full_like(ids, IGNORED_LABEL)
     labels.view(-1)[chosen] = ids.view(-1)[chosen]

@@ -148,9 +148,9 @@ def after_prompts(
     """
     rows, (k, count, _) = input_ids.shape[0], prompts.shape
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    words = model.get_input_embeddings()(input_ids).repeat_interleave(k, 0)
+    embedded = model.get_input_embeddings()(input_ids).repeat_interleave(k, 0)
     return {
-        "inputs_embeds": torch.cat([prompts.to(words.dtype).repeat(rows, 1, 1), words], 1),
+        "inputs_embeds": torch.cat([prompts.to(embedded.dtype).repeat(rows, 1, 1), embedded], 1),
         "attention_mask": torch.cat([mask.new_ones(rows * k, count), mask.repeat_interleave(k, 0)], 1),
     }
 

@@ -9,24 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.optimizers.sharding import (
-    is_sharded,
-    local,
-    local_slice,
-    on_host,
-    replica,
-    roots_of,
-    squares_of,
-    sums_over_slices,
-)
 from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
     decay_into,
     float32_of,
+    is_sharded,
+    local,
+    local_slice,
+    on_host,
+    replica,
     restored_if_skipped,
     root_mean_square,
+    roots_of,
     round_into,
+    squares_of,
+    sums_over_slices,
     unless,
 )
 

@@ -8,12 +8,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.optimizers.sharding import local, on_host, root_mean_squares
 from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
     float32_of,
+    local,
+    on_host,
     root_mean_square,
+    root_mean_squares,
     round_into,
     unless,
 )

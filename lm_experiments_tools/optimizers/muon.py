@@ -12,8 +12,16 @@ from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale, Scalars
-from lm_experiments_tools.optimizers.sharding import is_sharded, local, local_slice, sums_over_slices
-from lm_experiments_tools.optimizers.state import float32_of, restored_if_skipped, round_into, unless
+from lm_experiments_tools.optimizers.state import (
+    float32_of,
+    is_sharded,
+    local,
+    local_slice,
+    restored_if_skipped,
+    round_into,
+    sums_over_slices,
+    unless,
+)
 
 HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalized
 OTHERS = ("AdamWScale", "AdamW")

@@ -1,7 +1,8 @@
 """The one place that chooses the backend of an attention call.
 
-A backend is a module with `refusal(inputs)` and `attend(inputs, seed)`; autograd.py says what one with kernels has as
-well. If the module's `DRAWS_FROM_DEVICE` is True, dropout draws from the device's generator and ignores the seed.
+A backend is a module with `attend(inputs, seed)`. If it cannot compute all inputs, its `refusal(inputs)` says why.
+autograd.py lists the functions of a backend with kernels. If `DRAWS_FROM_DEVICE` is True, dropout draws from the
+device's generator and ignores the seed.
 """
 
 from __future__ import annotations
@@ -71,21 +72,24 @@ def force_backend(backend: str) -> Iterator[None]:
 
 def choose(inputs: AttentionInputs, backend: str) -> tuple[ModuleType, str]:
     """The backend's module and why it was taken."""
-    if backend == "auto" and forced is not None and _module(forced).refusal(inputs) is None:
+    if backend == "auto" and forced is not None and _refusal(_module(forced), inputs) is None:
         return _module(forced), "forced"
     if backend == "auto":
         return _choose_on_gpu(inputs) if inputs.q.device.type == "cuda" else _choose_on_cpu(inputs)
     if backend not in _BACKENDS:
         raise UserError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(_BACKENDS)}.')
-    module = _module(backend)
-    refused = module.refusal(inputs)
+    refused = _refusal(_module(backend), inputs)
     if refused:
         raise UserError(f'backend "{backend}" cannot do this: {refused}; "auto" finds one that can.')
-    return module, "asked for"
+    return _module(backend), "asked for"
 
 
 def _module(backend: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{backend}")
+
+
+def _refusal(module: ModuleType, inputs: AttentionInputs) -> str | None:
+    return module.refusal(inputs) if hasattr(module, "refusal") else None
 
 
 def _choose_on_cpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:

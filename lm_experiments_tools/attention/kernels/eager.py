@@ -24,11 +24,6 @@ def limit_float16(x: Tensor) -> Tensor:
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
-def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
-    return None
-
-
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
     """Attention output; dropout draws from the device's generator, not from `seed`."""
     weights, empty = _weights(inputs)

@@ -43,11 +43,6 @@ def _probabilities(inputs: AttentionInputs) -> Tensor:
     return probabilities.masked_fill(~mask, 0.0)
 
 
-def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
-    return None
-
-
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
     """Attention output, gradients by autograd."""
     weights = _probabilities(inputs)

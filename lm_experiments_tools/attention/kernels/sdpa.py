@@ -12,11 +12,6 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
-def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
-    return None
-
-
 def needs_matrix(inputs: AttentionInputs) -> bool:
     """True if a mask or bias matrix has to be materialized."""
     mask, key_padding_mask, segment_ids, bias, *_ = inputs.spec

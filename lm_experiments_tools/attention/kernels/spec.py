@@ -100,7 +100,7 @@ class AttentionInputs(NamedTuple):
         spec, (q, k) = self.spec, self[:2]
         allowed = spec.mask
         if spec.key_padding_mask is not None and not ignores_padding:
-            rows, num_keys = spec.key_padding_mask.shape  # one row holds for the whole batch
+            rows, num_keys = spec.key_padding_mask.shape  # one row may hold for all of the batch
             keys = spec.key_padding_mask.view(rows, 1, 1, num_keys)  # a third of the time of indexing by None
             allowed = keys if allowed is None else allowed & keys
         if spec.causal:

@@ -93,10 +93,10 @@ def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
         "query_gradient": (2 * queries, 2 * keys),
         "key_gradient": (2 * keys, 2 * queries),
     }[kernel]
-    if kernel == "forward" and tile.queries >= 16 * tile.num_warps:  # each warp has whole rows of scores
+    if kernel == "forward" and tile.queries >= 16 * tile.num_warps:  # each warp has full rows of scores
         scores = 0
     if kernel == "key_gradient" and tile.num_stages == 1:
-        streamed += queries  # turned
+        streamed += queries  # transposed
     if kernel == "query_gradient" and itemsize == 4:  # matrices that select the diagonals of sums
         scores += SUM_ROWS * itemsize * tile.queries * tile.keys // micro_of(tile) ** 2
     # The loop near the diagonal loads a float32 bias for each score, and fewer rows.

@@ -331,15 +331,14 @@ def refusal_of_device(inputs: AttentionInputs) -> str | None:
         found, oldest = (".".join(map(str, x)) for x in (card.capability, _OLDEST))
         return f"{card.name} has compute capability {found}, and Triton needs {oldest}"
     head_dim, _, itemsize = _sizes(inputs)
-    needed, kernel = max(
-        (shared_memory(kernel, _tile_for(inputs, kernel), head_dim, itemsize), kernel)
-        for kernel in (KERNELS if inputs.trains or inputs.trains_bias else KERNELS[:1])
-    )
+    kernels = KERNELS if inputs.trains or inputs.trains_bias else KERNELS[:1]
+    needed = max(shared_memory(kernel, _tile_for(inputs, kernel), head_dim, itemsize) for kernel in kernels)
     if needed <= card.shared_memory:
         return None
+    dtype = str(inputs.q.dtype).removeprefix("torch.")
     return (
-        f"its kernel {kernel} takes up to {needed / 1024:.0f} KiB of shared memory at head_dim {head_dim} in "
-        f"{str(inputs.q.dtype).removeprefix('torch.')}, and {card.name} has {card.shared_memory / 1024:.0f}"
+        f"its kernels take up to {needed >> 10} KiB of shared memory at head_dim {head_dim} in {dtype}, and "
+        f"{card.name} has {card.shared_memory >> 10}"
     )
 
 

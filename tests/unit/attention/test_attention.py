@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import layout_cache
@@ -297,23 +296,6 @@ def test_dropout_follows_torchs_seed_and_not_the_head_dimension():
     assert torch.equal(first, weights_of(q, k, 1, **keywords) != 0)
     assert torch.equal(first, weights_of(q.repeat(1, 1, 1, 3), k.repeat(1, 1, 1, 3), 1, **keywords) != 0)
     assert not torch.equal(first, weights_of(q, k, 2, **keywords) != 0)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_the_same_dropout(reentrant):
-    q, k, v = tensors(1, 2, 50, 8)
-
-    def call(q: Tensor) -> Tensor:
-        return block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), dropout_p=0.4, backend="gather")
-
-    torch.manual_seed(0)
-    (plain,) = torch.autograd.grad(call(q).square().sum(), q)
-    torch.manual_seed(0)
-    if reentrant:
-        checkpoint(call, q, use_reentrant=True).square().sum().backward()
-    else:
-        q.grad = torch.autograd.grad(checkpoint(call, q, use_reentrant=False).square().sum(), q)[0]
-    assert torch.equal(plain, q.grad)
 
 
 # Same bits, memory, lists that are kept

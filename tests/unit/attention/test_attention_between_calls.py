@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -78,25 +77,6 @@ def test_a_trace_without_numbers_leaves_nothing_behind():
         layout_cache.resolve_layout(None, 3, 700, 700)
     q = torch.randn(1, 3, 700, 8)
     assert block_sparse_attention(q, q, q).isfinite().all()
-
-
-class OldStyle:
-    """As written for DeepSpeed: settings are attributes, nothing says what they are."""
-
-    def __init__(self, num_heads: int, width: int) -> None:
-        self.num_heads, self.block, self.width = num_heads, 4, width
-
-    def make_layout(self, seq_len: int) -> Tensor:
-        place = torch.arange(seq_len // self.block)
-        return ((place[:, None] - place).abs() <= self.width).long().expand(self.num_heads, -1, -1)
-
-
-def test_a_layout_whose_settings_change_is_made_again():
-    layout = OldStyle(2, 0)
-    before = layout_cache.resolve_layout(layout, 2, 320, 320)
-    assert layout_cache.resolve_layout(layout, 2, 320, 320) is before
-    layout.width = 1
-    assert layout_cache.resolve_layout(layout, 2, 320, 320).blocks.sum() > before.blocks.sum()
 
 
 def test_what_a_layout_said_before_it_was_changed_is_forgotten():

@@ -65,17 +65,6 @@ def test_layouts_without_random_blocks_are_deepspeeds_with_its_future_cut_off(ca
         assert torch.equal(layout, theirs.tril() if config.attention == "unidirectional" else theirs)
 
 
-def test_golden_layouts_have_a_leak_to_cut_off():
-    """Or the test above could not fail for it."""
-    leaks = set()
-    for case in GOLDEN:
-        config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"], compat="deepspeed")
-        layout = config.make_layout(case["length"])
-        if config.attention == "unidirectional" and not torch.equal(layout, layout.tril()):
-            leaks.add(case["name"])
-    assert leaks >= {"FixedSparsityConfig", "VariableSparsityConfig"}
-
-
 @pytest.mark.parametrize(
     ("config", "rows"),
     [
@@ -217,12 +206,8 @@ class TestNames:
             ),
             (lambda: VariableSparsityConfig(1, local_window_blocks=[4, 0]), "local_window_blocks=[4, 0]"),
             (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=[0]), "do not fit"),
-            (lambda: BigBirdSparsityConfig(1, max_seq_length=0), "max_seq_length=0 is not a positive multiple"),
-            (lambda: BigBirdSparsityConfig(1, layer_idx=-1), "layer_idx=-1 must be at least 0"),
-            (lambda: BigBirdSparsityConfig(1).make_layout("64"), "length of '64' is not a positive multiple"),
             (lambda: get_sparsity_config("BigBird", 2, num_rand=1), "did you mean 'num_random_blocks'"),
             (lambda: get_sparsity_config(None, 2), "is None; it must be a string such as 'BigBird'"),
-            (lambda: get_sparsity_config(5, 2), "is 5; it must be a string such as 'BigBird'"),
             (
                 lambda: BigBirdSparsityConfig(1, num_random_blocks=99, compat="deepspeed").make_layout(128),
                 "num_random_blocks=99 is more than the 8 blocks of the input",  # where DeepSpeed raises too
