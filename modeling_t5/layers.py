@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.huggingface import configured_layout
 from lm_experiments_tools.attention.kernels.bias import Bias
-from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of, shared_bias
+from lm_experiments_tools.attention.kernels.choice import shared_bias
+from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.eager import limit_float16
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import SparsityConfig

@@ -14,7 +14,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from lm_experiments_tools.attention.kernels.dispatch import shared_bias
+from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec, causal_mask
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.modules.fast_step import Dropout, is_whole, stream_dtype

@@ -19,7 +19,7 @@ _HOMES = {
     "explain": "lm_experiments_tools.attention.kernels.dispatch",
     "FixedSparsityConfig": "lm_experiments_tools.attention.layouts",
     "get_sparsity_config": "lm_experiments_tools.attention.layouts",
-    "Layout": "lm_experiments_tools.attention.kernels.plan",
+    "Layout": "lm_experiments_tools.attention.kernels.layout_cache",
     "LocalSlidingWindowSparsityConfig": "lm_experiments_tools.attention.layouts",
     "register": "lm_experiments_tools.attention.huggingface",
     "SparseSelfAttention": "lm_experiments_tools.attention.sparse_self_attention",

@@ -6,9 +6,8 @@
 
 The layout is stored in the model's configuration under the names of t5-experiments, `sparse_config_cls` and
 `sparse_attention`, and holds for self-attention of encoders and of decoder-only models. Decoders of encoder-decoder
-models and cross-attention stay exact; so does everything where no layout is configured. Padding is respected, and a
-learned T5 bias is handed from layer to layer as its table [num_buckets, heads], not as [1, heads, length, length], but
-for inputs on a CPU that are short enough for dense attention.
+models and cross-attention stay exact; so does everything where no layout is configured. Padding is respected. Layers
+share a learned T5 bias as its table [num_buckets, heads]; on a CPU short inputs share a matrix.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias
-from lm_experiments_tools.attention.kernels.compiled import number_of_layout
-from lm_experiments_tools.attention.kernels.dispatch import attend, block_sparse_attention, shared_bias
+from lm_experiments_tools.attention.kernels.choice import shared_bias
+from lm_experiments_tools.attention.kernels.dispatch import attend, block_sparse_attention
+from lm_experiments_tools.attention.kernels.operator import number_of_layout
 from lm_experiments_tools.attention.kernels.reference import attention_probabilities
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import (
@@ -44,10 +44,8 @@ SETTINGS_KEY = "sparse_attention"
 
 
 def register() -> None:
-    """Make `attn_implementation="block_sparse"` known to transformers; importing this module has done it.
-
-    Both interfaces are needed: an attention without a mask function gets no mask at all, and padding is ignored.
-    """
+    """Make `attn_implementation="block_sparse"` known to transformers; importing this module has done it."""
+    # Both interfaces are needed: an attention without a mask function gets no mask, and padding would be ignored.
     for name, forward in ((NAME, attention_forward), (WITH_WEIGHTS, forward_with_weights)):
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, attention_mask)
@@ -56,7 +54,7 @@ def register() -> None:
 
 
 def _with_name(to_dict: Any) -> Any:
-    """transformers saves no attention implementation; beside a layout ours belongs to what the model computes."""
+    """Save the attention implementation with a layout, because the model is not the same without it."""
 
     @functools.wraps(to_dict)
     def to_dict_with_name(self: PreTrainedConfig) -> dict[str, Any]:
@@ -69,7 +67,7 @@ def _with_name(to_dict: Any) -> Any:
 
 
 def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, **settings: Any) -> PreTrainedModel:
-    """Convert a model of transformers, in place, and note the layout in its configuration, which is saved with it.
+    """Convert a model of transformers in place, and write the layout into its configuration.
 
     Args:
         model: any whose attention goes through transformers' AttentionInterface (T5, BERT, ...).
@@ -85,28 +83,25 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
     num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if not isinstance(num_heads, int):
         raise UserError(
-            f"{type(model).__name__} is no model of transformers with attention of its own (its configuration has no "
-            "num_attention_heads): enable its parts one by one, as in enable(model.encoder, ...)."
+            f"{type(model).__name__}: its configuration has no num_attention_heads. Enable its parts, for example "
+            "enable(model.encoder, ...)."
         )
     if isinstance(layout, str):
         layout = get_sparsity_config(layout, **{"num_heads": num_heads, **settings})
     elif settings:
-        raise UserError(f"enable: {', '.join(settings)} go with the name of a layout, not {type(layout).__name__}.")
+        raise UserError(f"enable: {', '.join(settings)} need the name of a layout, not {type(layout).__name__}.")
     elif layout is None:
         layout = configured_layout(model.config)
     elif isinstance(layout, type) or not callable(getattr(layout, "to_dict", None)):
-        raise UserError(
-            f"enable: layout is {layout!r}; it must be a configuration, as BigBirdSparsityConfig({num_heads}), or the "
-            "name of one."
-        )
+        raise UserError(f"enable: layout is {layout!r}; it must be a configuration or the name of one.")
     if layout is not None and layout.num_heads != num_heads:
-        raise UserError(
-            f"{type(layout).__name__} is for {layout.num_heads} heads, but {type(model).__name__} has {num_heads}."
-        )
+        name = type(model).__name__
+        raise UserError(f"{type(layout).__name__} is for {layout.num_heads} heads, but {name} has {num_heads}.")
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
-        raise UserError(f"{type(model).__name__} has attention of its own, which cannot be converted.")
-    configs = {id(module.config): module.config for module in model.modules() if _has_config(module)}
+        raise UserError(f"{type(model).__name__} does not use transformers' AttentionInterface.")
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
     for config in configs.values() if layout is not None else ():
         values = layout.to_dict()
         config.sparse_config_cls = values.pop(TYPE_KEY)
@@ -120,7 +115,7 @@ def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
     """The layout that a model's configuration names by `sparse_config_cls` and `sparse_attention`; None without one.
 
     Raises:
-        UserError: an unknown layout, settings that it does not have or refuses, or settings of no layout.
+        UserError: an unknown layout, wrong settings, or settings without a layout.
     """
     name, settings = getattr(config, TYPE_KEY, None), getattr(config, SETTINGS_KEY, None)
     if name is None:
@@ -128,15 +123,8 @@ def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
             raise UserError(f"{SETTINGS_KEY} is given without {TYPE_KEY}, the name of a layout (e.g. BigBird).")
         return None
     if not (isinstance(name, str) and isinstance(settings, dict | None)):
-        raise UserError(
-            f"{TYPE_KEY}={name!r} must be the name of a layout and {SETTINGS_KEY}={settings!r} an object with its "
-            "settings."
-        )
+        raise UserError(f"{TYPE_KEY}={name!r} must be a name, and {SETTINGS_KEY}={settings!r} an object.")
     return get_sparsity_config(name, **{"num_heads": config.num_attention_heads, **(settings or {})})
-
-
-def _has_config(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "config", None), PreTrainedConfig)
 
 
 def attention_mask(
@@ -150,9 +138,9 @@ def attention_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask function: the padding mask as it is, bool [batch, keys] or None, wherever that says it all.
+    """transformers' mask function: the padding mask, bool [batch, keys] or None, if nothing else is masked.
 
-    Anything else (a cache of earlier keys, packed documents, sliding windows) becomes bool [batch, 1, queries, keys].
+    A cache of earlier keys, packed documents and sliding windows give bool [batch, 1, queries, keys].
     """
     modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
     if modeling is not None:
@@ -160,7 +148,9 @@ def attention_mask(
     from_the_start = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
     if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and from_the_start):
         if attention_mask is None or attention_mask.shape[1] == kv_length:
-            return None if _hides_nothing(attention_mask) else attention_mask
+            # Looked up once for all layers, where this neither synchronizes with a GPU nor breaks a graph.
+            can_look = attention_mask is not None and attention_mask.is_cpu and not torch.compiler.is_compiling()
+            return None if can_look and bool(attention_mask.all()) else attention_mask
     _check_cache(config, q_length, kv_length, q_offset, kv_offset)
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
@@ -171,21 +161,13 @@ def attention_mask(
 def _check_cache(
     config: PreTrainedConfig | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
 ) -> None:
-    """Refuse a layout for keys that are not all of those up to the last query."""
+    """Refuse a layout whose rows cannot be found in the cache."""
     if config is None or isinstance(configured_layout(config), DenseSparsityConfig | None):
         return
     if config.is_encoder_decoder or _stays_exact(config, config):  # only their encoders are sparse, without a cache
         return
     if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
-        raise UserError(
-            f"{type(config).__name__}: a cache of fixed size has slots for future keys, or has dropped early ones, "
-            "so that rows of a block-sparse layout are not found in it: use the default (dynamic) cache."
-        )
-
-
-def _hides_nothing(mask: Tensor | None) -> bool:
-    """Looked up once for all layers, where looking makes no GPU wait and breaks no graph."""
-    return mask is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
+        raise UserError(f"{type(config).__name__}: block-sparse attention needs the default (dynamic) cache.")
 
 
 def attention_forward(
@@ -213,9 +195,13 @@ def attention_forward(
         [batch, queries, heads, head_dim], and None instead of attention weights, which are never formed.
 
     Raises:
-        UserError: attention weights, soft capping or sinks are asked for, or the layout does not fit.
+        UserError: attention weights, soft capping or sinks are requested, or the layout does not fit.
     """
-    _refuse_unsupported(kwargs)
+    for option in ("output_attentions", "softcap", "s_aux"):
+        if kwargs.get(option) not in (None, False):
+            raise UserError(
+                f'Block-sparse attention has no {option}. Load the model with attn_implementation="eager".'
+            )
     num_heads = query.shape[1]
     key, value = (_for_all_heads(x, num_heads) for x in (key, value))
     bias = _bias(module, position_bias)
@@ -243,7 +229,7 @@ def forward_with_weights(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same attention with its weights, [batch, heads, queries, keys], to look at: dense, without dropout."""
+    """The same attention with its weights, [batch, heads, queries, keys]: dense, without dropout."""
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)
     causal = _is_causal(module, is_causal, query, key)
@@ -253,24 +239,13 @@ def forward_with_weights(
 
 
 def _for_all_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Keys or values of grouped-query attention, one for each head."""
+    """Keys or values of grouped-query attention, repeated for each head."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor, key: Tensor) -> bool:
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return causal and query.shape[2] > 1 and query.shape[2] == key.shape[2]
-
-
-def _refuse_unsupported(options: dict[str, Any]) -> None:
-    if options.get("output_attentions"):
-        raise UserError(
-            "output_attentions=True needs attention weights, which block-sparse attention never forms: load the model "
-            'with attn_implementation="eager" to look at them.'
-        )
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise UserError(f"Block-sparse attention has no {name!r}, which this model needs: use another attention.")
 
 
 def _bias(module: nn.Module, position_bias: Tensor | None) -> Bias | None:
@@ -287,7 +262,7 @@ def _bias(module: nn.Module, position_bias: Tensor | None) -> Bias | None:
 
 
 def _layout(module: nn.Module, num_heads: int, as_number: bool = False) -> SparsityConfig | int | None:
-    """The layout of a layer: that of its configuration, None for exact attention; for torch.compile its number."""
+    """The layout of a layer's configuration, None for exact attention; for torch.compile its number."""
     config = module.config
     name = getattr(config, TYPE_KEY, None)
     if name is None or _stays_exact(module, config):
@@ -300,21 +275,21 @@ def _layout_of(name: str, settings: dict[str, Any], num_heads: int, layer_idx: i
     return _sparsity_config(name, json.dumps(settings, sort_keys=True), num_heads, layer_idx)
 
 
-@torch.compiler.assume_constant_result  # asked once a graph, which is guarded by what the configuration says
+@torch.compiler.assume_constant_result  # evaluated once a graph, which is guarded by the configuration's values
 def _layout_number(name: str, settings: dict[str, Any], num_heads: int, layer_idx: int) -> int | None:
     layout = _layout_of(name, settings, num_heads, layer_idx)
     return None if layout is None else number_of_layout(layout)
 
 
 def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
-    """True if a layer (or configuration) is of a decoder that reads an encoder; decoders alone may be sparse."""
+    """True for a layer or configuration of a decoder with cross-attention; decoder-only models may be sparse."""
     if not getattr(module, "is_decoder", getattr(config, "is_decoder", False)):
         return False
     reads = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
     return reads or any(hasattr(config, name) for name in ("num_decoder_layers", "decoder_layers"))
 
 
-@functools.lru_cache(maxsize=512)  # one object a layout, because what kernels need is cached by object
+@functools.lru_cache(maxsize=512)  # one object a layout, because kernels' lists are cached by object
 def _sparsity_config(name: str, settings: str, num_heads: int, layer_idx: int) -> SparsityConfig | None:
     config = get_sparsity_config(name, **{"num_heads": num_heads, **json.loads(settings)})
     if isinstance(config, DenseSparsityConfig):
@@ -331,12 +306,12 @@ def _with_matrix(mask: Tensor, bias: Bias | None, layout: SparsityConfig | int |
         return AttentionSpec(mask=mask, bias=bias, layout=layout)
     if bias is not None:
         mask = mask + shared_bias(bias, mask.shape[2], mask.shape[3], "sdpa")
-    allowed = mask.new_ones(1, 1, 1, 1, dtype=torch.bool)  # dense, as under any other matrix
+    allowed = mask.new_ones(1, 1, 1, 1, dtype=torch.bool)  # selects a dense backend
     return AttentionSpec(mask=allowed, bias=mask, layout=layout)
 
 
 def _pass_tables(modeling: ModuleType) -> None:
-    """Patch T5-like attention classes of a module, once, to pass biases as tables where matrices cost more."""
+    """Patch T5-like attention classes of a module once, so that layers share biases as tables."""
     if getattr(modeling, "_biases_are_tables", False):
         return
     for attention_cls in vars(modeling).values():
@@ -361,8 +336,8 @@ def _table_bias(compute_bias: Any) -> Any:
         cached = isinstance(past_seen_tokens, Tensor) or past_seen_tokens > 0 or query_length != key_length
         if self.config._attn_implementation != NAME or cached:
             return compute_bias(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
-        # Through the embedding, so that it works where weights are sharded, and as a tensor of its own, so that
-        # gradients of all layers meet here whatever checkpoints activations.
+        # Through the embedding because weights may be sharded. Gradients of all layers meet in its output, whichever
+        # layers checkpoint activations.
         table = self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
         is_dense = _layout(self, table.shape[1], as_number=torch.compiler.is_compiling()) is None
         bias = shared_bias(_bias(self, table), query_length, key_length, "auto", table.device, is_dense, self.training)
@@ -372,7 +347,7 @@ def _table_bias(compute_bias: Any) -> Any:
 
 
 def _without_zeros(forward: Any) -> Any:
-    """T5's cross-attention has no bias, for which transformers forms zeros [1, heads, queries, keys]."""
+    """Pass an empty bias to T5's cross-attention, for which transformers makes zeros [1, heads, queries, keys]."""
 
     @functools.wraps(forward)
     def forward_without_zeros(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,32 +1,31 @@
 """Block-sparse layouts: which blocks of keys each block of queries attends to, under DeepSpeed's names and arguments.
 
-DeepSpeed removed its `sparsity_config.py` in 0.19.7. The classes here take the same arguments with the same defaults
-and return the same tensors, int64 [num_heads, blocks, blocks], for every pattern without a random part. Where it was
-wrong or could not be repeated they differ, unless `compat="deepspeed"` asks for its layouts bit for bit:
+The classes take the arguments of DeepSpeed's `sparsity_config.py`, which it removed in 0.19.7, with the same defaults.
+They return the same tensors, int64 [num_heads, blocks, blocks], except where `compat="deepspeed"` is needed for that:
 
-- Random blocks come from (seed, layer_idx, head, row) alone, not from Python's global generator: a configuration is a
-  layout, on every worker and machine, and saving the one saves the other.
-- "unidirectional" lets no block attend to a later one. DeepSpeed's Variable layout draws random blocks from the
-  future, and its global blocks see later ones of their own group.
-- Inputs too short for the window, global or random blocks asked for attend to all there is, instead of an error.
+- Random blocks depend on (seed, layer_idx, head, row) alone, not on Python's global generator.
+- "unidirectional" lets no block attend to a later one. Some of DeepSpeed's layouts do.
+- Inputs shorter than the window, global or random blocks attend to everything instead of raising an error.
 
-A layout says what blocks may do. "unidirectional" keeps blocks in order, but tokens of one block still see each other;
-for a causal model pass `causal=True` to the attention as well, which is exact for any layout.
+"unidirectional" orders blocks, but tokens of one block still see each other. For a causal model pass `causal=True` to
+the attention as well.
 """
 
 from __future__ import annotations
 
 import difflib
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.plan import describe, is_int
-from lm_experiments_tools.attention.random_blocks import deepspeed_columns, random_columns
-from lm_experiments_tools.attention.user_layouts import as_layout, check_settings, giving_tensors, misfit, settings_of
+from lm_experiments_tools.attention.kernels.layout_cache import describe, is_int
+from lm_experiments_tools.attention.user_layouts import check_settings, has_type, settings_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_configured
 
@@ -39,21 +38,20 @@ _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 
 @dataclass
 class SparsityConfig:
-    """Base of all layouts; subclass it and write `blocks` (or `make_layout`) for a layout of your own.
+    """Base of all layouts. Subclass it and write `blocks` or `make_layout` for a new one.
 
-    An `__init__` of your own keeps its arguments in attributes of the same names, from which they are saved.
+    The `__init__` of a subclass must store its arguments in attributes of the same names, so that they can be saved.
 
     Args:
         num_heads: heads of the attention layer.
         block: tokens of a block.
         different_layout_per_head: draw a layout for each head instead of one for all.
         seed: of the random blocks.
-        layer_idx: gives layers with the same seed random blocks of their own.
+        layer_idx: number of the layer; layers with the same seed have different random blocks.
         max_seq_length: if given, a shorter input gets the corner of this length's layout, as in DeepSpeed, instead of
-            a layout made for its own length. Truncation keeps what a trained model knows of each position but loses
-            the random blocks beyond the input: 7 of 8 at an eighth of the length.
-        compat: "deepspeed" for its layouts bit for bit, future leaks and refusals included. Random blocks are then
-            those it draws after `random.seed(seed)` when it makes the layouts of layers 0, 1, ... in turn.
+            a layout made for its own length.
+        compat: "deepspeed" for its layouts bit for bit, its errors included. Random blocks are those that it draws
+            after `random.seed(seed)` when it makes the layouts of layers 0, 1, ...
 
     Raises:
         UserError: a setting of another type or out of range, or settings that exclude each other.
@@ -69,22 +67,18 @@ class SparsityConfig:
 
     attention: ClassVar[str] = "bidirectional"
     uses_random_blocks: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "make_layout" in vars(cls):
-            cls.make_layout = giving_tensors(cls.make_layout)
+    _positive: ClassVar[tuple[str, ...]] = ("num_heads", "block")  # other counts may be 0
 
     def __post_init__(self) -> None:
         for setting in fields(self):
             value = getattr(self, setting.name)
-            expected = misfit(setting, value)
-            if expected is not None:
-                raise self._error(f"{setting.name}={value!r} must be {expected}")
+            if not has_type(setting, value):
+                raise self._error(f"{setting.name}={value!r} must be {setting.type}")
             if value is not None and "Sequence[int]" in str(setting.type):
                 setattr(self, setting.name, tuple(value))
-        self._check_minimum(1, "num_heads", "block")
-        self._check_minimum(0, "layer_idx")
+            least = 1 if setting.name in self._positive else 0
+            if setting.name.startswith(("num_", "block", "layer_idx")) and value < least:
+                raise self._error(f"{setting.name}={value} must be at least {least}")
         if self.attention not in _DIRECTIONS:
             raise self._error(f"attention={self.attention!r} is neither {' nor '.join(map(repr, _DIRECTIONS))}")
         if self.compat not in (None, "deepspeed"):
@@ -112,27 +106,22 @@ class SparsityConfig:
                 short for the pattern.
         """
         num_blocks = self._num_blocks(seq_len)
-        whole = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
-        layout = as_layout(self.blocks(whole), self, "blocks")
+        size = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
+        layout = torch.as_tensor(self.blocks(size), device="cpu")
         if self._unidirectional and self.compat is None:
             layout = layout.tril()
-        if layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (whole, whole):
-            raise self._error(
-                f"blocks gave {describe(layout)}; it must be [1 or {self.num_heads}, {whole}, {whole}] here"
-            )
+        if layout.dim() != 3 or layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (size, size):
+            raise self._error(f"blocks returned {describe(layout)}, not [1 or {self.num_heads}, {size}, {size}]")
         layout = layout[:, :num_blocks, :num_blocks].long()
         return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
 
     def blocks(self, num_blocks: int) -> Tensor:
-        """The pattern itself: bool [num_layout_heads, num_blocks, num_blocks]; later blocks are cut off afterwards
-        from one that is unidirectional."""
-        raise self._error(
-            "it has no pattern: write its method `blocks`, or take a subclass such as BigBirdSparsityConfig"
-        )
+        """The pattern: bool [num_layout_heads, num_blocks, num_blocks]. "unidirectional" cuts off later blocks."""
+        raise self._error("it has no pattern: write its method `blocks`, or use a subclass")
 
     def density(self, seq_len: int) -> float:
         """Fraction of blocks attended to in inputs of `seq_len` tokens."""
-        return self.make_layout(seq_len).float().mean().item()
+        return torch.as_tensor(self.make_layout(seq_len)).float().mean().item()
 
     def setup_layout(self, seq_len: int) -> Tensor:
         """An empty layout for classes written for DeepSpeed: zeros, int64 [num_heads, blocks, blocks]."""
@@ -149,7 +138,7 @@ class SparsityConfig:
         """All settings as JSON values, the class under "sparse_config_cls"; `from_dict` is the inverse.
 
         Raises:
-            UserError: an `__init__` of your own takes what is in no attribute of the same name.
+            UserError: an argument of `__init__` is in no attribute of the same name.
         """
         ours = SPARSITY_CONFIGS.get(type(self).__name__) is type(self)
         name = type(self).__name__ if ours else f"{type(self).__module__}:{type(self).__qualname__}"
@@ -175,15 +164,10 @@ class SparsityConfig:
         return seq_len // self.block
 
     def _fits(self, num_blocks: int, *names: str) -> None:
-        """DeepSpeed's refusal of inputs that are too short."""
+        """Raise DeepSpeed's error for inputs that are too short."""
         for name in names:
             if self.compat and getattr(self, name) > num_blocks:
                 raise self._error(f"{name}={getattr(self, name)} is more than the {num_blocks} blocks of the input")
-
-    def _check_minimum(self, minimum: int, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) < minimum:
-                raise self._error(f"{name}={getattr(self, name)} must be at least {minimum}")
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{type(self).__name__}: {problem}.")
@@ -197,18 +181,18 @@ class SparsityConfig:
         """`count` random blocks in each row, drawn without replacement: [num_layout_heads, blocks, blocks]."""
         heads = self.num_layout_heads
         if self.compat is None:
-            columns = random_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
+            columns = _random_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
         elif past_only and count > 1:
             raise self._error(f"the first block has no {count} blocks before it to draw: leave out compat='deepspeed'")
         else:
-            columns = deepspeed_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
+            columns = _deepspeed_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
         layout = torch.zeros(heads, num_blocks, num_blocks + 1, dtype=torch.bool, device="cpu")
         return layout.scatter_(2, columns, True)[..., :num_blocks]  # the last column takes what was not drawn
 
 
 @dataclass
 class DenseSparsityConfig(SparsityConfig):
-    """Every block attends to every block: exact attention, and the yardstick of the others."""
+    """Every block attends to every block: exact attention."""
 
     def blocks(self, num_blocks: int) -> Tensor:
         return torch.ones(1, num_blocks, num_blocks, dtype=torch.bool, device="cpu")
@@ -223,8 +207,8 @@ class FixedSparsityConfig(SparsityConfig):
         num_global_blocks: consecutive blocks of each window that are global, its last ones in the first pattern.
         attention: "bidirectional", or "unidirectional" for blocks that attend to earlier ones alone.
         horizontal_global_attention: let global blocks attend to all blocks too; bidirectional only.
-        num_different_global_patterns: patterns that heads take in turn, each with other blocks of the window global;
-            more than one needs different_layout_per_head.
+        num_different_global_patterns: patterns with different global blocks that heads use round robin; more than one
+            needs different_layout_per_head.
     """
 
     num_local_blocks: int = 4
@@ -233,22 +217,18 @@ class FixedSparsityConfig(SparsityConfig):
     horizontal_global_attention: bool = False
     num_different_global_patterns: int = 1
 
+    _positive = (*SparsityConfig._positive, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_minimum(1, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
         local, patterns = self.num_local_blocks, self.num_different_global_patterns
         if local % self.num_global_blocks:
-            raise self._error(
-                f"num_local_blocks={local} is not a multiple of num_global_blocks={self.num_global_blocks}"
-            )
+            raise self._error(f"num_local_blocks={local} is no multiple of num_global_blocks={self.num_global_blocks}")
         _check_horizontal(self)
         if patterns > 1 and not self.different_layout_per_head:
             raise self._error(f"num_different_global_patterns={patterns} needs different_layout_per_head=True")
         if patterns > local // self.num_global_blocks:
-            raise self._error(
-                f"num_different_global_patterns={patterns} is more than num_local_blocks={local} divided by "
-                f"num_global_blocks={self.num_global_blocks}"
-            )
+            raise self._error(f"num_different_global_patterns={patterns} is more than a window of {local} blocks has")
 
     def blocks(self, num_blocks: int) -> Tensor:
         rows, columns = _grid(num_blocks)
@@ -264,16 +244,16 @@ class FixedSparsityConfig(SparsityConfig):
         rows, _ = _grid(num_blocks)
         local, width = self.num_local_blocks, self.num_global_blocks
         offset = local - (1 + pattern) * width
-        # The first column of each global one's group, beyond all rows where a column is not global.
+        # For each column the first one of its global group; num_blocks if the column is not global.
         first = torch.full((num_blocks,), num_blocks, device="cpu")
         whole = num_blocks - num_blocks % local
         columns = torch.arange(offset, max(offset, whole), local, device="cpu")[:, None] + _grid(width)[1]
         first[columns] = columns[:, :1].expand_as(columns)
-        if whole < num_blocks:  # a last window cut short has its global blocks as far to the right as they would be
+        if whole < num_blocks:  # the last window is incomplete: its global blocks end at the input's end at the latest
             start = min(whole + offset, num_blocks - width)
             if self.compat is None:
                 start = max(0, start)
-            # An input of fewer blocks than `width` starts at a negative number, which DeepSpeed counts from the end.
+            # With fewer blocks than `width` start is negative, which DeepSpeed counts from the end.
             first[start : start + width].clamp_(max=start % num_blocks if start > -num_blocks else 0)
         is_global = first < num_blocks
         if self._unidirectional:
@@ -303,7 +283,6 @@ class VariableSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_minimum(0, "num_random_blocks")
         if min(self.local_window_blocks, default=0) < 1:
             raise self._error(f"local_window_blocks={list(self.local_window_blocks)} must be numbers of at least 1")
         _check_global_indices(self)
@@ -349,10 +328,6 @@ class BigBirdSparsityConfig(SparsityConfig):
     num_global_blocks: int = 1
     attention: str = "bidirectional"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_minimum(0, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
-
     uses_random_blocks = VariableSparsityConfig.uses_random_blocks
 
     def blocks(self, num_blocks: int) -> Tensor:
@@ -382,7 +357,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_minimum(0, "num_sliding_window_blocks")
         _check_global_indices(self)
 
     def blocks(self, num_blocks: int) -> Tensor:
@@ -396,7 +370,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window and nothing else; unidirectional unless told otherwise.
+    """A sliding window and nothing else; unidirectional by default.
 
     Args:
         num_sliding_window_blocks: as in BigBirdSparsityConfig; unidirectional keeps the half before each block.
@@ -407,27 +381,13 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     num_sliding_window_blocks: int = 3
     attention: str = "unidirectional"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_minimum(0, "num_sliding_window_blocks")
-
     def blocks(self, num_blocks: int) -> Tensor:
         self._fits(num_blocks, "num_sliding_window_blocks")
         layout = self._window(num_blocks, self.num_sliding_window_blocks)
         return layout.tril() if self._unidirectional else layout
 
 
-SPARSITY_CONFIGS: dict[str, type[SparsityConfig]] = {
-    config.__name__: config
-    for config in (
-        DenseSparsityConfig,
-        FixedSparsityConfig,
-        VariableSparsityConfig,
-        BigBirdSparsityConfig,
-        BSLongformerSparsityConfig,
-        LocalSlidingWindowSparsityConfig,
-    )
-}
+SPARSITY_CONFIGS: dict[str, type[SparsityConfig]] = {cls.__name__: cls for cls in SparsityConfig.__subclasses__()}
 
 
 def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityConfig:
@@ -452,7 +412,7 @@ def _config_class(name: str) -> type[SparsityConfig]:
     if not isinstance(name, str):
         raise UserError(f"The name of a sparsity configuration is {name!r}; it must be a string such as 'BigBird'.")
     module, _, bare = name.replace(":", ".").rpartition(".")
-    if not module or module.startswith((".", *_MODULES)):
+    if not module or module.startswith(_MODULES):
         short = {key.removesuffix("SparsityConfig").lower(): config for key, config in SPARSITY_CONFIGS.items()}
         wanted = bare.lower().replace("_", "").removesuffix("sparsityconfig")
         if wanted in short:
@@ -480,16 +440,13 @@ def _check_global_indices(config: VariableSparsityConfig | BSLongformerSparsityC
     if ends is None:
         return
     if len(starts) != len(ends) or any(start >= end for start, end in zip(starts, ends, strict=True)):
-        raise config._error(
-            f"global_block_end_indices={list(ends)} must be as many as global_block_indices={list(starts)} and each "
-            "larger than its start"
-        )
+        raise config._error(f"global_block_end_indices={list(ends)} do not fit global_block_indices={list(starts)}")
 
 
 def _global_slices(
     config: VariableSparsityConfig | BSLongformerSparsityConfig, num_blocks: int
 ) -> list[tuple[int, int | None]]:
-    """Groups of global blocks as slices of the blocks there are; those wholly beyond either end are left out."""
+    """Groups of global blocks as slices; groups outside of the input are left out."""
     if config.global_block_end_indices is not None:
         pairs = zip(config.global_block_indices, config.global_block_end_indices, strict=True)
         return [(start, min(end, num_blocks)) for start, end in pairs if start < num_blocks]
@@ -497,3 +454,38 @@ def _global_slices(
     if config.compat and min(config.global_block_indices, default=0) < -num_blocks:
         raise config._error(f"global_block_indices={list(config.global_block_indices)} of {num_blocks} blocks")
     return [(index, index + 1) for index in inside]
+
+
+def _random_columns(seed: int, layer_idx: int, heads: int, num_blocks: int, count: int, past_only: bool) -> Tensor:
+    """Columns drawn in each row, int64 [heads, num_blocks, count]; `num_blocks` means none.
+
+    Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", CACM 1987) for all rows at once. Random bits depend
+    on the row and not on the number of rows, so unidirectional layouts of two lengths agree where both exist.
+    """
+    bits = np.stack([_random_bits(f"{seed}/{layer_idx}/{head}", num_blocks * count) for head in range(heads)])
+    bits = bits.reshape(heads, num_blocks, count)
+    population = np.arange(1, num_blocks + 1) if past_only else np.full(num_blocks, num_blocks)
+    drawn = np.full(bits.shape, num_blocks, dtype=np.int64)
+    for step in range(count):
+        last = population - count + step
+        column = (bits[..., step] % np.maximum(last + 1, 1).astype(np.uint64)).astype(np.int64)
+        taken = (drawn[..., :step] == column[..., None]).any(-1)
+        drawn[..., step] = np.where(last < 0, num_blocks, np.where(taken, last, column))
+    return torch.from_numpy(drawn)
+
+
+def _random_bits(name: str, count: int) -> np.ndarray:
+    """64-bit random numbers of a head; the bit stream of Philox is the same in every release of numpy."""
+    digest = blake2b(f"sparse attention/{name}".encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+
+
+def _deepspeed_columns(seed: int, layer_idx: int, heads: int, num_blocks: int, count: int, past_only: bool) -> Tensor:
+    """Columns that DeepSpeed draws from Python's generator: head by head, row by row, layer by layer."""
+    generator = random.Random(seed)
+    for _ in range(layer_idx + 1):
+        columns = [
+            [generator.sample(range(row + 1 if past_only else num_blocks), count) for row in range(num_blocks)]
+            for _ in range(heads)
+        ]
+    return torch.tensor(columns, dtype=torch.int64, device="cpu").view(heads, num_blocks, count)

@@ -1,7 +1,6 @@
 """Positional encodings: one object per layer that rotates queries and keys, adds a bias to scores, or does neither.
 
-A model calls its `PositionScheme` twice: `rotate` before keys enter the cache, and `bias`. A user-defined scheme
-overrides one of the two; nothing else in a model depends on which scheme it has.
+A model calls `rotate` before keys enter the cache, and `bias`. A user-defined scheme overrides one of the two.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ class PositionScheme(nn.Module):
 
 
 class NoPosition(PositionScheme):
-    """Attention that does not know the order of tokens (in a decoder, the causal mask still tells it)."""
+    """No positional encoding; in a decoder the causal mask still gives an order."""
 
 
 class RotaryPosition(PositionScheme):
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): pairs of features turn by angles of the position.
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864).
 
-    Features i and i + rotary_dim / 2 are a pair, as in transformers' Llama and GPT-NeoX (`rotate_half`); GPT-J and the
-    paper pair neighbours instead, which is the same up to an order of the features. Nothing is learned or stored.
+    Features i and i + rotary_dim / 2 are a pair, as in transformers' Llama and GPT-NeoX (`rotate_half`). GPT-J and the
+    paper pair neighbours instead.
 
     Args:
         head_dim: features of a head.
-        rotary_dim: how many of them turn, the first ones (GPT-NeoX's partial rotary); all if None.
-        base: the slowest pair turns once in about 2 pi * base tokens.
+        rotary_dim: number of rotated features, the first ones (GPT-NeoX's partial rotary); all if None.
+        base: the slowest pair rotates once in about 2 pi * base tokens.
 
     Raises:
         UserError: rotary_dim is odd or not within 2..head_dim, or base is not above 1.
@@ -62,9 +61,7 @@ class RotaryPosition(PositionScheme):
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.base = base
         if not 2 <= self.rotary_dim <= head_dim or self.rotary_dim % 2:
-            raise UserError(
-                f"rotary_dim={self.rotary_dim} must be an even number from 2 to the {head_dim} features of a head."
-            )
+            raise UserError(f"rotary_dim={self.rotary_dim} must be an even number from 2 to head_dim={head_dim}.")
         if not base > 1:
             raise UserError(f"rotary_base={base} must be above 1 (10000 is usual).")
 
@@ -73,19 +70,16 @@ class RotaryPosition(PositionScheme):
         pairs = torch.arange(0, self.rotary_dim, 2, device=q.device, dtype=exact)
         positions = torch.arange(q.shape[2], device=q.device) + offset
         angles = positions[..., None] * self.base ** (-pairs / self.rotary_dim)  # [(batch, 1,) length, rotary_dim / 2]
-        return self._turn(q, angles.cos(), angles.sin()), self._turn(k, angles.cos(), angles.sin())
+        return self._rotated(q, angles.cos(), angles.sin()), self._rotated(k, angles.cos(), angles.sin())
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second, rest = x.tensor_split((self.rotary_dim // 2, self.rotary_dim), dim=-1)
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
 class AlibiPosition(PositionScheme):
-    """Attention with linear biases (Press et al. 2022, arXiv 2108.12409): -slope * |distance|, in both directions.
-
-    Slopes are those of the paper and not learned.
-    """
+    """Attention with linear biases (Press et al. 2022, arXiv 2108.12409): -slope * |distance|, with fixed slopes."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -104,8 +98,7 @@ class AlibiPosition(PositionScheme):
 class RelativeBiasPosition(PositionScheme):
     """T5's relative attention bias (Raffel et al. 2020, arXiv 1910.10683, 2.1): a number per head and bucket.
 
-    Its one parameter is `weight` [num_buckets, num_heads], so that a layer which calls the scheme
-    `relative_attention_bias` has the names of transformers' state dicts.
+    Its parameter is `weight` [num_buckets, num_heads], as in transformers' state dicts.
 
     Args:
         num_buckets, max_distance, bidirectional: as of `T5Bias`.
@@ -120,13 +113,13 @@ class RelativeBiasPosition(PositionScheme):
         self.num_buckets, self.max_distance, self.bidirectional = num_buckets, max_distance, bidirectional
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
         nn.init.normal_(self.weight)
-        T5Bias(self.weight, bidirectional, num_buckets, max_distance)  # refuses what cannot be
+        T5Bias(self.weight, bidirectional, num_buckets, max_distance)  # checks the arguments
 
     def bias(
         self, query_length: int, key_length: int, offset: int | Tensor = 0, device: Device = None
     ) -> DistanceBias | Tensor:
         if _is_self_attention(query_length, key_length, offset):
-            # A tensor of its own: where weights are sharded by layer, the parameter is gone before the next layer.
+            # A copy, because FSDP frees the parameter before the next layer.
             return T5Bias(self.weight.clone(), self.bidirectional, self.num_buckets, self.max_distance)
         distances = _distances(query_length, key_length, offset, device)
         buckets = t5_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
@@ -134,12 +127,12 @@ class RelativeBiasPosition(PositionScheme):
 
 
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Slopes, copied to a device once; those of an export hold no numbers and are not cached."""
+    """Slopes, cached by device; FakeTensors of an export are not cached."""
     return (alibi_slopes if torch.compiler.is_exporting() else _cached_slopes)(num_heads, device)
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # cached for training too, whoever comes first
+@torch.inference_mode(False)  # cached for training too
 def _cached_slopes(num_heads: int, device: torch.device) -> Tensor:
     return alibi_slopes(num_heads, device)
 

@@ -33,9 +33,8 @@ from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, che
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import load_optimizer_tree, to_parameter
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules.host_embedding import HostEmbedding
+from lm_experiments_tools.modules.devices import HostEmbedding, read_later
 from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
-from lm_experiments_tools.modules.reading import read_later
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs

@@ -11,7 +11,7 @@ from torch import nn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
-from lm_experiments_tools.modules.host_embedding import HostEmbedding
+from lm_experiments_tools.modules.devices import HostEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,7 +1,7 @@
-"""Shortcuts of a training step: `use_fast_step` of a model has its layers ask here.
+"""Fused operations of a training step; `use_fast_step` of a model turns them on.
 
-In float32 the answers are those of the modules to rounding. Under autocast to bfloat16 the sum that layers add to is
-kept in bfloat16, while norms and softmax compute in float32.
+In float32 results are equal up to rounding. Under autocast to bfloat16 the residual stream is bfloat16, while norms
+and softmax compute in float32.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from lm_experiments_tools.attention.kernels.dropout import dropped
+from lm_experiments_tools.attention.kernels.products import dropped
 
 
 def stream_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the sum that layers add to: bfloat16 under autocast to it, else that of x."""
+    """The dtype of the residual stream: bfloat16 under autocast to it, else that of x."""
     kind = x.device.type
     if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return torch.bfloat16 if torch.get_autocast_dtype(kind) == torch.bfloat16 else x.dtype
@@ -23,12 +23,12 @@ def stream_dtype(x: Tensor) -> torch.dtype:
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """True if it may be read outside its module's forward: not sharded (FSDP2, DeepSpeed), not quantized."""
+    """True if a parameter is neither sharded (FSDP2, DeepSpeed) nor quantized."""
     return parameter.is_floating_point() and not hasattr(parameter, "to_local") and not hasattr(parameter, "ds_id")
 
 
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """True if calling the module does what its class does with a whole weight: no adapter, hook or own forward."""
+    """True if a module is of this class, has a full weight, and no adapter, hook or forward of its own."""
     if type(module) is not cls:
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -37,7 +37,7 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Products `linear(x)` of each, by one with all weights if they are plain: x and its gradient are made once."""
+    """`linear(x)` of each, as one product with all weights if they are plain."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if not all(is_plain(linear, nn.Linear) for linear in linears) or len({bias is None for bias in biases}) > 1:
         return tuple(linear(x) for linear in linears)
@@ -50,10 +50,10 @@ def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm(x)` of a layer norm, computed in float32; of bfloat16 in bfloat16, which autocast would leave wide."""
+    """`norm(x)` of a layer norm, computed in float32; bfloat16 stays bfloat16, unlike under autocast."""
     if x.dtype != torch.bfloat16 or not is_plain(norm, nn.LayerNorm):
         return norm(x)
-    wide = x if x.is_cpu else x.float()  # the CPU's kernel does so itself
+    wide = x if x.is_cpu else x.float()  # the CPU's kernel computes in float32
     return F.layer_norm(wide, norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Inspection of a model, for several rooms: what is trained, where it lies, what its forward takes."""
+"""Properties of a model: trained parameters, devices, arguments of its forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def is_spread(model: nn.Module) -> bool:
-    """True if the model's layers lie on several devices, where they have to stay."""
+    """True if the model is device-mapped: its layers are on several devices."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
@@ -23,15 +23,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def forward_names(model: nn.Module) -> set[str]:
-    """Names of the arguments a batch may fill.
-
-    A forward with `**kwargs` hands them on to its base class's, and a PEFT wrapper's to its base model's.
-    """
-    return forward_names_of(type(_base_of(model)))
-
-
-def _base_of(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Names of the arguments of forward, including those of base classes and of a PEFT wrapper's base model."""
+    return forward_names_of(type(model.get_base_model() if hasattr(model, "get_base_model") else model))
 
 
 def forward_names_of(model_cls: type) -> set[str]:

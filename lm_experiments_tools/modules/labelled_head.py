@@ -1,14 +1,12 @@
-"""Scores of all words for tokens that have a label, and for no others: a head's work and memory are these tokens'.
+"""Predictions of tokens with a label alone, which saves most of a head's time and memory.
 
-BERT predicts 15 % of its tokens, and the matrix of words is a quarter to a half of a step. The hidden states of the
-tokens with a label are picked out between model and head, so that any class will do whose head works on each token by
-itself, which `pick_labelled` finds out by calling it:
+BERT predicts 15 % of its tokens, and the output layer is a quarter to a half of a step. The hidden states of labelled
+tokens are selected between model and head. `pick_labelled` checks that a head works on each token by itself.
 
-    model(input_ids, labels [B, L])                                           logits [B, L, V], as ever
+    model(input_ids, labels [B, L])                                           logits [B, L, V]
     model(input_ids, labels [1, n], label_positions [n])                      logits [1, n, V]
 
-`label_positions` are places in the rows put one after the other, b * L + l. Their number is the same from step to
-step, and so are all shapes: some of them have the label -100.
+`label_positions` are b * L + l. Their number is the same in each step, so that shapes are: some have the label -100.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.inspection import forward_names
@@ -30,59 +29,51 @@ _TOLERANCE = 1e-5  # of the largest value: sums in another order
 _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # of a user's forward
 
 
-class _Picking:
-    """The hooks that hand `label_positions` from the model's call to its head."""
+def _pick_positions(model: nn.Module, head: nn.Module) -> list[RemovableHandle]:
+    """Add hooks that pass `label_positions` from the model's call to its head."""
+    positions: list[Tensor] = []
 
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        self.positions: Tensor | None = None
-        self.handles = (
-            model.register_forward_pre_hook(self._take, with_kwargs=True),
-            head.register_forward_pre_hook(self._pick),
-            model.register_forward_hook(self._forget),
-        )
-
-    def _take(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self.positions = kwargs.get(LABEL_POSITIONS)
+    def take(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        positions[:] = [kwargs[LABEL_POSITIONS]] if kwargs.get(LABEL_POSITIONS) is not None else []
         return args, {name: value for name, value in kwargs.items() if name != LABEL_POSITIONS}
 
-    def _pick(self, head: nn.Module, args: tuple) -> tuple:
-        if self.positions is None:
+    def pick(head: nn.Module, args: tuple) -> tuple:
+        if not positions:
             return args
         hidden, *others = args
-        return (hidden.flatten(0, 1)[self.positions][None], *others)
+        return (hidden.flatten(0, 1)[positions[0]][None], *others)
 
-    def _forget(self, *_: Any) -> None:
-        self.positions = None
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+    return [
+        model.register_forward_pre_hook(take, with_kwargs=True),
+        head.register_forward_pre_hook(pick),
+        model.register_forward_hook(lambda *_: positions.clear()),
+    ]
 
 
 def pick_labelled(model: nn.Module, length: int, *, tried: bool = True) -> str | None:
-    """Have a model take `label_positions`; returns why it cannot, None if it can.
+    """Let a model take `label_positions`; returns why it cannot, None if it can.
 
-    The model must give the same loss and scores for picked tokens, in any order, as for all; it is tried with the
-    weights it has on two rows of `length` tokens, as some models choose their attention for good by the first; with
-    `tried` False, for weights without values, only for a head to be found.
+    Args:
+        length: tokens of the rows that the model is tried on; some choose their attention by the first input.
+        tried: check that loss and scores of selected tokens are those of all; False for weights without values.
     """
     if getattr(getattr(model, "config", None), "sparse_prediction", False):
-        return "it picks them out itself (sparse_prediction in its configuration)"
+        return "it selects them itself (sparse_prediction in its configuration)"
     training = model.training
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return _pick_if_equal(model, length, tried)
     except _FAILURES as error:
-        return f"its forward takes no labels of a few tokens alone ({type(error).__name__})"
+        return f"its forward fails with labels of a few tokens ({type(error).__name__})"
     finally:
         model.train(training)
 
 
 def _pick_if_equal(model: nn.Module, length: int, tried: bool) -> str | None:
-    device, words = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
+    device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(words // 2, words, (_ROWS, length), generator=generator).to(device)
+    ids = torch.randint(vocab_size // 2, vocab_size, (_ROWS, length), generator=generator).to(device)
     chosen = torch.tensor([2 * length - 2, 1, 2, length + 1], device=device)  # not in order
     labels = torch.full_like(ids, IGNORED_LABEL)
     labels.view(-1)[chosen] = ids.view(-1)[chosen]
@@ -91,22 +82,22 @@ def _pick_if_equal(model: nn.Module, length: int, tried: bool) -> str | None:
         inputs["next_sentence_label"] = torch.arange(_ROWS, device=device)
     head, expected = _call_head(model, {**inputs, "labels": labels})
     if head is None:
-        return "its head is no module that takes the last hidden states of its base model"
+        return "no module of its head takes the last hidden states of its base model"
     if any(isinstance(module, _NormBase) for module in head.modules()):
         return "its head has a norm over tokens"
-    picking, is_equal = _Picking(model, head), False
+    handles, is_equal = _pick_positions(model, head), False
     try:
-        positions = torch.cat([chosen, chosen.new_zeros(1)])  # and one without a label, as most batches have
+        positions = torch.cat([chosen, chosen.new_zeros(1)])  # the last has no label, as in most batches
         found = model(**inputs, labels=labels.view(-1)[positions][None], **{LABEL_POSITIONS: positions})
         is_equal = not tried or _is_same(found, expected, positions)
     finally:
-        if not is_equal:
-            picking.remove()
-    return None if is_equal else "its head gives a token other scores beside others"
+        for handle in handles if not is_equal else ():
+            handle.remove()
+    return None if is_equal else "its head's scores of a token depend on other tokens"
 
 
 def _call_head(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[nn.Module | None, Mapping[str, Any]]:
-    """The outermost module beyond the base model that is called with its hidden states; the outputs of the model."""
+    """The outermost module outside of the base model that is called with its hidden states; the model's outputs."""
     base, hidden, heads = getattr(model, "base_model", model), [], []
     beyond = set(model.modules()) - set(base.modules()) - {model}
 
@@ -129,7 +120,7 @@ def _call_head(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[nn.Module |
 
 
 def _is_same(found: Mapping[str, Any], outputs: Mapping[str, Any], positions: Tensor) -> bool:
-    """True if scores were picked, and all else is as without picking."""
+    """True if scores were selected, and everything else is as without selection."""
     picked = 0
     for name, expected in outputs.items():
         if not isinstance(expected, Tensor):
@@ -145,7 +136,6 @@ def _is_same(found: Mapping[str, Any], outputs: Mapping[str, Any], positions: Te
 
 
 def spread_labels(tokens: int, probability: float) -> int:
-    """Labels that tokens have at most, each with this probability by itself: six deviations above the mean, which one
-    micro-batch of a billion exceeds."""
+    """Upper bound of the number of labels: six standard deviations above the mean."""
     mean = tokens * probability
     return math.ceil(mean + 6 * math.sqrt(mean * (1 - probability)))

@@ -1,8 +1,8 @@
-"""Several soft prompts on one frozen model, trained and asked side by side: they vote on the prediction.
+"""Several soft prompts on one frozen model, trained together; they vote on the prediction.
 
-Lester et al. 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning", section 6: an ensemble of prompts costs
-one model in memory and one forward pass on a batch whose rows are repeated, each with another prompt. On disk it is k
-folders prompt_00, prompt_01, ..., each an adapter that peft loads by itself.
+Lester et al. 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning", section 6: k prompts cost one model in
+memory and one forward pass on rows that are repeated k times. On disk they are k folders prompt_00, prompt_01, ...,
+each an adapter that peft loads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 class PromptEnsemble(nn.Module):
     """k prompts of v virtual tokens before the inputs of a frozen model of transformers.
 
-    Every row of a batch is repeated k times, each with its own prompt. The loss is the mean over all, so each prompt
-    has a k-th of the gradient it would have alone (an optimizer like Adam makes nothing of that).
+    Every row of a batch is repeated k times, each with its own prompt. The loss is the mean over all.
 
     Args:
         base: the model; its parameters are frozen here.
-        start: float[k, v, width], what the prompts start from.
+        start: float[k, v, width], initial values of the prompts.
         peft_config: peft's configuration of one such prompt, for the files.
     """
 
@@ -40,7 +39,7 @@ class PromptEnsemble(nn.Module):
         self.config, self.generation_config = base.config, getattr(base, "generation_config", None)
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes are the base's, as with peft: how it is quantised, placed, and to be cut."""
+        """Other attributes are the base model's, as with peft."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -53,11 +52,11 @@ class PromptEnsemble(nn.Module):
         return self.base
 
     def get_input_embeddings(self) -> nn.Module:
-        """Of the model without prompts."""
+        """Input embeddings of the base model."""
         return self.base.get_input_embeddings()
 
     def can_generate(self) -> bool:
-        """True if the model without prompts writes text."""
+        """True if the base model can generate."""
         return self.base.can_generate()
 
     def forward(
@@ -68,8 +67,7 @@ class PromptEnsemble(nn.Module):
         token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> ModelOutput:
-        """loss: the mean over prompts. logits, of a classifier alone: float[rows, classes], the votes for each class
-        and, below 1, its mean probability; of regression float[rows, 1], the mean."""
+        """`loss`, the mean over prompts; for a classifier also `logits` float[rows, classes], see `vote`."""
         from transformers.utils import ModelOutput
 
         rows, (k, count, _) = input_ids.shape[0], self.prompts.shape
@@ -88,12 +86,12 @@ class PromptEnsemble(nn.Module):
         return answer
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """The text that most prompts write for a row, int64[rows, length]; of texts as frequent, the first."""
+        """The most frequent text for each row, int64[rows, length]; the first one of equally frequent texts."""
         if options.get("num_return_sequences", 1) > 1:
-            raise UserError("num_return_sequences: the prompts of an ensemble vote for one text.")
+            raise UserError("num_return_sequences: a prompt ensemble generates one text.")
         from peft.utils.integrations import gather_params_ctx
 
-        with gather_params_ctx([self.prompts], modifier_rank=None):  # ZeRO-3 makes them whole for `forward` alone
+        with gather_params_ctx([self.prompts], modifier_rank=None):  # ZeRO-3 gathers them in `forward` alone
             prompts = self.prompts.detach().clone()
         written = generate_after_prompts(self.base, prompts, input_ids, attention_mask, **options)
         texts = written.unflatten(0, (len(input_ids), len(prompts)))
@@ -121,8 +119,7 @@ class PromptEnsemble(nn.Module):
 
 
 def vote(logits: Tensor) -> Tensor:
-    """float[rows, k, classes] -> [rows, classes]: votes plus mean probability, so that the largest is the majority's
-    class and ties go to the more probable; with one class, the mean over k."""
+    """float[rows, k, classes] -> [rows, classes]: votes plus mean probability; the mean of one class."""
     if logits.shape[-1] == 1:
         return logits.mean(1)
     votes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).sum(1)
@@ -130,7 +127,7 @@ def vote(logits: Tensor) -> Tensor:
 
 
 def most_frequent(texts: Tensor, pad: int) -> Tensor:
-    """Of int64[k, length] the row that most rows equal, padding aside; the first of those as frequent."""
+    """The most frequent row of int64[k, length] without padding; the first one of equally frequent rows."""
     keys = [tuple(token for token in row if token != pad) for row in texts.tolist()]
     counts = Counter(keys)
     return texts[keys.index(max(counts, key=counts.__getitem__))]
@@ -139,21 +136,21 @@ def most_frequent(texts: Tensor, pad: int) -> Tensor:
 def after_prompts(
     model: nn.Module, prompts: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """`inputs_embeds` and `attention_mask` of every row of tokens behind each soft prompt.
+    """`inputs_embeds` and `attention_mask` of every row of tokens after each soft prompt.
 
     Args:
-        model: whose input embeddings the tokens have.
+        model: has the input embeddings.
         prompts: float[k, v, width].
         input_ids, attention_mask: int64[rows, length].
 
     Returns:
-        [rows * k, v + length, ...]: row 0 behind prompts 0 to k - 1, row 1 behind ...
+        [rows * k, v + length, ...]: row 0 after prompts 0 to k - 1, then row 1, ...
     """
     rows, (k, count, _) = input_ids.shape[0], prompts.shape
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    words = model.get_input_embeddings()(input_ids).repeat_interleave(k, 0)
+    embedded = model.get_input_embeddings()(input_ids).repeat_interleave(k, 0)
     return {
-        "inputs_embeds": torch.cat([prompts.to(words.dtype).repeat(rows, 1, 1), words], 1),
+        "inputs_embeds": torch.cat([prompts.to(embedded.dtype).repeat(rows, 1, 1), embedded], 1),
         "attention_mask": torch.cat([mask.new_ones(rows * k, count), mask.repeat_interleave(k, 0)], 1),
     }
 
@@ -161,14 +158,10 @@ def after_prompts(
 def generate_after_prompts(
     model: nn.Module, prompts: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Text that `model.generate` writes for every row behind each soft prompt, int64[rows * k, length].
-
-    As ever a decoder's text stands behind its `input_ids`, which penalties of repetition look at too. Positions follow
-    from the mask, so padding on the left shifts none.
-    """
+    """The result of `model.generate` for every row after each soft prompt, int64[rows * k, length]."""
     read = after_prompts(model, prompts, input_ids, attention_mask)
     if not model.config.is_encoder_decoder:
         read["input_ids"] = input_ids.repeat_interleave(prompts.shape[0], 0)
-        if options.get("max_length") is not None:  # which transformers would count from the prompts on
+        if options.get("max_length") is not None:  # transformers would count the prompts
             options.setdefault("max_new_tokens", options.pop("max_length") - input_ids.shape[1])
     return model.generate(**read, **options)

@@ -16,16 +16,14 @@ def get_cls_by_name(name: str, base: type = nn.Module) -> type:
 
 
 def set_own_values(owner: nn.Module, known: Collection[str]) -> None:
-    """Set what a user's class adds to a model to its initial values, when it is made and where a checkpoint lacks it.
-
-    They are those of its `reset_parameters()`. Without one, its layers start as their own `reset_parameters()` says.
+    """Initialize the parameters that a user's class adds to a model, by `reset_parameters()` of it or its layers.
 
     Args:
         owner: a position scheme or a layer of attention.
-        known: names of its parameters and children whose values the model has set.
+        known: names of its parameters and children that the model has initialized.
 
     Raises:
-        UserError: parameters of its own, and no `reset_parameters()`: from_pretrained would leave them as memory was.
+        UserError: parameters of its own without `reset_parameters()`; from_pretrained would leave them uninitialized.
     """
     if hasattr(owner, "reset_parameters"):
         owner.reset_parameters()
@@ -34,7 +32,7 @@ def set_own_values(owner: nn.Module, known: Collection[str]) -> None:
     if unset:
         raise UserError(
             f"{type(owner).__module__}.{type(owner).__name__} has parameters ({', '.join(unset)}) but no "
-            "reset_parameters() that gives them their initial values, also where a checkpoint lacks them."
+            "reset_parameters() for their initial values."
         )
     for name, child in owner.named_children():
         for layer in child.modules() if name not in known else ():

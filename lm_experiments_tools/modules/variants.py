@@ -1,4 +1,4 @@
-"""Keeps checkpoints of modeling_t5 and modeling_bert from being taken for transformers' own where they are not."""
+"""Model types of variants in config.json, so that transformers does not load them as its own models."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any, ClassVar
 
 
 class VariantConfig:
-    """Goes before a configuration class of transformers, some keys of whose subclass change what the model computes.
+    """Mixin before a configuration class of transformers; `variant_keys` are keys that change the model's computation.
 
-    transformers' class of the same `model_type` would read such a checkpoint and, without a word, compute something
-    else. So wherever one of these keys is not at its default, or the class is one derived from that subclass,
-    config.json names `variant_type` instead: AutoModel
-    reads it with the classes that `register_variants` names or, where their package is not imported, refuses it as
-    unknown, and transformers' classes warn. In memory `model_type` stays what PEFT and others know.
+    If one of them is not at its default, or the class is derived from ours, config.json has `variant_type` as its
+    model type. AutoModel reads it with the classes given to `register_variants`, or refuses it as unknown if their
+    package is not imported. In memory `model_type` is that of transformers, which PEFT and others know.
     """
 
     variant_type: ClassVar[str]
@@ -21,18 +19,18 @@ class VariantConfig:
 
     @property
     def is_variant(self) -> bool:
-        """True if transformers' own class would compute something else, or drop keys of a class derived from ours."""
+        """True if transformers' class would compute something else or drop keys."""
         ours = next(cls for cls in type(self).__mro__ if "variant_type" in vars(cls))
         return type(self) is not ours or any(getattr(self, key) != getattr(ours, key) for key in self.variant_keys)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Values that are written to config.json."""
+        """Values for config.json."""
         values = super().to_diff_dict()
         return {**values, "model_type": self.variant_type} if self.is_variant else values
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Values that are read from config.json, and the keyword arguments that are left."""
+        """Values from config.json, and the remaining keyword arguments."""
         values, unused = super().get_config_dict(*args, **kwargs)
         if values.get("model_type") == cls.variant_type:
             values["model_type"] = cls.model_type
@@ -40,7 +38,7 @@ class VariantConfig:
 
 
 class TakesBothConfigs(type):
-    """Metaclass of models that also take the configuration of transformers, AutoConfig's, that theirs derives from."""
+    """Metaclass of models that also take the base class of their configuration, transformers' own."""
 
     def __call__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
         ours = cls.config_class
@@ -55,29 +53,24 @@ def register_variants(
     """Let transformers' AutoConfig and AutoModel classes read checkpoints of variants.
 
     Args:
-        config_cls: what AutoConfig then makes of them.
-        models: class of transformers (AutoModel, AutoModelForMaskedLM, ...) -> the class that it takes.
-        architectures: names of classes whose checkpoints these are; those of another are refused, since the keys and
-            methods that it adds would be dropped without a word.
+        config_cls: the class that AutoConfig returns.
+        models: class of transformers (AutoModel, AutoModelForMaskedLM, ...) -> class of the model.
+        architectures: names of classes that may have written a checkpoint; others would lose keys and methods.
     """
-
     from transformers import AutoConfig
 
     class Saved(config_cls):
-        """Stands for `config_cls` under the name in config.json: AutoConfig finds configurations by their own."""
+        """`config_cls` under the variant's model type, because AutoConfig finds classes by their model type."""
 
         model_type = config_cls.variant_type
 
         @classmethod
         def from_dict(cls, values: dict[str, Any], **kwargs: Any) -> Any:
-            strangers = sorted({*(values.get("architectures") or ())} - {*architectures})
-            if strangers:
-                raise ValueError(
-                    f"This checkpoint is one of {', '.join(strangers)}, a class derived from those of "
-                    f"{config_cls.__module__.partition('.')[0]}: read it with that class, not with an Auto class."
-                )
+            unknown = sorted({*(values.get("architectures") or ())} - {*architectures})
+            if unknown:
+                raise ValueError(f"This checkpoint is of {', '.join(unknown)}: read it with that class.")
             return config_cls.from_dict({**values, "model_type": config_cls.model_type}, **kwargs)
 
     AutoConfig.register(Saved.model_type, Saved)
     for auto, model_cls in models.items():
-        auto.register(config_cls, model_cls, exist_ok=True)  # its name is that of a class of transformers
+        auto.register(config_cls, model_cls, exist_ok=True)  # its name is that of transformers' class

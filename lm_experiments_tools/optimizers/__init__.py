@@ -22,15 +22,14 @@ __all__ = ["Adafactor", "AdamWScale", "Muon", "build_optimizer", "get_optimizer"
 
 OWN = {"Adafactor": Adafactor, "AdamWScale": AdamWScale, "Muon": Muon}
 APEX = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD")
-# Arguments of constructors that flags give, and the model the first.
+# Arguments of constructors that are given by flags or the model.
 FLAGS = {name: name for name in ("lr", "weight_decay", "scale_parameter", "relative_step", "warmup_init")}
 FLAGS |= {"params": "model_cls"}
 CHOSEN = "chosen_options"  # key of a parameter group: names of the options that the user gave
-# Optimizers in name only: the abstract class, one that needs a closure, transformers' placeholder.
 UNUSABLE = {
     "Optimizer": "it is the abstract base class",
-    "SparseAdam": "it takes sparse gradients only, which these models do not have",
-    "LBFGS": "it re-evaluates the loss several times a step, which the training loop does not offer",
+    "SparseAdam": "it takes sparse gradients only",
+    "LBFGS": "it re-evaluates the loss several times a step",
     "LayerWiseDummyOptimizer": "it updates nothing",
 }
 
@@ -78,23 +77,18 @@ def _optimizers_of(module: object) -> dict[str, type[Optimizer]]:
 
 def _apex_optimizer(name: str) -> type[Optimizer]:
     try:
-        module = importlib.import_module("apex.optimizers")
-    except ImportError as error:
-        found = "is not installed" if error.name == "apex" else f"cannot be used here ({error})"
+        return getattr(importlib.import_module("apex.optimizers"), name)
+    except (ImportError, AttributeError) as error:
         raise UserError(
-            f"--optimizer {name} needs NVIDIA apex built from source, which {found}; "
-            "AdamW is torch's own fused kernel."
+            f"--optimizer {name} needs NVIDIA apex built from source ({error}); AdamW is fused too."
         ) from error
-    if not hasattr(module, name):
-        raise UserError(f"--optimizer {name}: the installed apex has no such optimizer.")
-    return getattr(module, name)
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict]:
     """The trainable parameters in two groups: [0] matrices, with weight decay; [1] the rest, without.
 
     Layer-norm weights, biases and T5's relative attention biases are not decayed (nanoT5's rule; t5-experiments
-    decayed everything). The order is fixed, so `param_group_0` is always the matrices; an empty group is left out.
+    decayed everything). An empty group is left out.
 
     Raises:
         UserError: nothing is trainable.
@@ -125,7 +119,7 @@ def build_optimizer(
     """The optimizer of this name over the trainable parameters, grouped by `parameter_groups`.
 
     torch's optimizers that have a fused kernel (AdamW, Adam, SGD, Adagrad) use it on CPU and CUDA unless `extra` says
-    otherwise. Note that weight_decay is always passed: 0.0 means none, also where the class's default is another.
+    otherwise. weight_decay is always passed: 0.0 means none.
 
     Args:
         model_or_named_parameters: a module, or its (name, parameter) pairs.
@@ -152,7 +146,11 @@ def build_optimizer(
 
     named = model_or_named_parameters
     named = list(named.named_parameters() if isinstance(named, nn.Module) else named)
-    groups = _groups_for(cls, named, weight_decay, taken)
+    groups = parameter_groups(named, weight_decay)
+    if issubclass(cls, Muon):
+        groups = hidden_matrices_first(groups, named)
+    if taken is not None and "weight_decay" not in taken:
+        groups = [{"params": group["params"]} for group in groups]
     options: dict = {"lr": lr}
     options.update({key: value for key, value in adafactor.items() if taken is not None and key in taken})
     if cls.__module__.startswith("torch.optim") and "fused" in (taken or ()) and not extra.get("foreach"):
@@ -163,27 +161,14 @@ def build_optimizer(
         optimizer = cls(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"--optimizer {name} refuses its settings: {error}") from error
-    if extra:  # in the groups, which outlive what wraps the optimizer; read where a checkpoint is
+    if extra:  # in the groups, which survive wrappers of the optimizer; a restored checkpoint reads it
         for group in optimizer.param_groups:
             group[CHOSEN] = sorted(extra)
     return optimizer
 
 
-def _groups_for(
-    cls: type[Optimizer], named: list[tuple[str, Tensor]], weight_decay: float, taken: dict | None
-) -> list[dict]:
-    """The groups of `parameter_groups` as this class wants them; `taken` are its keyword arguments, None for any."""
-    groups = parameter_groups(named, weight_decay)
-    if issubclass(cls, Muon):
-        groups = hidden_matrices_first(groups, named)
-    if taken is not None and "weight_decay" not in taken:
-        for group in groups:
-            del group["weight_decay"]
-    return groups
-
-
 def _keyword_arguments(cls: type[Optimizer]) -> dict[str, inspect.Parameter] | None:
-    """The parameters of the constructor; None where it takes any (**kwargs)."""
+    """The parameters of the constructor; None if it takes any (**kwargs)."""
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()):
         return None
     return parameters_of(cls)

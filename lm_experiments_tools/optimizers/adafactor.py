@@ -9,24 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.optimizers.sharding import (
-    is_sharded,
-    local,
-    local_slice,
-    on_host,
-    replica,
-    roots_of,
-    squares_of,
-    sums_over_slices,
-)
 from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
     decay_into,
     float32_of,
+    is_sharded,
+    local,
+    local_slice,
+    on_host,
+    replica,
     restored_if_skipped,
     root_mean_square,
+    roots_of,
     round_into,
+    squares_of,
+    sums_over_slices,
     unless,
 )
 
@@ -42,9 +40,8 @@ class Adafactor(Float32StateOptimizer):
 
     where with relative_step lr = min(1e-2, 1 / sqrt(step)), with warmup_init min(1e-6 * step, 1 / sqrt(step)).
 
-    After each step `param_groups[i]["scaled_lr"]` is the mean of these step sizes over the parameters of the group
-    that had a gradient: a float, or a 0-dim tensor where it lives on the device (`float()` it when logging; nothing
-    here waits for the device). It is for logging only and not part of the state_dict.
+    After each step `param_groups[i]["scaled_lr"]` is the mean of these step sizes over parameters with a gradient, a
+    float or a 0-dim tensor on the device. It is for logging and not part of the state_dict.
 
     Args:
         params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).
@@ -81,20 +78,9 @@ class Adafactor(Float32StateOptimizer):
         if warmup_init and not relative_step:
             raise ValueError("warmup_init=True is a form of relative_step=True, which is off")
         self._memory = torch.empty(0)  # see _work_space
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "eps": eps,
-                "clip_threshold": clip_threshold,
-                "decay_rate": decay_rate,
-                "beta1": beta1,
-                "weight_decay": weight_decay,
-                "scale_parameter": scale_parameter,
-                "relative_step": relative_step,
-                "warmup_init": warmup_init,
-            },
-        )
+        defaults = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
+        defaults |= {"weight_decay": weight_decay, "scale_parameter": scale_parameter}
+        super().__init__(params, {**defaults, "relative_step": relative_step, "warmup_init": warmup_init})
 
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
         sharded = [(p, group) for parameters, group in work for p in parameters if is_sharded(p)]
@@ -109,7 +95,7 @@ class Adafactor(Float32StateOptimizer):
     def _update_sharded(self, work: list[tuple[Tensor, dict]]) -> dict[Tensor, Tensor | float]:
         """One step of DTensors, in two collectives for all of them; returns their step sizes.
 
-        The update is computed twice, for its norm and to be applied: to keep it would cost another gradient's memory.
+        The update is computed twice, for its norm and to be applied, to save a gradient's memory.
         """
         weights = [p for p, _ in work]
         local_sums = zip(squares_of([local(p) for p in weights]), map(_row_and_column_sums, weights), strict=True)
@@ -150,7 +136,7 @@ class Adafactor(Float32StateOptimizer):
         beta2, work = 1.0 - step ** group["decay_rate"], self._work_space(grad)
         update = _precondition(grad, state, beta2, group["eps"][0], work, skip)
         norm = root_mean_square(update)
-        # only now, so that `_apply` finds the weights in the cache
+        # last, so that `_apply` finds the weights in the cache
         step_size = _relative_step(step, group) if group["relative_step"] else group["lr"]
         weights = float32_of(parameter)
         if group["scale_parameter"]:
@@ -164,35 +150,28 @@ class Adafactor(Float32StateOptimizer):
         """The parameter's state, made at its first step, with the step counted."""
         state = self.state[parameter]
         if not state:
-            self._init_state(state, grad, group["beta1"] is not None)
+            state["step"] = torch.zeros(())
+            if group["beta1"] is not None:
+                state["exp_avg"] = torch.zeros_like(grad, dtype=torch.float32)
+            if grad.ndim >= 2:
+                state["exp_avg_sq_row"] = _zeros(grad, grad.shape[:-1])
+                state["exp_avg_sq_col"] = _zeros(grad, grad.shape[:-2] + grad.shape[-1:])
+            else:
+                state["exp_avg_sq"] = torch.zeros_like(grad, dtype=torch.float32)
         state["step"] += 1
         return state
 
     def _work_space(self, grad: Tensor) -> Tensor | None:
-        """Memory for one matrix of this shape, on the CPU only, where fresh pages cost more than the arithmetic.
-
-        One buffer of the size of the largest matrix serves all; other devices have caching allocators.
-        """
+        """A buffer that all matrices share, on the CPU only, which has no caching allocator."""
         if not on_host(grad) or grad.ndim < 2:
             return None
         if self._memory.numel() < grad.numel():
             self._memory = torch.empty(grad.numel())
         return self._memory[: grad.numel()].view(grad.shape)
 
-    @staticmethod
-    def _init_state(state: dict, grad: Tensor, first_moment: bool) -> None:
-        state["step"] = torch.zeros(())
-        if first_moment:
-            state["exp_avg"] = torch.zeros_like(grad, dtype=torch.float32)
-        if grad.ndim >= 2:
-            state["exp_avg_sq_row"] = _zeros(grad, grad.shape[:-1])
-            state["exp_avg_sq_col"] = _zeros(grad, grad.shape[:-2] + grad.shape[-1:])
-        else:
-            state["exp_avg_sq"] = torch.zeros_like(grad, dtype=torch.float32)
-
 
 def _zeros(grad: Tensor, shape: torch.Size) -> Tensor:
-    """Zeros of this shape; for a DTensor replicated (small, and summed in one order, resumed or not)."""
+    """Zeros of this shape, replicated for a DTensor."""
     zeros = torch.zeros(shape, dtype=torch.float32, device=grad.device)
     return replica(zeros, grad) if is_sharded(grad) else zeros
 
@@ -210,7 +189,7 @@ def _clipped(step_size: Tensor | np.float32 | float, norm: Tensor | np.float32, 
         return step_size / (norm / threshold).clamp_(min=1.0)
     one = np.float32(1.0)
     divisor = np.maximum(norm / np.float32(threshold), one)
-    # a number divided by a tensor is, in torch, the number times the reciprocal: the same bits here
+    # torch divides a number by a tensor as number * reciprocal; this gives the same bits
     factor = step_size / divisor if isinstance(step_size, np.float32) else one / divisor * np.float32(step_size)
     return torch.full((), float(factor), dtype=torch.float32)
 
@@ -253,7 +232,7 @@ def _precondition(
         return moment.rsqrt().mul_(grad)
     rows, columns = grad.shape[-2:]
     squared = torch.mul(grad, grad, out=work)
-    # sums, not means: over unevenly sharded dimensions only the sum of the shards' sums is right
+    # sums, not means, because shards may have different sizes
     by_row, by_column = squared.sum(dim=-1).div_(columns).add_(eps), squared.sum(dim=-2).div_(rows).add_(eps)
     row = decay_into(state["exp_avg_sq_row"], by_row, beta2, skip)
     column = decay_into(state["exp_avg_sq_col"], by_column, beta2, skip)
@@ -265,7 +244,7 @@ def _row_and_column_sums(parameter: Tensor) -> Tensor:
     """Sums of this rank's squared gradients along both of the last dimensions, in one vector of the full sizes."""
     grad, shape = local(parameter.grad).float(), parameter.shape
     if len(shape) < 2:
-        return grad.new_zeros(0)  # vectors keep their second moment slice by slice
+        return grad.new_zeros(0)  # each rank has its shard of a vector's second moment
     row, column = grad.new_zeros(shape[:-1]), grad.new_zeros(shape[:-2] + shape[-1:])
     place, squared = local_slice(parameter), grad.square()
     row[place[:-1]] = squared.sum(dim=-1)
@@ -276,7 +255,7 @@ def _row_and_column_sums(parameter: Tensor) -> Tensor:
 def _advance_second_moment(
     parameter: Tensor, both: Tensor, state: dict, beta2: float, eps: float, skip: Skip | None
 ) -> None:
-    """Take this step's sums, as `_row_and_column_sums` gives them and summed over ranks, into the second moment."""
+    """Update the second moment with `_row_and_column_sums` summed over ranks."""
     shape = parameter.shape
     if len(shape) < 2:
         squared = local(parameter.grad).float().square()
@@ -289,7 +268,7 @@ def _advance_second_moment(
 
 
 def _sharded_update(parameter: Tensor, state: dict) -> Tensor:
-    """grad / sqrt(second moment) of this rank's slice."""
+    """grad / sqrt(second moment) of this rank's shard."""
     grad = local(parameter.grad).float()
     if parameter.ndim < 2:
         return local(state["exp_avg_sq"]).rsqrt().mul_(grad)

@@ -8,19 +8,21 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.optimizers.sharding import local, on_host, root_mean_squares
 from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
     float32_of,
-    restored_if_skipped,
+    local,
+    on_host,
     root_mean_square,
+    root_mean_squares,
     round_into,
     unless,
 )
 
 MIN_SCALE = 1e-3
-Scalars = dict[tuple, Tensor]  # numbers of one step on a device, by what they are: made once for all parameters
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # weights, gradient and both moments, plain fp32
+Scalars = dict[tuple, Tensor]  # scalars of one step on a device, shared by all parameters
 
 
 class AdamWScale(Float32StateOptimizer):
@@ -31,13 +33,12 @@ class AdamWScale(Float32StateOptimizer):
         p <- p - lr * max(1e-3, RMS(p)) * sqrt(c2) / c1 * m / (sqrt(v) + eps)
         p <- p * (1 - lr * weight_decay)
 
-    so eps is added before the bias correction and weight decay uses the unscaled lr, as in nanoT5. The embedding of a
-    T5 (RMS 1) thus takes steps about 20 times longer than a projection (RMS d_model ** -0.5), which is why one lr of
-    about 1e-2 fits all of them.
+    so eps is added before the bias correction and weight decay uses the unscaled lr, as in nanoT5. One lr of about
+    1e-2 fits embeddings (RMS 1) and projections (RMS d_model ** -0.5).
 
-    On CPU and CUDA one parameter costs one norm and one fused AdamW kernel of torch. With eps' = eps / sqrt(c2) and
+    One parameter costs one norm and one fused AdamW kernel of torch. With eps' = eps / sqrt(c2) and
     lr' = lr * max(1e-3, RMS(p)), torch's rule p - lr' / c1 * m / (sqrt(v) / sqrt(c2) + eps') is the first line above.
-    On CUDA lr' stays a device tensor: nothing waits for the device.
+    On CUDA lr' stays a device tensor, so the host does not synchronize.
 
     Args:
         params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).
@@ -45,7 +46,6 @@ class AdamWScale(Float32StateOptimizer):
         betas: decay of the first and second moments.
         eps: added to sqrt(v).
         weight_decay: decoupled weight decay, times lr.
-        fused: False runs the plain formula instead of torch's fused kernel (other devices always do).
 
     Raises:
         ValueError: lr, eps or weight_decay below 0, or a beta outside [0, 1).
@@ -58,70 +58,50 @@ class AdamWScale(Float32StateOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
-        fused: bool = True,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise ValueError(f"lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas} must lie in [0, 1)")
-        # `fused` is not an option of the group: torch treats a group with fused=True specially (state on the device)
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_fused_kernel": fused}
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
         known: Scalars = {}
         scales = root_mean_squares([p for parameters, _ in work for p in parameters])
         for parameters, group in work:
             for parameter in parameters:
-                # on the CPU just before the update, which then finds the weights in the cache
+                # on the CPU just before the update, when the weights are still in the cache
                 scale = scales[parameter] if parameter in scales else float(root_mean_square(parameter))
                 self._update(parameter, group, scale, known)
 
-    def _init_moments(self, parameter: Tensor) -> dict:
-        """The parameter's state, made at its first step."""
+    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float | None, known: Scalars) -> None:
+        """One step of one parameter; with scale None that of torch.optim.AdamW, by its fused kernel."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        return state
-
-    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float | None, known: Scalars) -> None:
-        """One step of one parameter; with scale None that of torch.optim.AdamW, by its fused kernel."""
-        state = self._init_moments(parameter)
         state["step"] += 1
 
         shard = local(parameter)
         weights = float32_of(shard)
-        grad = local(parameter.grad).float()
-        moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        tensors = weights, local(parameter.grad).float(), local(state["exp_avg"]), local(state["exp_avg_sq"])
         skip = self.skip_on(weights.device)
+        if weights.numel() == 0:  # a rank may hold an empty shard of a small parameter
+            return
         if scale is None:
-            options = {key: group[key] for key in ("lr", "betas", "weight_decay", "eps")}
-            if weights.numel() > 0:
-                call_adamw(weights, grad, *moments, state["step"], skip, known, **options)
-        elif not group["use_fused_kernel"] or weights.device.type not in ("cpu", "cuda"):
-            with restored_if_skipped(skip, [weights, *moments]):
-                _plain_update(weights, grad, *moments, int(state["step"]), scale, group)
-        elif weights.numel() > 0:  # a rank may hold an empty shard of a small parameter
-            _fused_update(weights, grad, *moments, state["step"], scale, group, skip, known)
+            options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+            _call_adamw(tensors, state["step"], skip, known, group, **options)
+        else:
+            _scaled_update(tensors, state["step"], scale, group, skip, known)
         round_into(shard, weights)
 
 
-def _fused_update(
-    weights: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    scale: Tensor | float,
-    group: dict,
-    skip: Skip | None,
-    known: Scalars,
+def _scaled_update(
+    tensors: Tensors, step: Tensor, scale: Tensor | float, group: dict, skip: Skip | None, known: Scalars
 ) -> None:
-    """One call of torch's fused AdamW kernel."""
-    decay = group["lr"] * group["weight_decay"]
+    """One step with the learning rate multiplied by the parameter's scale."""
+    weights, decay = tensors[0], group["lr"] * group["weight_decay"]
     if on_host(weights):
         # the kernel decays before the update, nanoT5 after it: (p - u)(1 - d) = p (1 - d) - u (1 - d), in one pass
         lr: Tensor | float = group["lr"] * max(MIN_SCALE, float(scale)) * (1.0 - decay)
@@ -129,72 +109,34 @@ def _fused_update(
     else:
         lr, kernel_decay = scale.clamp(min=MIN_SCALE).mul_(group["lr"]), 0.0
     eps = group["eps"] / math.sqrt(1.0 - group["betas"][1] ** int(step))
-    call_adamw(
-        weights,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        step,
-        skip,
-        known,
-        lr=lr,
-        betas=group["betas"],
-        weight_decay=kernel_decay,
-        eps=eps,
-    )
+    _call_adamw(tensors, step, skip, known, group, lr=lr, weight_decay=kernel_decay, eps=eps)
     if decay != 0 and kernel_decay == 0:
-        key = weights.device, "kept", decay
+        key = weights.device, "decay", decay
         if key not in known:
             known[key] = unless(skip, 1.0 - decay, instead=1)
         weights.mul_(known[key])
 
 
-def call_adamw(
-    weights: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+def _call_adamw(
+    tensors: Tensors,
     step: Tensor,
     skip: Skip | None,
     known: Scalars,
+    group: dict,
     *,
     lr: Tensor | float,
-    betas: tuple[float, float],
     weight_decay: float,
     eps: float,
 ) -> None:
-    """torch's fused AdamW kernel on one plain fp32 tensor; `step` is on the host, and is not counted here."""
-    if not on_host(weights):
-        key = weights.device, "step", int(step)
+    """torch's fused AdamW kernel on one plain fp32 tensor; `step` is on the host and not counted here."""
+    device = tensors[0].device
+    if not on_host(tensors[0]):
+        key = device, "step", int(step)
         if key not in known:
-            known[key] = torch.full((), int(step), dtype=torch.float32, device=weights.device)
+            known[key] = torch.full((), int(step), dtype=torch.float32, device=device)
         step = known[key]
-    torch._fused_adamw_(
-        [weights],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [step],
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-        found_inf=None if skip is None else skip.found_inf,
-    )
-
-
-def _plain_update(
-    weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, scale: Tensor | float, group: dict
-) -> None:
-    beta1, beta2 = group["betas"]
-    scale = torch.as_tensor(scale, dtype=torch.float32).clamp(min=MIN_SCALE)
-    exp_avg.lerp_(grad, 1.0 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-    step_size = scale * (group["lr"] * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
-    weights.sub_(exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * step_size)
-    if group["weight_decay"] != 0:
-        weights.mul_(1.0 - group["lr"] * group["weight_decay"])
+    weights, grad, exp_avg, exp_avg_sq = ([x] for x in tensors)
+    options = {"lr": lr, "beta1": group["betas"][0], "beta2": group["betas"][1], "weight_decay": weight_decay}
+    options |= {"eps": eps, "amsgrad": False, "maximize": False}
+    found_inf = None if skip is None else skip.found_inf
+    torch._fused_adamw_(weights, grad, exp_avg, exp_avg_sq, [], [step], **options, found_inf=found_inf)

@@ -1,11 +1,10 @@
 """Muon for the hidden matrices of a model, AdamWScale or AdamW for its embeddings, output layer and vectors.
 
-torch.optim.Muon has no rule for other parameters, cannot skip a step on the device, and would gather each FSDP2
-matrix by itself; so this class calls its functions."""
+torch.optim.Muon takes hidden matrices alone, cannot skip a step on the device, and gathers FSDP2 matrices one by one.
+This class calls its functions."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,26 +12,34 @@ from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale, Scalars
-from lm_experiments_tools.optimizers.sharding import is_sharded, local, local_slice, sums_over_slices
-from lm_experiments_tools.optimizers.state import float32_of, restored_if_skipped, round_into, unless
+from lm_experiments_tools.optimizers.state import (
+    float32_of,
+    is_sharded,
+    local,
+    local_slice,
+    restored_if_skipped,
+    round_into,
+    sums_over_slices,
+    unless,
+)
 
 HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalized
 OTHERS = ("AdamWScale", "AdamW")
 
 
 class Muon(AdamWScale):
-    """Muon (Jordan et al. 2024) as torch.optim.Muon computes it, with another optimizer for what is no hidden matrix.
+    """Muon (Jordan et al. 2024) as in torch.optim.Muon, with another optimizer for all but hidden matrices.
 
-    The update of a hidden matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps in bf16. Groups
-    with `is_hidden` are updated so; `build_optimizer` marks matrices of numbered layers.
-    All other groups are updated by `others`, with the same lr times `others_lr_scale`.
+    The update of a hidden matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps in bf16. Hidden
+    are groups with `is_hidden`; `build_optimizer` marks matrices of numbered layers. All other groups are updated by
+    `others`, with lr * `others_lr_scale`.
 
-    FSDP2's shards of momentum are gathered in bf16, all of them in one collective a step, and each worker
-    orthogonalizes full matrices: the updates are those of the unsharded model.
+    FSDP2's shards of momentum are gathered in bf16 in one collective a step, and each worker orthogonalizes full
+    matrices: the updates are those of the unsharded model.
 
     Args:
         params: parameter groups; a group without `is_hidden` is one of the others.
-        lr: step size; of hidden matrices it is multiplied as `adjust_lr_fn` says.
+        lr: step size, for hidden matrices adjusted by `adjust_lr_fn`.
         momentum, nesterov, ns_steps, adjust_lr_fn: of torch.optim.Muon. "match_rms_adamw" gives updates of AdamW's
             size (0.2 * sqrt(longest side)); the default multiplies by sqrt(max(1, rows / columns)).
         others: "AdamWScale" or "AdamW".
@@ -61,14 +68,13 @@ class Muon(AdamWScale):
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(f"torch {torch.__version__} has no Muon, which came with torch 2.9")
         if others not in OTHERS:
-            near = difflib.get_close_matches(str(others), OTHERS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"others={others!r} must be one of {', '.join(OTHERS)} (did you mean {near}?)")
+            raise ValueError(f"others={others!r} must be one of {', '.join(OTHERS)}")
         if others_lr_scale < 0:
             raise ValueError(f"others_lr_scale={others_lr_scale} must not be negative")
         groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
         for group in groups:
             if group.setdefault(HIDDEN, False):
-                # checks its own arguments, and that these are matrices
+                # checks the arguments, and that these are matrices
                 options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
                 torch.optim.Muon(list(group["params"]), lr, adjust_lr_fn=adjust_lr_fn, **options)
                 group.update(options, adjust_lr_fn=adjust_lr_fn)
@@ -105,7 +111,7 @@ class Muon(AdamWScale):
             round_into(shard, weights)
 
     def _direction(self, parameter: Tensor, group: dict) -> Tensor:
-        """Advance the momentum of a matrix and return what is to be made orthogonal, in its sharding."""
+        """Advance the momentum of a matrix and return the matrix to orthogonalize, sharded as the parameter."""
         state, grad = self.state[parameter], parameter.grad.float()
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
@@ -125,10 +131,7 @@ def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[s
     matrices = groups[0]
     hidden = [p for p in matrices["params"] if id(p) in numbered]
     if matrices["params"][0].ndim < 2 or not hidden:
-        raise UserError(
-            "--optimizer Muon updates matrices of numbered layers (encoder.block.0. ...), and no trainable parameter "
-            "is one: choose AdamWScale or AdamW."
-        )
+        raise UserError("--optimizer Muon needs trainable matrices of numbered layers (encoder.block.0. ...).")
     others = [p for p in matrices["params"] if id(p) not in numbered]
     split = [{**matrices, "params": hidden, HIDDEN: True}, {**matrices, "params": others}, *groups[1:]]
     return [group for group in split if group["params"]]

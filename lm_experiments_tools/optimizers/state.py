@@ -1,4 +1,4 @@
-"""The base of our optimizers: fp32 state that survives a reload."""
+"""The base of our optimizers: fp32 state, steps that a device skips, and sums over the shards of DTensors (FSDP2)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lm_experiments_tools.modules.reading import read_later
-from lm_experiments_tools.optimizers.sharding import local, on_host
+from lm_experiments_tools.modules.devices import read_later
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Skip(NamedTuple):
-    """A device's decision to skip a step, as 0-dim tensors: bool and number; and the constants 0 and 1."""
+    """A device's decision to skip a step, as 0-dim bool and float; and the constants 0 and 1."""
 
     here: Tensor
     found_inf: Tensor
@@ -29,16 +29,16 @@ class Skip(NamedTuple):
 class Float32StateOptimizer(Optimizer):
     """An optimizer whose state stays fp32, whatever the dtype of its parameters.
 
-    `torch.optim.Optimizer.load_state_dict` casts every state tensor to its parameter's dtype, which would round the
-    second moments of bf16 parameters to 8 bits at each resume. State is `step` (0-dim fp32 on the CPU, as torch keeps
-    it) and fp32 tensors on the parameter's device, so a state_dict is tensors and plain scalars.
+    `torch.optim.Optimizer.load_state_dict` casts state to the parameter's dtype, which would round the second moments
+    of bf16 parameters at each resume. State is `step` (0-dim fp32 on the CPU) and fp32 tensors on the parameter's
+    device.
 
-    The learning rates depend on the root mean square of a whole parameter: DTensor shards (FSDP2) are handled, flat
-    partitions that mix parameters (DeepSpeed ZeRO, FSDP1) cannot be seen from here and must be refused by the backend.
+    Learning rates depend on the root mean square of a full parameter: DTensor shards (FSDP2) are supported; backends
+    must refuse flat partitions that mix parameters (DeepSpeed ZeRO, FSDP1).
 
-    A device may skip a step, by torch's protocol for fused optimizers: where the attribute `found_inf` (0-dim, on the
-    device) is not 0, weights and state stay unchanged, and the host does not synchronize. `step` counts immediately on
-    the host; the next `step` or `state_dict` subtracts the count of a skipped step.
+    A device may skip a step, by torch's protocol for fused optimizers: if the attribute `found_inf` (0-dim, on the
+    device) is not 0, weights and state stay unchanged, and the host does not synchronize. The host counts `step`
+    immediately; the next `step` or `state_dict` subtracts the count of a skipped step.
     """
 
     _step_supports_amp_scaling = True  # the loop and torch.amp.GradScaler set found_inf and grad_scale
@@ -60,7 +60,7 @@ class Float32StateOptimizer(Optimizer):
             work.append((parameters, group))
         self._uncount_skipped_step()
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and on_host(found_inf):  # then there is nothing to wait for
+        if found_inf is not None and on_host(found_inf):
             if found_inf.item():
                 return loss
             found_inf = None
@@ -101,7 +101,7 @@ class Float32StateOptimizer(Optimizer):
 
     @abstractmethod
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
-        """Update the parameters of each group that have a gradient; of all at once, for sums over workers."""
+        """Update the parameters of each group that have a gradient."""
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -117,12 +117,12 @@ class Float32StateOptimizer(Optimizer):
 
 
 def float32_of(weights: Tensor) -> Tensor:
-    """The fp32 copy of fp16 or bf16 weights, to be updated and then given to `round_into`; others as they are."""
+    """fp32 copy of fp16 or bf16 weights, to be updated and passed to `round_into`; others unchanged."""
     return weights.float() if weights.dtype in _LOW_PRECISION else weights
 
 
 def round_into(weights: Tensor, updated: Tensor) -> None:
-    """Write what `float32_of` gave of these weights back to them."""
+    """Write the updated result of `float32_of` back to the weights."""
     if updated is not weights:
         weights.copy_(updated)
 
@@ -139,23 +139,107 @@ def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) ->
     return torch.where(skip.here, moment, moment.mul(beta).add_(value, alpha=1.0 - beta), out=moment)
 
 
+@contextmanager
+def _restored_if_skipped(skip: Skip, tensors: Sequence[Tensor]) -> Iterator[None]:
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, saved in zip(tensors, before, strict=True):
+        torch.where(skip.here, saved, tensor, out=tensor)
+
+
 def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """A context after which plain tensors have their earlier values if the step is skipped."""
     return nullcontext() if skip is None else _restored_if_skipped(skip, tensors)
 
 
-@contextmanager
-def _restored_if_skipped(skip: Skip, tensors: Sequence[Tensor]) -> Iterator[None]:
-    before = [tensor.clone() for tensor in tensors]
-    yield
-    for tensor, held in zip(tensors, before, strict=True):
-        torch.where(skip.here, held, tensor, out=tensor)
-
-
 def root_mean_square(tensor: Tensor) -> Tensor | np.float32:
-    """sqrt(mean(x^2)) of a plain tensor, in fp32: 0-dim on its device; for a CPU tensor a number with the
-    same bits, ten times faster to calculate with."""
+    """sqrt(mean(x^2)) of a plain tensor in fp32, 0-dim; for a CPU tensor a numpy scalar, which is faster."""
     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
     if on_host(norm):
         return np.float32(norm.item()) / np.float32(tensor.numel() ** 0.5)
     return norm / tensor.numel() ** 0.5
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor unchanged."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def on_host(tensor: Tensor) -> bool:
+    """True if reading a tensor's elements does not synchronize with a device."""
+    return tensor.device.type == "cpu"
+
+
+def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Per-rank tensors summed over all shards: one collective for all tensors of a mesh.
+
+    Args:
+        tensors: DTensors.
+        parts: one fp32 tensor for each, computed from this rank's shard, of the same shape on all ranks; overwritten.
+
+    Returns:
+        As `parts`, the same numbers on every rank.
+    """
+    kinds: dict[tuple, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        cut = tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_shard())
+        kinds.setdefault((tensor.device_mesh, cut), []).append(i)
+    sums = list(parts)
+    for (mesh, cut), indices in kinds.items():
+        flat = torch.cat([parts[i].reshape(-1) for i in indices])
+        for dim in cut:
+            dist.all_reduce(flat, group=mesh.get_group(dim))
+        for i, summed in zip(indices, flat.split([parts[i].numel() for i in indices]), strict=True):
+            sums[i] = summed.view(parts[i].shape)
+    return sums
+
+
+def root_mean_squares(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """sqrt(mean(x^2)) of each full DTensor and of each plain tensor on a device, 0-dim fp32, in a few kernels.
+
+    One collective for all DTensors. Plain tensors on the CPU are left out: there one after another is faster.
+    """
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    plain = [tensor for tensor in tensors if not is_sharded(tensor) and not on_host(tensor)]
+    norms = roots_of(sums_over_slices(sharded, squares_of([local(tensor) for tensor in sharded]))) + _norms_of(plain)
+    if norms:
+        torch._foreach_div_(norms, [tensor.numel() ** 0.5 for tensor in sharded + plain])
+    return dict(zip(sharded + plain, norms, strict=True))
+
+
+def squares_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Sum of squares of each tensor, 0-dim fp32."""
+    norms = _norms_of(tensors)
+    return list(torch._foreach_mul(norms, norms)) if norms else []
+
+
+def roots_of(squares: list[Tensor]) -> list[Tensor]:
+    """Square root of each tensor."""
+    return list(torch._foreach_sqrt(squares)) if squares else []
+
+
+def _norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(tensors, 2.0, torch.float32)) if tensors else []
+
+
+def local_slice(tensor: Tensor) -> tuple[slice, ...]:
+    """Position of this rank's shard in the full tensor, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # the offset of a rank without rows is beyond the end
+    ends = zip(shape, offset, tensor.shape, strict=True)
+    return tuple(slice(min(start, full), min(start, full) + size) for size, start, full in ends)
+
+
+def replica(full: Tensor, like: Tensor) -> Tensor:
+    """A replicated DTensor from a tensor that is equal on all ranks."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate()] * len(like.placements)
+    return DTensor.from_local(full, like.device_mesh, placements, run_check=False)

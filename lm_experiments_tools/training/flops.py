@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lm_experiments_tools.attention.kernels.dispatch import force_backend
+from lm_experiments_tools.attention.kernels.choice import force_backend
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, read_json, write_atomic
 from lm_experiments_tools.training.generators import preserved_random_state

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.modules.alignment import aligned
+from lm_experiments_tools.modules.devices import aligned
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS
 from lm_experiments_tools.training.generators import preserved_random_state

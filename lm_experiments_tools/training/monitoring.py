@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lm_experiments_tools.backends.backend import total_norm
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules.reading import read_later
+from lm_experiments_tools.modules.devices import read_later
 from lm_experiments_tools.training.generators import preserved_random_state
 
 if TYPE_CHECKING:

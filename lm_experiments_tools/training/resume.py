@@ -28,7 +28,7 @@ from lm_experiments_tools.checkpoint.train_state import load_initial, load_state
 from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
-from lm_experiments_tools.modules.alignment import align_model
+from lm_experiments_tools.modules.devices import align_model
 from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
 from lm_experiments_tools.training.batches import num_rows_of

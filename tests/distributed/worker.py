@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lm_experiments_tools.attention.kernels import dispatch as functional
+from lm_experiments_tools.attention.kernels import choice as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import get_precision
@@ -201,7 +201,7 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     when the second layer adds it."""
     from modeling_t5 import T5Config, T5ForConditionalGeneration
 
-    functional._forced = "gather"
+    functional.forced = "gather"
     functional._SHORT = functional._SHORT_DENSE = 0
     model = tiny_t5(seed=backend.rank)
     layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
@@ -241,7 +241,7 @@ def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
             return super().forward(input_ids, attention_mask, labels=input_ids)
 
-    functional._forced = "gather"
+    functional.forced = "gather"
     layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
     result: dict[str, Any] = {"before": {}, "steps": {}}
     for name, settings in {"dense": {}, "sparse": layout}.items():

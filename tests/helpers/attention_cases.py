@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, attention_probabilities, block_sparse_attention
-from lm_experiments_tools.attention.kernels.plan import num_blocks
+from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
 
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from lm_experiments_tools.attention import get_sparsity_config, huggingface
 from lm_experiments_tools.attention.huggingface import enable
-from lm_experiments_tools.attention.kernels import dispatch as functional
+from lm_experiments_tools.attention.kernels import choice as functional
 from lm_experiments_tools.attention.kernels import gather
 from lm_experiments_tools.attention.kernels.bias import T5Bias
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
@@ -326,7 +326,7 @@ def test_a_cache_of_fixed_size_is_refused_by_a_sparse_decoder():
         pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     sparse = convert(LlamaForCausalLM(config).eval(), "BigBird", block=4, attention="unidirectional")
-    with pytest.raises(UserError, match="use the default"):
+    with pytest.raises(UserError, match="default"):
         sparse.generate(IDS, max_new_tokens=9, cache_implementation="static")
     encoder_decoder = convert(t5().eval(), "BigBird", block=4)  # whose decoder stays exact
     got, expected = (
@@ -362,19 +362,19 @@ def test_bfloat16_autocast_keeps_the_bias_in_float32_and_trains_it():
 
 
 def test_attention_weights_are_refused():
-    with pytest.raises(UserError, match='attn_implementation="eager" to look at them'):
+    with pytest.raises(UserError, match='attn_implementation="eager"'):
         convert(t5(), "Dense")(**batch(t5()), output_attentions=True)
 
 
 def test_what_cannot_be_converted_is_said():
     with pytest.raises(UserError, match="is for 2 heads, but BertForMaskedLM has 4"):
         enable(bert(), get_sparsity_config("BigBird", 2))
-    with pytest.raises(UserError, match="block go with the name of a layout"):
+    with pytest.raises(UserError, match="block need the name of a layout"):
         enable(bert(), None, block=4)
     for layout in (BigBirdSparsityConfig, 5):
         with pytest.raises(UserError, match="it must be a configuration"):
             enable(bert(), layout)
     reader = BertConfig(**{**bert().config.to_dict(), "is_decoder": True, "add_cross_attention": True})
     for model in (nn.Linear(2, 2), EncoderDecoderModel(encoder=bert().bert, decoder=BertLMHeadModel(reader))):
-        with pytest.raises(UserError, match="enable its parts one by one"):
+        with pytest.raises(UserError, match="Enable its parts"):
             enable(model, "BigBird")

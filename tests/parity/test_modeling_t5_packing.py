@@ -7,7 +7,7 @@ import torch
 from transformers import T5Config as HFConfig
 from transformers import T5ForConditionalGeneration as HFT5
 
-from lm_experiments_tools.attention.kernels import dispatch
+from lm_experiments_tools.attention.kernels import choice
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 
@@ -61,8 +61,8 @@ def test_each_example_is_as_alone(packed, implementation, is_fast, monkeypatch):
         segments.append(inputs.spec.segment_ids)
         return original(inputs, backend)
 
-    original = dispatch.select
-    monkeypatch.setattr(dispatch, "select", select)
+    original = choice.select
+    monkeypatch.setattr(choice, "select", select)
     outputs = ours(**rows)
     assert len(segments) == (6 if implementation == "block_sparse" else 0) and None not in segments
     outputs.loss.backward()

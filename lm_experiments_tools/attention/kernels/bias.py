@@ -1,18 +1,16 @@
-"""Position biases that depend on the distance of key and query alone, stored as a short table, not an N x N matrix.
+"""Position biases that depend on the distance of key and query alone, stored as a table instead of an N x N matrix.
 
-A T5 bias has one value per head for each distance, and the same value for all distances beyond some point; ALiBi is a
-line. Both are therefore Toeplitz matrices, made from a vector of 2 * s + 1 numbers per head: `table`. Kernels read the
-table, or tiles of it; whoever wants the matrix gets it from `dense` at the cost of one copy. All of it is
-differentiable, and each gradient is summed in one order: equal inputs give equal bits.
+A T5 bias has one value per head for each distance up to some point; ALiBi is linear. Both are Toeplitz matrices, given
+by `table`, a vector of 2 * s + 1 numbers per head. Kernels read the table or tiles of it; `dense` makes the matrix.
+Everything is differentiable, and each gradient is summed in one order: equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,27 +18,11 @@ from torch import Tensor
 from lm_experiments_tools.errors import UserError
 
 
-class DistanceBias(Protocol):
-    """A bias of attention scores that is a function of key position - query position, per head."""
-
-    @property
-    def num_heads(self) -> int:
-        """Heads that the bias has values for."""
-
-    def table(self, length: int) -> Tensor:
-        """Values [num_heads, 2 * s + 1] for distances -s..s; all within -length < distance < length are covered,
-        those beyond s by the value at s (and by that at -s to the left)."""
-
-
-Bias = DistanceBias | Tensor
-
-
 def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
     """Bucket of each distance (Raffel et al. 2020, section 2.1), in the arithmetic of transformers' T5: float32.
 
-    Half of the buckets hold one distance each, the others logarithmically growing ranges up to `max_distance`; all
-    larger distances share the last bucket. Bidirectional splits the buckets between the past and the future;
-    otherwise the future is bucket 0.
+    Half of the buckets hold one distance each, the others logarithmically growing ranges up to `max_distance`.
+    Bidirectional splits the buckets between the past and the future; otherwise the future is bucket 0.
 
     Args:
         relative_position: key position - query position, any shape, int64.
@@ -62,7 +44,7 @@ def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, 
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # cached for training too, whoever comes first
+@torch.inference_mode(False)  # cached for training too
 def _table_buckets(bidirectional: bool, num_buckets: int, max_distance: int, device: torch.device) -> Tensor:
     """Buckets of distances -s..s, int64[2 * s + 1], where s is the smallest beyond which nothing changes."""
     reach = torch.arange(-max_distance - 1, max_distance + 2, device="cpu")
@@ -88,13 +70,13 @@ class T5Bias:
     """The relative attention bias of T5: one learned number per head and bucket of distances.
 
     Args:
-        weight: [num_buckets, heads], as in `relative_attention_bias.weight`; gets exact gradients if it wants them.
+        weight: [num_buckets, heads], as in `relative_attention_bias.weight`.
         bidirectional: True in an encoder, False in a decoder.
         num_buckets: rows of `weight`.
-        max_distance: distance from which on all share the last bucket.
+        max_distance: distances from here on share the last bucket.
 
     Raises:
-        UserError: weight of another shape than [num_buckets, heads], or buckets without a logarithmic part.
+        UserError: weight is not [num_buckets, heads], or there are too few buckets.
     """
 
     weight: Tensor
@@ -103,19 +85,13 @@ class T5Bias:
     max_distance: int = 128
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, Tensor):
-            raise UserError(f"T5Bias: weight is {type(self.weight).__name__}; it must be a tensor [buckets, heads].")
         if self.weight.dim() != 2 or self.weight.shape[0] != self.num_buckets:
-            raise UserError(
-                f"T5Bias: weight has shape {list(self.weight.shape)}, but num_buckets={self.num_buckets} needs "
-                f"[{self.num_buckets}, heads]."
-            )
+            raise UserError(f"T5Bias: weight is {list(self.weight.shape)}, not [{self.num_buckets} buckets, heads].")
         num_exact = self.num_buckets // (4 if self.bidirectional else 2)
         if num_exact < 1 or self.max_distance <= num_exact:
             raise UserError(
-                f"T5Bias: num_buckets={self.num_buckets} keeps {num_exact} distances apart, so max_distance="
-                f"{self.max_distance} must be larger than that, and num_buckets at least "
-                f"{4 if self.bidirectional else 2}."
+                f"T5Bias: num_buckets={self.num_buckets} must be at least {4 if self.bidirectional else 2}, and "
+                f"max_distance={self.max_distance} above {num_exact}."
             )
 
     @property
@@ -123,19 +99,22 @@ class T5Bias:
         return self.weight.shape[1]
 
     def table(self, length: int | None = None) -> Tensor:
-        """Values [heads, 2 * s + 1] for distances -s..s, the same for every length (s = 91 for T5's encoder)."""
+        """Values [heads, 2 * s + 1] for distances -s..s, the same for every length; s = 91 for T5's encoder.
+
+        Distances beyond s have the value at s or -s.
+        """
         buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         return self.weight[buckets].t()
 
     def between(self, low: int, high: int) -> Tensor:
-        """Values [heads, high - low + 1] for distances low..high, without a table where few are wanted."""
+        """Values [heads, high - low + 1] for distances low..high."""
         find = _buckets_between if _are_numbers(low, high) else _buckets_between.__wrapped__
         buckets = find(low, high, self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
-        # contiguous, as is then the matrix made of it: adding a mask to that takes a quarter of the time
+        # contiguous: adding a mask to the matrix made of it takes a quarter of the time
         return self.weight[buckets].t().contiguous()
 
     def dense(self, query_length: int, key_length: int) -> Tensor:
-        """The whole bias, [1, heads, query_length, key_length]."""
+        """The matrix, [1, heads, query_length, key_length]."""
         return dense_bias(self, query_length, key_length)
 
 
@@ -150,8 +129,6 @@ class AlibiBias:
     slopes: Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.slopes, Tensor):
-            raise UserError(f"AlibiBias: slopes is {type(self.slopes).__name__}; it must be a tensor [heads].")
         if self.slopes.dim() != 1:
             raise UserError(f"AlibiBias: slopes has shape {list(self.slopes.shape)}, not [heads].")
 
@@ -165,38 +142,30 @@ class AlibiBias:
         return -self.slopes[:, None] * distance.to(self.slopes.dtype)
 
     def dense(self, query_length: int, key_length: int) -> Tensor:
-        """The whole bias, [1, heads, query_length, key_length]."""
+        """The matrix, [1, heads, query_length, key_length]."""
         return dense_bias(self, query_length, key_length)
 
 
-@dataclass(eq=False)
-class TableBias:
-    """A bias of distances -s..s by its values [heads, 2 * s + 1], the same for every length."""
-
-    values: Tensor
-
-    @property
-    def num_heads(self) -> int:
-        return self.values.shape[0]
-
-    def table(self, length: int) -> Tensor:
-        return self.values
+DistanceBias = T5Bias | AlibiBias
+Bias = DistanceBias | Tensor
 
 
 def values_of(bias: Bias | None) -> Tensor | None:
-    """The tensor that one of the biases here is trained by: the matrix itself, or the first field."""
-    return bias if bias is None or isinstance(bias, Tensor) else getattr(bias, fields(bias)[0].name)
+    """The tensor of a bias: the matrix itself, weights or slopes."""
+    if isinstance(bias, DistanceBias):
+        return bias.weight if isinstance(bias, T5Bias) else bias.slopes
+    return bias
 
 
 def with_values(bias: Bias | None, values: Tensor | None) -> Bias | None:
     """The same bias with another tensor."""
-    return values if bias is None or isinstance(bias, Tensor) else replace(bias, **{fields(bias)[0].name: values})
+    if isinstance(bias, DistanceBias):
+        return replace(bias, weight=values) if isinstance(bias, T5Bias) else AlibiBias(values)
+    return values
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of the ALiBi paper: 2^(-8/n), 2^(-16/n), ... for n a power of two, interleaved from 2n otherwise."""
-    if num_heads < 1:
-        raise UserError(f"alibi_slopes: num_heads is {num_heads}; it must be at least 1.")
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
@@ -217,7 +186,7 @@ class _Toeplitz(torch.autograd.Function):
 
 
 class _ToeplitzInVjp(torch.autograd.Function):
-    """The same in the form that torch.func takes, which costs every call another 25 microseconds."""
+    """The same for torch.func, in a form that costs another 25 microseconds a call."""
 
     @staticmethod
     def forward(vector: Tensor, rows: int, columns: int) -> Tensor:
@@ -234,8 +203,8 @@ def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
     """The matrices [..., rows, columns] whose diagonals are `vector` [..., rows + columns - 1], bottom left first."""
     if _are_numbers(rows, columns):
         return (_ToeplitzInVjp if _in_vjp else _Toeplitz).apply(vector, rows, columns)
-    # Unfolding would fix the lengths. Of copies one after the other, padded by one place and read as rows without it,
-    # every row starts one further to the left than the row before.
+    # Unfolding would fix the lengths. Instead copies padded by one element are read as rows of one element less, so
+    # that each row starts one element earlier.
     width = rows + columns - 1
     padded = torch.nn.functional.pad(vector, (0, 1)).unsqueeze(-2)
     copies = padded.expand(*vector.shape[:-1], rows, width + 1).flatten(-2)
@@ -256,15 +225,14 @@ def vjp(function: Callable[..., Tensor], *primals: Tensor) -> tuple[Tensor, Call
 
 
 def _are_numbers(*lengths: int) -> bool:
-    """True where lengths are known: not while torch.compile traces, which calls symbols ints, nor torch.export."""
+    """True if lengths are known, which they are not in a trace."""
     return not torch.compiler.is_compiling() and all(isinstance(length, int) for length in lengths)
 
 
 def sum_diagonals(matrices: Tensor) -> Tensor:
     """Sums along each diagonal: [..., rows, columns] -> [..., rows + columns - 1], bottom left first.
 
-    Each row is moved right by its distance from the last, by padding it and cutting the same numbers into rows that
-    are one shorter; then columns are summed, in one order.
+    Padding the rows and reading them as rows of one element less shifts each; then columns are summed in one order.
     """
     rows, columns = matrices.shape[-2:]
     width = rows + columns - 1
@@ -284,7 +252,7 @@ def extend(table: Tensor, low: int, high: int) -> Tensor:
 def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: torch.dtype | None = None) -> Tensor:
     """The matrix of a distance bias, [1, heads, query_length, key_length], in `dtype` (its own if None)."""
     low, high = 1 - query_length, key_length - 1
-    if type(bias) is T5Bias:  # others may have another table
+    if isinstance(bias, T5Bias):
         vector = bias.between(low, high)
     else:
         vector = extend(bias.table(max(query_length, key_length)), low, high)
@@ -295,15 +263,14 @@ def wants_gradient(bias: Bias | None) -> bool:
     """True if a bias requires a gradient in this call."""
     if bias is None or not torch.is_grad_enabled():
         return False
-    is_known = isinstance(bias, Tensor | T5Bias | AlibiBias | TableBias)
-    return (values_of(bias) if is_known else bias.table(1)).requires_grad
+    return values_of(bias).requires_grad
 
 
 def distance_tiles(table: Tensor, block: int) -> Tensor:
     """Tiles of the bias matrix for each difference m of key block and query block, beyond which they are constant.
 
     Args:
-        table: [heads, 2 * s + 1] as of `DistanceBias.table`.
+        table: [heads, 2 * s + 1] as of `T5Bias.table`.
         block: rows and columns of a tile.
 
     Returns:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,16 +22,6 @@ def limit_float16(x: Tensor) -> Tensor:
 
 
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed
-
-
-def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
-    return None
-
-
-def cost(inputs: AttentionInputs) -> tuple[float, int]:
-    """(fraction of the score matrix computed, bytes in addition to inputs, output and their gradients)."""
-    return 1.0, 4 * inputs.compute_dtype.itemsize * math.prod(inputs.scores_shape)
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:

@@ -1,17 +1,17 @@
 """Block-sparse attention in plain PyTorch: any device, any float type, memory linear in length.
 
-Query blocks that attend to equally many key blocks form one batched matrix product: their key blocks are gathered side
-by side, so a layout costs what it attends to and nothing for the rest. Query blocks with the same list of keys (in a
-window of `Fixed`, in a dense layout) share one copy of it. Only q, k and v are saved for the backward pass, which
-computes the probabilities again; both passes go through chunks small enough for the caches.
+Query blocks that attend to equally many key blocks form one batched matrix product over gathered key blocks, so a
+layout costs what it attends to. Query blocks with the same list of keys share one copy of it. Only q, k and v are
+saved; the backward pass computes the probabilities again. Both passes go through chunks that fit in the caches.
 
-Biases are tiles. One that depends on distance alone has a handful of tiles per head (`bias.distance_tiles`), gathered
-into the buffer that the product of queries and keys is then added to; their gradient is a sum of tiles of the scores'.
+Biases are tiles. A distance bias has a few tiles per head (`bias.distance_tiles`), gathered into the buffer that the
+product of queries and keys is then added to; their gradient is a sum of tiles of the scores'.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles, values_of, vjp, with_values
-from lm_experiments_tools.attention.kernels.plan import Layout, cached, num_blocks
+from lm_experiments_tools.attention.kernels.autograd import KernelAttention
+from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles
+from lm_experiments_tools.attention.kernels.layout_cache import Layout, cached, num_blocks
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 _CHUNK_SCORES = 1 << 18  # scores computed at once: 1 MiB in float32
@@ -68,7 +69,7 @@ def _groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.devic
 
 
 class Position(NamedTuple):
-    """Where scores stand, int64, broadcastable to [parts, query blocks, key blocks]."""
+    """Positions of scores, int64, broadcastable to [parts, query blocks, key blocks]."""
 
     batch: Tensor
     head: Tensor
@@ -76,57 +77,49 @@ class Position(NamedTuple):
     column: Tensor
 
 
-@dataclass
-class BiasTiles:
-    """A bias as [tiles, block, block] and the rule that says which tile belongs where."""
-
-    tiles: Tensor
-    index: Callable[[Position], Tensor]
-
-
-def bias_tiles(
-    bias: Bias | None, block: int, query_length: int, key_length: int, causal: bool, like: Tensor
-) -> BiasTiles | None:
-    """Tiles of a bias, and of the causal mask: -inf above the diagonal of tiles that lie on it. Differentiable."""
-    future = torch.ones(block, block, dtype=torch.bool, device=like.device).triu(1)
+def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
+    """Tiles of a bias [tiles, block, block], with the causal mask in tiles on the diagonal. Differentiable."""
+    block, causal, (query_length, key_length) = inputs.spec.layout.block, inputs.spec.causal, inputs.scores_shape[2:]
+    device, dtype = inputs.q.device, inputs.compute_dtype
+    future = torch.ones(block, block, dtype=torch.bool, device=device).triu(1)
     if isinstance(bias, Tensor):
-        return _matrix_tiles(bias.to(like.dtype), block, future if causal else None)
-    if bias is not None:
-        tiles = distance_tiles(bias.table(max(query_length, key_length)).to(like), block)
-        reach = tiles.shape[1] // 2
+        rows, columns = num_blocks(query_length, block), num_blocks(key_length, block)
+        missing = 0, columns * block - key_length, 0, rows * block - query_length
+        padded = torch.nn.functional.pad(bias.to(dtype), missing)
+        tiles = padded.unflatten(3, (columns, block)).unflatten(2, (rows, block)).transpose(3, 4)
         if causal:
-            on_diagonal = torch.arange(-reach, reach + 1, device=like.device) == 0
+            diagonal = torch.eye(rows, columns, dtype=torch.bool, device=device)[:, :, None, None]
+            tiles = tiles.masked_fill(diagonal & future, -torch.inf)
+        return tiles.reshape(-1, block, block)
+    if bias is not None:
+        tiles = distance_tiles(bias.table(max(query_length, key_length)).to(device, dtype), block)
+        if causal:
+            reach = tiles.shape[1] // 2
+            on_diagonal = torch.arange(-reach, reach + 1, device=device) == 0
             tiles = tiles.masked_fill(on_diagonal[:, None, None] & future, -torch.inf)
-        return BiasTiles(
-            tiles.flatten(0, 1),
-            lambda at: at.head * (2 * reach + 1) + (at.column - at.row).clamp(-reach, reach) + reach,
-        )
+        return tiles.flatten(0, 1)
     if causal:
-        tiles = torch.stack(
-            [torch.zeros_like(future, dtype=like.dtype), like.new_zeros(()).masked_fill(future, -torch.inf)]
-        )
-        return BiasTiles(tiles, lambda at: (at.row == at.column).long())
+        empty = torch.zeros(block, block, dtype=dtype, device=device)
+        return torch.stack([empty, empty.masked_fill(future, -torch.inf)])
     return None
 
 
-def _matrix_tiles(bias: Tensor, block: int, future: Tensor | None) -> BiasTiles:
-    """Tiles of a bias given as a matrix [batch or 1, heads or 1, query_length, key_length]."""
-    batch, heads, query_length, key_length = bias.shape
-    rows, columns = num_blocks(query_length, block), num_blocks(key_length, block)
-    padded = torch.nn.functional.pad(bias, (0, columns * block - key_length, 0, rows * block - query_length))
-    tiles = padded.unflatten(3, (columns, block)).unflatten(2, (rows, block)).transpose(3, 4)
-    if future is not None:
-        diagonal = torch.eye(rows, columns, dtype=torch.bool, device=bias.device)[:, :, None, None]
-        tiles = tiles.masked_fill(diagonal & future, -torch.inf)
-    return BiasTiles(
-        tiles.reshape(-1, block, block),
-        lambda at: ((at.batch % batch * heads + at.head % heads) * rows + at.row) * columns + at.column,
-    )
+def _tile_index(inputs: AttentionInputs, tiles: Tensor) -> Callable[[Position], Tensor]:
+    """The function from positions to indices of the tiles of `kernel_bias`."""
+    bias, (rows, columns) = inputs.spec.bias, inputs.spec.layout.blocks.shape[1:]
+    if isinstance(bias, Tensor):
+        batch, heads = bias.shape[:2]
+        return lambda at: ((at.batch % batch * heads + at.head % heads) * rows + at.row) * columns + at.column
+    if bias is None:
+        return lambda at: (at.row == at.column).long()
+    width = tiles.shape[0] // inputs.q.shape[1]
+    reach = width // 2
+    return lambda at: at.head * width + (at.column - at.row).clamp(-reach, reach) + reach
 
 
 @dataclass
 class Call:
-    """Everything that one call fixes besides its tensors that need gradients."""
+    """The settings of one call."""
 
     layout: Layout
     groups: list[Group]
@@ -182,7 +175,7 @@ def chunks(call: Call) -> Iterator[Chunk]:
 
 
 class Workspace:
-    """Memory for the intermediate results of a chunk, used again by the next: fresh pages cost more than the sums."""
+    """Buffers for intermediate results that all chunks share, because fresh memory pages are slow."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -208,7 +201,7 @@ class Workspace:
 
 
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """total[index] += rows, summed in one order: `index_add_` alone would use atomics on a GPU."""
+    """total[index] += rows, summed in one order; on a GPU `index_add_` would use atomics."""
     if total.device.type == "cpu":
         total.index_add_(0, index, rows)
     else:
@@ -216,7 +209,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor | None, work: Workspace) -> Tensor:
-    """softmax of the scores of one chunk, [parts, queries, keys]; rows that may attend to nothing are zero."""
+    """Softmax of the scores of one chunk, [parts, queries, keys]; rows without keys are zero."""
     (parts, size), width, block = chunk.rows.shape, chunk.keys.shape[1], call.layout.block
     scores = work("scores", parts, size * block, width * block)
     if tiles is not None:
@@ -247,30 +240,16 @@ def dropout_mask(call: Call, chunk: Chunk, like: Tensor) -> Tensor | None:
     if call.dropout_p == 0.0:
         return None
     generator = torch.Generator(like.device).manual_seed(call.seed + chunk.number)
-    # Four 16-bit numbers of each 64-bit word: drawing one float a score costs as much as three matrix products.
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    words.random_(-(2**63), None, generator=generator)
+    # Four 16-bit numbers from 64 bits: drawing a float per score costs as much as three matrix products.
+    random_bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    random_bits.random_(-(2**63), None, generator=generator)
     dropped = min(round(call.dropout_p * 65536), 65535)
-    keep = words.view(torch.int16)[: like.numel()].view(like.shape) >= dropped - 32768
+    keep = random_bits.view(torch.int16)[: like.numel()].view(like.shape) >= dropped - 32768
     return keep.to(like.dtype).mul_(65536 / (65536 - dropped))
 
 
-class _GatherAttention(torch.autograd.Function):
-    """q, k, v [batch, heads, length, head_dim] and tiles [n, block, block] -> the output."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, call: Call) -> Tensor:
-        ctx.save_for_backward(q, k, v, tiles)
-        ctx.call = call
-        return _forward(call, q, k, v, tiles)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx.call, *ctx.saved_tensors, grad, ctx.needs_input_grad[3]), None
-
-
-def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None) -> Tensor:
+def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None) -> tuple[Tensor, None]:
+    """The output, and nothing else for the backward pass."""
     qs, ks, vs = _as_blocks(call, q, call.query_blocks), *(_as_blocks(call, x, call.key_blocks) for x in (k, v))
     out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
     work = Workspace(qs)
@@ -283,11 +262,19 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None) 
                 p.mul_(keep)
             result = work.matmul("out", p, work.blocks("v", vs, chunk.keys))
             out.index_copy_(0, chunk.rows.flatten(), result.view(-1, *out.shape[1:]))
-    return _from_blocks(out, q).to(q.dtype)
+    return _from_blocks(out, q).to(q.dtype), None
 
 
-def _backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, grad: Tensor, trains_tiles: bool
+def run_backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor | None,
+    output: Tensor | None,
+    lse: Tensor | None,
+    grad: Tensor,
+    trains_tiles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the tiles; the probabilities are computed again."""
     block = call.layout.block
@@ -338,60 +325,17 @@ def refusal(inputs: AttentionInputs) -> str | None:
     return None if inputs.spec.mask is None else "the mask is a matrix"
 
 
-def cost(inputs: AttentionInputs) -> tuple[float, int]:
-    """(scores computed per score of the full matrix, bytes in addition to inputs, output and their gradients)."""
-    q, k, v, spec = inputs
-    (batch, num_heads, query_length, key_length), block = inputs.scores_shape, spec.layout.block
-    rows, columns = spec.layout.blocks.shape[1:]
-    computed = inputs.density * rows * columns * block**2 / (query_length * key_length)
-    # Five buffers of a chunk, of at least one query block and all its keys; sums of the gradients; tiles of the bias.
-    chunk = max(_CHUNK_SCORES, columns * block**2)
-    sums = batch * num_heads * block * (rows + 2 * columns) * max(q.shape[3], v.shape[3])
-    if isinstance(spec.bias, Tensor):
-        tiles = spec.bias.numel()
-    else:
-        tiles = 0 if spec.bias is None else spec.bias.table(max(query_length, key_length)).numel() * block
-    copies = 0  # in float32, of q, k, v and the output's gradient
-    if q.dtype != inputs.compute_dtype:
-        copies = 2 * q.numel() + k.numel() + v.numel()
-    return computed, (5 * chunk + sums + copies + 2 * tiles) * inputs.compute_dtype.itemsize
-
-
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
     """Attention output; scores and sums in float32, in float64 for float64 inputs."""
-    call, tiles = _prepare(inputs, seed)
-    return _GatherAttention.apply(*inputs[:3], tiles, call)
+    call, *tensors = prepare(inputs, seed)
+    return KernelAttention.apply(*tensors, call, sys.modules[__name__])
 
 
-def forward(inputs: AttentionInputs, seed: int) -> tuple[Tensor, None]:
-    """The output without autograd, and nothing that backward needs."""
-    call, tiles = _prepare(inputs, seed)
-    return _forward(call, *inputs[:3], tiles), None
-
-
-def backward(
-    inputs: AttentionInputs, seed: int, output: Tensor, lse: Tensor, grad: Tensor, trains_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the bias values without autograd."""
-    call, tiles = _prepare(inputs, seed)
-    *gradients, d_tiles = _backward(call, *inputs[:3], tiles, grad, trains_bias)
-    if d_tiles is None:
-        return *gradients, None
-    bias = inputs.spec.bias
-    _, pull = vjp(lambda values: _tiles(inputs, with_values(bias, values)).tiles, values_of(bias))
-    return *gradients, *pull(d_tiles)
-
-
-def _tiles(inputs: AttentionInputs, bias: Bias | None) -> BiasTiles | None:
-    like = torch.empty(0, dtype=inputs.compute_dtype, device=inputs.q.device)
-    return bias_tiles(bias, inputs.spec.layout.block, *inputs.scores_shape[2:], inputs.spec.causal, like)
-
-
-def _prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor | None]:
-    """The settings of a call, and its tiles of the bias, which have a gradient."""
+def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
+    """The settings of a call, and the tensors that have gradients."""
     spec, layout, (batch, num_heads, _, key_length) = inputs.spec, inputs.spec.layout, inputs.scores_shape
     (rows, columns), block, device = layout.blocks.shape[1:], layout.block, inputs.q.device
-    tiles = _tiles(inputs, spec.bias)
+    tiles = kernel_bias(inputs, spec.bias)
     key_mask = spec.key_padding_mask
     if key_mask is None and key_length % block:
         key_mask = torch.ones(1, key_length, dtype=torch.bool, device=device).expand(batch, -1)
@@ -405,14 +349,14 @@ def _prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor | None]:
         batch,
         num_heads,
         spec.scale,
-        tile_index=None if tiles is None else tiles.index,
+        tile_index=None if tiles is None else _tile_index(inputs, tiles),
         key_mask=None if key_mask is None else _padded_copy(key_mask, lengths[1]).view(-1, block),
         segments=segments,
         dropout_p=spec.dropout_p,
         seed=seed,
         blocking_bias=_may_block(inputs),
     )
-    return call, None if tiles is None else tiles.tiles
+    return call, *inputs[:3], tiles
 
 
 def _may_block(inputs: AttentionInputs) -> bool:
@@ -427,7 +371,7 @@ def _may_block(inputs: AttentionInputs) -> bool:
 
 
 def _padded_copy(x: Tensor, length: int) -> Tensor:
-    """x padded to `length`, copied: its owner may write the next batch into it before the backward pass."""
+    """x padded to `length`, copied because the caller may overwrite it before the backward pass."""
     return _pad(x, length).clone(memory_format=torch.contiguous_format)
 
 

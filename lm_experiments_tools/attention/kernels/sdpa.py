@@ -12,36 +12,26 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
-def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
-    return None
-
-
 def needs_matrix(inputs: AttentionInputs) -> bool:
     """True if a mask or bias matrix has to be materialized."""
     mask, key_padding_mask, segment_ids, bias, *_ = inputs.spec
     return not inputs.is_dense or any(x is not None for x in (mask, key_padding_mask, segment_ids, bias))
 
 
-def matrix_shape(inputs: AttentionInputs) -> tuple[int, int, int, int]:
-    """Shape of the mask and bias matrix."""
+def matrix_bytes(inputs: AttentionInputs) -> int:
+    """Bytes of masks, bias and scores that a call materializes."""
     (batch, num_heads, query_length, key_length), spec = inputs.scores_shape, inputs.spec
-    by_batch = spec.key_padding_mask is not None or spec.segment_ids is not None
-    by_head = spec.layout.blocks.shape[0] > 1 or not isinstance(spec.bias, Tensor | None)
-    for matrix in (spec.mask, spec.bias):
-        if isinstance(matrix, Tensor):
-            by_batch, by_head = by_batch or matrix.shape[0] > 1, by_head or matrix.shape[1] > 1
-    return batch if by_batch else 1, num_heads if by_head else 1, query_length, key_length
-
-
-def cost(inputs: AttentionInputs) -> tuple[float, int]:
-    """(fraction of the score matrix computed, bytes in addition to inputs, output and their gradients)."""
-    batch, num_heads, query_length, key_length = inputs.scores_shape
-    scores = query_length * key_length * inputs.compute_dtype.itemsize
-    size = scores * matrix_shape(inputs)[0] * matrix_shape(inputs)[1] if needs_matrix(inputs) else 0
+    scores, size = query_length * key_length * inputs.compute_dtype.itemsize, 0
+    if needs_matrix(inputs):
+        matrices = [x for x in (spec.mask, spec.bias) if isinstance(x, Tensor)]
+        by_batch = spec.key_padding_mask is not None or spec.segment_ids is not None
+        by_batch = by_batch or any(x.shape[0] > 1 for x in matrices)
+        by_head = spec.layout.blocks.shape[0] > 1 or not isinstance(spec.bias, Tensor | None)
+        by_head = by_head or any(x.shape[1] > 1 for x in matrices)
+        size = scores * (batch if by_batch else 1) * (num_heads if by_head else 1)
     if inputs.trains_bias:  # scores, probabilities and their gradients are saved in full
         size += 4 * batch * num_heads * scores
-    return 1.0, size
+    return size
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, T5Bias, wants_gradient
-from lm_experiments_tools.attention.kernels.plan import AnyLayout, cached, describe, resolve_layout
+from lm_experiments_tools.attention.kernels.bias import Bias, DistanceBias, values_of, wants_gradient
+from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout, cached, describe, resolve_layout
 from lm_experiments_tools.errors import UserError
 
 Segments = Tensor | tuple[Tensor, Tensor]
@@ -100,7 +100,7 @@ class AttentionInputs(NamedTuple):
         spec, (q, k) = self.spec, self[:2]
         allowed = spec.mask
         if spec.key_padding_mask is not None and not ignores_padding:
-            rows, num_keys = spec.key_padding_mask.shape  # one row holds for the whole batch
+            rows, num_keys = spec.key_padding_mask.shape  # one row may hold for all of the batch
             keys = spec.key_padding_mask.view(rows, 1, 1, num_keys)  # a third of the time of indexing by None
             allowed = keys if allowed is None else allowed & keys
         if spec.causal:
@@ -149,122 +149,85 @@ def validate(inputs: AttentionInputs) -> AttentionInputs:
     _check_tensors(q, k, v)
     batch, num_heads, query_length, head_dim = q.shape
     key_length = k.shape[2]
-    if not (_is_number(dropout_p) and 0.0 <= dropout_p < 1.0):
-        raise UserError(f"dropout_p is {dropout_p!r}; it must be a number of at least 0 and below 1.")
-    if scale is not None and not (_is_number(scale) and abs(scale) <= sys.float_info.max):
-        raise UserError(f"scale is {scale!r}; it must be a finite number (a learned one is multiplied into q).")
-    if not isinstance(causal, int) or causal not in (True, False):
-        raise UserError(f"causal is {causal!r}; it must be True or False.")
+    if not (isinstance(dropout_p, Real) and 0.0 <= dropout_p < 1.0):
+        raise UserError(f"dropout_p is {dropout_p!r}; it must be a number from 0 to below 1.")
+    if not (scale is None or isinstance(scale, Real)):
+        raise UserError(f"scale is {describe(scale)}; it must be a number (multiply a learned one into q).")
     _check_bias(bias, q, key_length)
     if key_padding_mask is not None:
-        if not _is_bool(key_padding_mask) or key_padding_mask.shape != (batch, key_length):
-            raise UserError(
-                f"key_padding_mask is {describe(key_padding_mask)}; it must be bool [{batch}, {key_length}] (batch, "
-                "key_length), True where keys are attended to."
-            )
-        _check_device("key_padding_mask", key_padding_mask, q)
+        _check("key_padding_mask", key_padding_mask, q, (torch.bool,), (batch,), (key_length,))
         if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # on a GPU this would synchronize
             key_padding_mask = None
     if mask is not None and layout is not None:  # with a cache the queries are the last of the keys
         blocks = resolve_layout(layout, num_heads, key_length, key_length).tokens(q.device)
         mask, layout = mask & blocks[..., key_length - query_length : key_length, :key_length], None
-    return AttentionInputs(
-        q,
-        k,
-        v,
-        AttentionSpec(
-            mask,
-            key_padding_mask,
-            _check_segments(segment_ids, q, key_length),
-            bias,
-            resolve_layout(layout, num_heads, query_length, key_length),
-            bool(causal),
-            head_dim**-0.5 if scale is None else float(scale),
-            float(dropout_p),
-        ),
+    resolved = AttentionSpec(
+        mask,
+        key_padding_mask,
+        _check_segments(segment_ids, q, key_length),
+        bias,
+        resolve_layout(layout, num_heads, query_length, key_length),
+        bool(causal),
+        head_dim**-0.5 if scale is None else float(scale),
+        float(dropout_p),
     )
+    return AttentionInputs(q, k, v, resolved)
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool)
+def _check(name: str, x: object, q: Tensor, dtypes: Sequence[torch.dtype], *sizes: Sequence[int]) -> None:
+    """Check the type, the allowed sizes of each dimension, and the device of a tensor."""
+    if (
+        not isinstance(x, Tensor)
+        or x.dtype not in dtypes
+        or x.dim() != len(sizes)
+        or not all(map(_is_in, x.shape, sizes))
+    ):
+        kind, shape = str(dtypes[-1]).removeprefix("torch."), [" or ".join(map(str, size)) for size in sizes]
+        raise UserError(f"{name} is {describe(x)}; it must be {kind} [{', '.join(shape)}].")
+    if x.device != q.device:
+        raise UserError(f"{name} is on {x.device}, but q is on {q.device}.")
 
 
-def _is_bool(x: object) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bool
+def _is_in(size: int, sizes: Sequence[int]) -> bool:
+    return size in sizes
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in _FLOATS or 0 in x.shape:
-            raise UserError(
-                f"{name} is {describe(x)}; it must be float [batch, heads, length, head_dim], none of them 0."
-            )
+            raise UserError(f"{name} is {describe(x)}; it must be float [batch, heads, length, head_dim].")
     if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise UserError(
-            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not belong together: batch and heads must "
-            "be equal in all, length in k and v, head_dim in q and k."
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: batch and heads must be equal in "
+            "all, length in k and v, head_dim in q and k."
         )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise UserError(f"q, k and v must share dtype and device; they are {_home(q)}, {_home(k)} and {_home(v)}.")
-
-
-def _home(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} on {x.device}"
+        found = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        raise UserError(f"q, k and v must share dtype and device; they are {found}.")
 
 
 def _check_bias(bias: Bias | None, q: Tensor, key_length: int) -> None:
-    if bias is None:
-        return
     batch, num_heads, query_length, _ = q.shape
-    if not isinstance(bias, Tensor):
-        if not callable(getattr(bias, "table", None)) or isinstance(bias, type):
+    if isinstance(bias, Tensor):
+        sizes = sorted({1, batch}), sorted({1, num_heads}), (query_length,), (key_length,)
+        _check("bias", bias, q, _FLOATS, *sizes)
+    elif bias is not None:
+        if not isinstance(bias, DistanceBias):
             raise UserError(f"bias is {describe(bias)}; it must be a T5Bias, an AlibiBias, a matrix or None.")
-        if getattr(bias, "num_heads", None) != num_heads:
-            raise UserError(
-                f"The bias has values for {getattr(bias, 'num_heads', 'an unknown number of')} heads, but q has "
-                f"{num_heads}."
-            )
-        values = bias.weight if isinstance(bias, T5Bias) else bias.slopes if isinstance(bias, AlibiBias) else None
-        if values is not None:
-            _check_device(f"{type(bias).__name__}'s tensor", values, q)
-        return
-    if (
-        bias.dim() != 4
-        or bias.shape[0] not in (1, batch)
-        or bias.shape[1] not in (1, num_heads)
-        or bias.shape[2:] != (query_length, key_length)
-        or bias.dtype not in _FLOATS
-    ):
-        raise UserError(
-            f"bias is {describe(bias)}; it must be float [1 or {batch}, 1 or {num_heads}, {query_length}, "
-            f"{key_length}] (batch, heads, query_length, key_length)."
-        )
-    _check_device("bias", bias, q)
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise UserError(f"{name} is on {x.device}, but q is on {q.device}: move it there.")
+        if bias.num_heads != num_heads:
+            raise UserError(f"bias has values for {bias.num_heads} heads, but q has {num_heads}.")
+        if values_of(bias).device != q.device:
+            raise UserError(f"bias is on {values_of(bias).device}, but q is on {q.device}.")
 
 
 def _check_segments(segment_ids: Segments | None, q: Tensor, key_length: int) -> tuple[Tensor, Tensor] | None:
     if segment_ids is None:
         return None
-    batch, _, query_length, _ = q.shape
-    if isinstance(segment_ids, Tensor):
-        if query_length != key_length:
-            raise UserError(
-                f"segment_ids is one tensor, but there are {query_length} queries and {key_length} keys: give a pair, "
-                f"[{batch}, {query_length}] for queries and [{batch}, {key_length}] for keys."
-            )
-        segment_ids = segment_ids, segment_ids
-    if not (isinstance(segment_ids, tuple | list) and len(segment_ids) == 2):
+    pair = (segment_ids, segment_ids) if isinstance(segment_ids, Tensor) else segment_ids
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise UserError(
-            f"segment_ids is {describe(segment_ids)}; it must be an integer tensor [batch, length], or a pair, "
-            f"[{batch}, {query_length}] for queries and [{batch}, {key_length}] for keys."
+            f"segment_ids is {describe(segment_ids)}; it must be a tensor, or a pair for queries and keys."
         )
-    for ids, length, what in zip(segment_ids, (query_length, key_length), ("queries", "keys"), strict=True):
-        if not isinstance(ids, Tensor) or ids.shape != (batch, length) or ids.dtype not in _INTEGERS:
-            raise UserError(f"segment_ids of {what} is {describe(ids)}; it must be integer [{batch}, {length}].")
-        _check_device(f"segment_ids of {what}", ids, q)
-    return tuple(segment_ids)
+    for ids, length, name in zip(pair, (q.shape[2], key_length), ("queries", "keys"), strict=True):
+        _check(f"segment_ids of {name}", ids, q, _INTEGERS, (q.shape[0],), (length,))
+    return pair[0], pair[1]

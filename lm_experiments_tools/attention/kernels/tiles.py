@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.plan import num_blocks
+from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 
@@ -34,9 +34,8 @@ TILES: dict[tuple[str, int], Tile] = {
     ("key_gradient", 256): Tile(32, 64, 8, 1),
 }
 KERNELS = "forward", "query_gradient", "key_gradient"
-# What has been measured to be faster, by the GPU's name as torch.cuda.get_device_name gives it and by inputs' bytes.
-# `python benchmarks/gpu.py --parts tiles` measures the GPU that it runs on, for 16-bit inputs and head dimension 64;
-# its report has the lines for this table. Nothing is measured while a model runs.
+# Measured tiles, by torch.cuda.get_device_name and bytes of an input. `python benchmarks/gpu.py --parts tiles` reports
+# lines for this table, for 16-bit inputs and head dimension 64.
 MEASURED: dict[tuple[str, int], dict[tuple[str, int], Tile]] = {}
 SUM_ROWS = 64  # diagonals of the bias gradient that are summed at a time: rows of a product on the tensor cores
 _MASKS = 2560  # bytes of shared memory, at most, for masks and sums of rows
@@ -54,10 +53,7 @@ class Card(NamedTuple):
 
 
 def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: Card | None = None) -> Tile:
-    """The tile for a kernel; not larger than the layout's block (None: dense) unless that is small.
-
-    It is made smaller, down to 32 x 32, where a card has too little shared memory for it.
-    """
+    """The tile for a kernel, bounded by the layout's block (None: dense) and by the card's shared memory."""
     key = kernel, head_bound(head_dim)
     tile = MEASURED.get((card.name, itemsize), {}).get(key) if card else None
     if tile is None:
@@ -67,21 +63,14 @@ def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: 
     if block is not None:
         tile = tile._replace(queries=min(tile.queries, max(block, _MERGED)), keys=min(tile.keys, max(block, _MERGED)))
     while card and shared_memory(kernel, tile, head_dim, itemsize) > card.shared_memory:
-        smaller = _smaller(tile)
-        if smaller == tile:
+        if tile.num_stages > 1:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        elif max(tile.queries, tile.keys) > _SMALLEST:
+            longer = "queries" if tile.queries >= tile.keys else "keys"
+            tile = tile._replace(**{longer: getattr(tile, longer) // 2})
+        else:
             break
-        tile = smaller
     return tile
-
-
-def _smaller(tile: Tile) -> Tile:
-    """With fewer rows on their way, or else half of the longer side."""
-    if tile.num_stages > 1:
-        return tile._replace(num_stages=tile.num_stages - 1)
-    if max(tile.queries, tile.keys) <= _SMALLEST:
-        return tile
-    longer = "queries" if tile.queries >= tile.keys else "keys"
-    return tile._replace(**{longer: getattr(tile, longer) // 2})
 
 
 def micro_of(tile: Tile) -> int:
@@ -95,7 +84,7 @@ def head_bound(head_dim: int) -> int:
 
 
 def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
-    """Bytes of shared memory that a kernel takes at most: for rows that it holds, those on their way, and scores."""
+    """Upper bound of a kernel's shared memory in bytes: rows that it holds, rows being loaded, and scores."""
     size = power_of_two(head_dim) * itemsize
     queries, keys = tile.queries * size, tile.keys * size
     scores = tile.queries * tile.keys * itemsize  # given from one product to the next
@@ -104,13 +93,13 @@ def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
         "query_gradient": (2 * queries, 2 * keys),
         "key_gradient": (2 * keys, 2 * queries),
     }[kernel]
-    if kernel == "forward" and tile.queries >= 16 * tile.num_warps:  # each warp has whole rows of scores
+    if kernel == "forward" and tile.queries >= 16 * tile.num_warps:  # each warp has full rows of scores
         scores = 0
     if kernel == "key_gradient" and tile.num_stages == 1:
-        streamed += queries  # turned
-    if kernel == "query_gradient" and itemsize == 4:  # what sums by diagonal are selected with
+        streamed += queries  # transposed
+    if kernel == "query_gradient" and itemsize == 4:  # matrices that select the diagonals of sums
         scores += SUM_ROWS * itemsize * tile.queries * tile.keys // micro_of(tile) ** 2
-    # The loop near the diagonal has a bias for each score on its way, in float32, and so fewer rows.
+    # The loop near the diagonal loads a float32 bias for each score, and fewer rows.
     near = streamed + 4 * tile.queries * tile.keys
     return held + max(max(1, tile.num_stages - 1) * streamed, near) + scores + _MASKS
 
@@ -124,7 +113,7 @@ class TileLists(NamedTuple):
     """For each tile of rows the tiles of columns that meet it, ascending.
 
     A list's runs are [ranges[0], ranges[1]), [ranges[1], ranges[2]) and [ranges[2], ranges[3]): before, near and after
-    the diagonal. In a dense plan they count tiles of columns themselves; else they are places in `tiles` and `bits`.
+    the diagonal. They are indices into `tiles` and `bits`, for a dense layout the tiles themselves.
     """
 
     ranges: Tensor  # int32 [layout heads, row tiles, 4]
@@ -136,7 +125,7 @@ class TileLists(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout cut into tiles: which of them hold anything, and which blocks those hold."""
+    """A layout cut into tiles: which of them have scores, and which blocks those contain."""
 
     tile: Tile
     active: Tensor  # bool [layout heads, query tiles, key tiles]
@@ -168,7 +157,7 @@ def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
         parts = parts.repeat_interleave(block // sub_keys, 2)
         parts = parts[:, : num_blocks(query_length, sub_queries), : num_blocks(key_length, sub_keys)]
         active = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=False).any(-1)
-        # What lies outside of the inputs is masked by position, so a tile full up to there counts as full.
+        # Scores outside of the inputs are masked by position, so a tile at the edge may count as full.
         flags = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=True)
         bits = (flags.int() << torch.arange(flags.shape[-1], dtype=torch.int32)).sum(-1, dtype=torch.int32)
     offset = torch.arange(columns)[None, :] * tile.keys - torch.arange(rows)[:, None] * tile.queries
@@ -216,18 +205,16 @@ def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
 class Diagonals(NamedTuple):
     """How the gradient of a T5 bias is summed near the diagonal: by diagonals of blocks of micro x micro scores.
 
-    Tiles of queries have sums of their own. They hold SUM_ROWS diagonals, of tiles at distances
-    leftmost + [0, window) tokens; a table of more distances than a usual one takes several such windows.
+    Each tile of queries sums SUM_ROWS diagonals at a time, those of tiles at distances leftmost + [0, window) tokens.
+    A large table needs several such windows.
     """
 
     micro: int  # scores
-    leftmost: int  # tokens from the first query of a tile to the first key, of the leftmost tile that can be near
+    leftmost: int  # tokens from the first query of a tile to the first key of the leftmost near tile
     window: int  # tokens
-    sides: Tensor  # [2, keys, 16]: what `add_far` multiplies with, for tiles left and right of the near ones
-    places: Tensor  # [2 * SUM_ROWS, blocks of a tile]: what `add_near` multiplies with
-    windows: (
-        Tensor  # int32 [layout heads, query tiles, windows + 1]: where they begin in a list, and where the last ends
-    )
+    sides: Tensor  # [2, keys, 16]: factors in `add_far`, for tiles left and right of the near ones
+    places: Tensor  # [2 * SUM_ROWS, blocks of a tile]: factors in `add_near`
+    windows: Tensor  # int32 [layout heads, query tiles, windows + 1]: their begins in a list, and the last one's end
 
     @property
     def num_windows(self) -> int:

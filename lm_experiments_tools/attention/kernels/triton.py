@@ -1,6 +1,6 @@
-"""The Triton kernels as a backend: tiles and lists of tiles from a layout, launches, and gradients for autograd.
+"""The Triton kernels as a backend: tiles and lists of tiles from a layout, and launches.
 
-Triton itself is imported when the first call is made. TRITON_INTERPRET=1 runs the kernels on the CPU, for tests.
+Triton is imported by the first call. TRITON_INTERPRET=1 runs the kernels on the CPU, for tests.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +18,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, values_of, vjp, with_values
-from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
+from lm_experiments_tools.attention.kernels.autograd import KernelAttention
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias
+from lm_experiments_tools.attention.kernels.layout_cache import cached, num_blocks
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from lm_experiments_tools.attention.kernels.tiles import (
     KERNELS,
@@ -57,7 +59,7 @@ class Call:
 
     @property
     def near(self) -> int | None:
-        """Distance below which tiles have to be looked at more closely."""
+        """Distance below which tiles are near: their scores have different biases, or a causal mask."""
         return self.saturation if self.bias == _T5 else 0 if self.inputs.spec.causal else None
 
     def tiles_of(self, kernel: str) -> tuple[Cut, TileLists]:
@@ -84,64 +86,43 @@ class Call:
         return self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
 
     def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
-        """Run a kernel that walks lists, one program for each tile of each sequence of each head.
-
-        Args:
-            tensors, more: its own arguments, by name.
-        """
+        """Run a kernel, one program for each tile of each sequence of each head; `tensors` and `more` are by name."""
         parts, lists = self.tiles_of(kernel)
-        batch, num_heads, num_tiles = *self.inputs.scores_shape[:2], lists.order.shape[1]
-        self.run(
-            kernel,
-            num_tiles * batch * num_heads,
-            parts,
-            {**tensors, "ranges": lists.ranges, "order": lists.order, "tiles": lists.tiles, "tile_bits": lists.bits},
-            num_tiles=num_tiles,
-            sequences=batch * num_heads,
-            BLOCK_N=parts.tile.keys,
-            SUB_N=parts.sub_keys,
-            BIAS=self.bias,
-            DENSE=parts.dense,
-            RANK_MAJOR=lists.rank_major,
-            STAGES=parts.tile.num_stages,
-            **more,
-        )
-
-    def run(
-        self, kernel: str, programs: int, parts: Cut, tensors: Mapping[str, Tensor | None], **more: object
-    ) -> None:
-        """Run any kernel; in place of a tensor that it does not read, it is given one that exists."""
+        batch, num_heads, query_length, key_length = self.inputs.scores_shape
         query_segments, key_segments = self.segments or (None, None)
-        hidden = self.hidden(parts)
-        masks = {"key_mask": hidden, "query_segments": query_segments, "key_segments": key_segments}
-        pointers = {name: tensors["q"] if x is None else x for name, x in {**tensors, **masks}.items()}
+        hidden, num_tiles = self.hidden(parts), lists.order.shape[1]
+        given = {**tensors, "key_mask": hidden, "query_segments": query_segments, "key_segments": key_segments}
+        given |= {"ranges": lists.ranges, "order": lists.order, "tiles": lists.tiles, "tile_bits": lists.bits}
         output = tensors["o"] if "o" in tensors else tensors["do"]
         strides = {
             f"stride_{name}{dimension}": stride
             for name, x in zip("qkvo", (tensors["q"], tensors["k"], tensors["v"], output), strict=True)
             for dimension, stride in zip("bhn", x.stride()[:3], strict=True)
         }
-        _, num_heads, query_length, key_length = self.inputs.scores_shape
         dropout_p, below = self.inputs.spec.dropout_p, int(256 * self.inputs.spec.dropout_p)
-        getattr(self.kernels, f"{kernel}_kernel")[(programs,)](
-            **pointers,
+        getattr(self.kernels, f"{kernel}_kernel")[(num_tiles * batch * num_heads,)](
+            # a tensor that the kernel does not read is replaced by one that exists
+            **{name: tensors["q"] if x is None else x for name, x in given.items()},
             seed=self.seed,
             drop_below=below,
             drop_chance=int((256 * dropout_p - below) * (1 << 24)),
             grow=1 / (1 - dropout_p),
             scale2=self.inputs.spec.scale * _LOG2_E,
+            num_tiles=num_tiles,
             num_heads=num_heads,
             layout_heads=parts.active.shape[0],
+            sequences=batch * num_heads,
             query_length=query_length,
             key_length=key_length,
             **strides,
             stride_mask=0 if hidden is None or hidden.shape[0] == 1 else hidden.stride(0),
             **self.constants(parts),
+            RANK_MAJOR=lists.rank_major,
             **more,
         )
 
     def hidden(self, parts: Cut) -> Tensor | None:
-        """What is added to the scores of keys: -inf where masked or beyond the last; None if that is nowhere."""
+        """The mask added to scores: -inf at masked keys and beyond the last key; None if there are none."""
         if self.key_mask is not None:
             return self.key_mask
         length = self.inputs.scores_shape[3]
@@ -156,7 +137,12 @@ class Call:
             "VALUE_DIM": v.shape[3],
             "BLOCK_V": power_of_two(v.shape[3]),
             "BLOCK_M": parts.tile.queries,
+            "BLOCK_N": parts.tile.keys,
             "SUB_M": parts.sub_queries,
+            "SUB_N": parts.sub_keys,
+            "BIAS": self.bias,
+            "DENSE": parts.dense,
+            "STAGES": parts.tile.num_stages,
             "WIDTH": _width(self.saturation),
             "CAUSAL": self.inputs.spec.causal,
             "HAS_BITS": parts.has_bits,
@@ -172,7 +158,7 @@ class Call:
 
 
 def _is_ieee(x: Tensor) -> bool:
-    """True where products are to be those of float32."""
+    """True if products must have the precision of float32."""
     return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
@@ -186,24 +172,8 @@ def _sizes(inputs: AttentionInputs) -> tuple[int, int | None, int]:
     return head_dim, None if inputs.is_dense else inputs.spec.layout.block, inputs.q.dtype.itemsize
 
 
-class _TritonAttention(torch.autograd.Function):
-    """q, k, v and the bias table (base e, float32) or ALiBi's slopes -> output."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call) -> Tensor:
-        o, lse = _forward(call, q, k, v, table)
-        ctx.save_for_backward(q, k, v, table, o, lse)
-        ctx.call = call
-        return o
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx.call, *ctx.saved_tensors, do, ctx.needs_input_grad[3]), None
-
-
-def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output, with q's strides if it can have them, so that a layer views it as it viewed q; and its lse."""
+def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output, with q's strides if possible, so that a layer can view it as it viewed q; and its lse."""
     o = torch.empty_like(q) if q.shape[3] == v.shape[3] else v.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
@@ -211,7 +181,7 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) 
     return o, lse
 
 
-def _backward(
+def run_backward(
     call: Call,
     q: Tensor,
     k: Tensor,
@@ -227,7 +197,7 @@ def _backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
     given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
-    given["delta"] = torch.empty_like(lse)  # filled by the first kernel, as the next
+    given["delta"] = torch.empty_like(lse)  # this and the next are filled by the first kernel
     given["less"] = lse.new_empty(*lse.shape[:2], 3 if call.bias == _T5 else 1, lse.shape[2])
     with torch.cuda.device_of(q):
         sums, constants = _sums_of_bias(call, lse) if trains_bias else ({}, {})
@@ -240,7 +210,7 @@ def _backward(
 
 
 def _hidden(mask: Tensor) -> Tensor:
-    """0 where a mask [rows, keys] is True, else -inf; up to a whole number of tiles: float32."""
+    """0 where a mask [rows, keys] is True, else -inf, padded to full tiles: float32."""
     length = num_blocks(mask.shape[1], _LARGEST) * _LARGEST
     hidden = torch.full((mask.shape[0], length), -math.inf, device=mask.device)
     hidden[:, : mask.shape[1]].masked_fill_(mask, 0.0)
@@ -261,7 +231,7 @@ def _width(saturation: int) -> int:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _copies(saturation: int, device: torch.device) -> Tensor:
-    """Places in a table of what `bias_of` reads: [2, 4, width], by key - query four times, then by query - key."""
+    """Indices into a table of what `bias_of` reads: [2, 4, width], by key - query four times, then by query - key."""
     places = torch.arange(_width(saturation), device="cpu") - torch.arange(4, device="cpu")[:, None]
     distances = places - _width(saturation) // 2
     both = torch.stack([distances, -distances])
@@ -280,7 +250,7 @@ _SUM_CONSTANTS = "LEFTMOST", "WINDOW", "NUM_WINDOWS", "SUM_ROWS", "MICRO", "FOLD
 
 
 def _sums_of_bias(call: Call, lse: Tensor) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """What the kernel of q's gradient needs for that of a bias: tensors, those that it fills first, and constants."""
+    """Tensors and constants with which the kernel of q's gradient sums that of a bias; it fills the first tensors."""
     num_tiles = call.tiles_of("query_gradient")[0].active.shape[1]
     far_sums = lse.new_empty(*lse.shape[:2], num_tiles, 16)  # left and right of near tiles: columns 0 and 1
     if call.bias == _ALIBI:
@@ -296,7 +266,7 @@ def _sums_of_bias(call: Call, lse: Tensor) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _bias_gradient(call: Call, sums: Mapping[str, Tensor]) -> Tensor:
-    """Gradient of ALiBi's slopes [heads], or of a table [heads, 2 * saturation + 1], of sums by tile."""
+    """Gradient of ALiBi's slopes [heads] or of a table [heads, 2 * saturation + 1], from sums by tile."""
     far_sums = sums["far_sums"].sum((0, 2))  # [heads, 16]
     if call.bias == _ALIBI:
         return far_sums.sum(1)
@@ -345,7 +315,7 @@ def refusal(inputs: AttentionInputs) -> str | None:
 
 @lru_cache(maxsize=64)
 def card_of(device: torch.device) -> Card | None:
-    """What these kernels go by of a GPU; None if it is none of NVIDIA's."""
+    """The properties of a GPU that tiles depend on; None for GPUs that are not NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -353,7 +323,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def refusal_of_device(inputs: AttentionInputs) -> str | None:
-    """Why the GPU of the inputs cannot run these kernels; None if it can, or is none of NVIDIA's."""
+    """Why the GPU of the inputs cannot run these kernels; None if it can or is not NVIDIA's."""
     card = card_of(inputs.q.device)
     if card is None:
         return None
@@ -361,65 +331,33 @@ def refusal_of_device(inputs: AttentionInputs) -> str | None:
         found, oldest = (".".join(map(str, x)) for x in (card.capability, _OLDEST))
         return f"{card.name} has compute capability {found}, and Triton needs {oldest}"
     head_dim, _, itemsize = _sizes(inputs)
-    needed, kernel = max(
-        (shared_memory(kernel, _tile_for(inputs, kernel), head_dim, itemsize), kernel)
-        for kernel in (KERNELS if inputs.trains or inputs.trains_bias else KERNELS[:1])
-    )
+    kernels = KERNELS if inputs.trains or inputs.trains_bias else KERNELS[:1]
+    needed = max(shared_memory(kernel, _tile_for(inputs, kernel), head_dim, itemsize) for kernel in kernels)
     if needed <= card.shared_memory:
         return None
+    dtype = str(inputs.q.dtype).removeprefix("torch.")
     return (
-        f"its kernel {kernel} takes up to {needed / 1024:.0f} KiB of shared memory at head_dim {head_dim} in "
-        f"{str(inputs.q.dtype).removeprefix('torch.')}, and {card.name} has {card.shared_memory / 1024:.0f}"
+        f"its kernels take up to {needed >> 10} KiB of shared memory at head_dim {head_dim} in {dtype}, and "
+        f"{card.name} has {card.shared_memory >> 10}"
     )
-
-
-def cost(inputs: AttentionInputs) -> tuple[float, int]:
-    """(scores computed per score of the full matrix, bytes in addition to inputs, output and their gradients)."""
-    batch, num_heads, query_length, key_length = inputs.scores_shape
-    parts = cut(inputs, _tile_for(inputs, "forward"), None)
-    computed = parts.active.float().mean().item() * parts.active[0].numel() * parts.tile.queries * parts.tile.keys
-    rows = 5 * batch * num_heads * query_length  # lse, delta, and what the kernel of keys adds to scores
-    sums = 0
-    if inputs.trains_bias:
-        sums = (
-            batch * num_heads * num_blocks(query_length, _tile_for(inputs, "query_gradient").queries) * SUM_ROWS * 16
-        )
-    return computed / (query_length * key_length), 4 * (rows + sums)
 
 
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
     """Attention output."""
-    call, *tensors = _prepare(inputs, seed)
-    return _TritonAttention.apply(*tensors, call)
+    call, *tensors = prepare(inputs, seed)
+    return KernelAttention.apply(*tensors, call, sys.modules[__name__])
 
 
-def forward(inputs: AttentionInputs, seed: int) -> tuple[Tensor, Tensor]:
-    """The output and its lse without autograd."""
-    return _forward(*_prepare(inputs, seed))
-
-
-def backward(
-    inputs: AttentionInputs, seed: int, output: Tensor, lse: Tensor, grad: Tensor, trains_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the bias values without autograd."""
-    *gradients, d_table = _backward(*_prepare(inputs, seed), output, lse, grad, trains_bias)
-    if d_table is None:
-        return *gradients, None
-    bias = inputs.spec.bias
-    _, pull = vjp(lambda values: _table(inputs, with_values(bias, values)), values_of(bias))
-    return *gradients, *pull(d_table)
-
-
-def _table(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
+def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
     """ALiBi's slopes or the table of any other bias, float32."""
-    if type(bias) is AlibiBias:
+    if isinstance(bias, AlibiBias):
         return bias.slopes.float()
     return None if bias is None else bias.table(max(inputs.scores_shape[2:])).float()
 
 
-def _prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
+def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
     """The settings of a call, and the tensors that have gradients."""
-    spec, table, is_alibi = inputs.spec, _table(inputs, inputs.spec.bias), type(inputs.spec.bias) is AlibiBias
+    spec, table, is_alibi = inputs.spec, kernel_bias(inputs, inputs.spec.bias), isinstance(inputs.spec.bias, AlibiBias)
     mask, segments = spec.key_padding_mask, spec.segment_ids
     q, k, v = (_packed(x) for x in inputs[:3])
     empty = (x.detach().to("meta") for x in (q, k, v))
@@ -429,7 +367,7 @@ def _prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, 
         importlib.import_module(f"{__package__}.triton_kernels"),
         _NO_BIAS if table is None else _ALIBI if is_alibi else _T5,
         0 if table is None or is_alibi else table.shape[1] // 2,
-        # copies, because the backward pass reads them after their owner may have written the next batch into them
+        # copies, because the caller may overwrite its masks before the backward pass
         key_mask=None if mask is None else _hidden(mask),
         segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
         seed=seed,
@@ -438,7 +376,7 @@ def _prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, 
 
 
 def _packed(x: Tensor) -> Tensor:
-    """x, head_dim innermost, copied in the order of its strides unless it fills its memory: gradients get them."""
+    """x with head_dim innermost and without gaps, copied if needed; gradients get its strides."""
     strides = torch.empty_like(x, device="meta").stride()
     if strides[-1] != 1:
         return x.contiguous()

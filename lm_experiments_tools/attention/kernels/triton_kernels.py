@@ -8,7 +8,7 @@ is one number for the whole tile, and between them tiles near the diagonal, whic
 2 * saturation + 1 numbers. Dense long inputs are far tiles nearly throughout. Only near tiles can meet the diagonal of
 a causal mask. Each kernel has a loop over the far tiles of both sides and one over the near tiles.
 
-Scores are kept in base 2: `scale2`, tables and values are multiplied by log2(e). `lse` is the base-2 logarithm of a
+Scores are in base 2: `scale2`, tables and values are multiplied by log2(e). `lse` is the base-2 logarithm of a
 row's sum, +inf for rows that may attend to nothing, so that exp2(score - lse) is zero there.
 
 Shapes: q [batch, heads, query_length, HEAD_DIM], k likewise, v [..., VALUE_DIM]; q, k, v have strides of their own in
@@ -18,7 +18,7 @@ the first three dimensions, the output and its gradient those of `o`. M is a til
 import triton
 import triton.language as tl
 
-from lm_experiments_tools.attention.kernels.triton_dropout import gradient_of, kept
+from lm_experiments_tools.attention.kernels.triton_dropout import gradient_of, is_kept
 
 T5 = tl.constexpr(1)
 ALIBI = tl.constexpr(2)  # 0 is no bias
@@ -214,7 +214,7 @@ def forward_kernel(
             shrink = tl.exp2(peak - finite_peak)
             total = total * shrink + tl.sum(weights, 1)
             if HAS_DROPOUT:
-                keep = kept(seed, sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False)
+                keep = is_kept(seed, sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False)
                 weights = tl.where(keep, weights, 0.0)
             v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
             output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)

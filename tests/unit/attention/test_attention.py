@@ -15,14 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention, explain
-from lm_experiments_tools.attention.kernels import plan
+from lm_experiments_tools.attention.kernels import layout_cache
 from lm_experiments_tools.attention.kernels.bias import dense_bias, distance_tiles, t5_bucket
-from lm_experiments_tools.attention.kernels.plan import num_blocks
+from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
-from lm_experiments_tools.errors import UserError
 from tests.helpers.attention_cases import Case, errors, tensors
 
 SELF = [("bigbird", 70, 70), ("longformer", 70, 70), ("random", 64, 64), ("dense", 70, 70)]
@@ -60,25 +58,6 @@ def test_sdpa_is_exact(layout, query_length, key_length, bias):
     for chosen in settings("padding", "causal", "segments"):
         case = Case(layout, 16, query_length, key_length, bias, **chosen)
         assert max(errors(case, "sdpa").values()) < 1e-10, case
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize(("layout", "query_length", "key_length"), [SELF[0], CROSS[0]])
-def test_flex_is_exact_forward(layout, query_length, key_length, padding):
-    case = Case(layout, 16, query_length, key_length, padding=padding, causal=True, head_dim=16, value_dim=16)
-    with pytest.raises(UserError, match="the bias is trained"):
-        errors(case, "flex")
-    q, k, v = (x.detach() for x in tensors(2, 2, query_length, 16, dtype=torch.float32))
-    k, v = (x[:, :, :1].expand(-1, -1, key_length, -1) + torch.arange(key_length)[:, None] / 9 for x in (k, v))
-    layout = Layout(torch.rand(2, num_blocks(query_length, 16), num_blocks(key_length, 16)) < 0.5, 16)
-    bias = T5Bias(torch.randn(32, 2))
-    mask = torch.rand(2, key_length) < 0.7 if padding else None
-    found, expected = (
-        block_sparse_attention(q, k, v, layout, bias, mask, causal=True, backend=name)
-        for name in ("flex", "reference")
-    )
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 63])
@@ -236,7 +215,7 @@ def test_queries_that_may_attend_to_nothing_give_zeros_and_get_none(backend):
     assert (dq[nothing] == 0).all() and (dk[1] == 0).all() and (dv[1] == 0).all() and dw.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", pytest.param("flex", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(masked, backend):
     """Against the definition written out, over the keys that are left; also where a mask takes the last of them."""
@@ -252,16 +231,13 @@ def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(m
     alive = left.any(-1, keepdim=True).expand_as(expected)
     assert (~alive).any(-1).sum() == (3 if masked else 2)
     leaves = [q, k, v, bias]
-    if backend == "flex":  # forward only
-        leaves = [x.detach().float() for x in leaves]
     layout = Layout(torch.ones(1, 5, 5), 8)  # that is filled, or padding would be masked
     output = block_sparse_attention(*leaves[:3], layout, leaves[3], keep if masked else None, backend=backend)
     assert (output[~alive] == 0).all()
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-6 if backend == "flex" else 1e-12)
-    if backend != "flex":
-        found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (output, expected))
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-12)
+    found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (output, expected))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_a_learned_bucket_of_minus_infinity_gives_zeros_where_it_is_all_there_is():
@@ -320,23 +296,6 @@ def test_dropout_follows_torchs_seed_and_not_the_head_dimension():
     assert torch.equal(first, weights_of(q, k, 1, **keywords) != 0)
     assert torch.equal(first, weights_of(q.repeat(1, 1, 1, 3), k.repeat(1, 1, 1, 3), 1, **keywords) != 0)
     assert not torch.equal(first, weights_of(q, k, 2, **keywords) != 0)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_the_same_dropout(reentrant):
-    q, k, v = tensors(1, 2, 50, 8)
-
-    def call(q: Tensor) -> Tensor:
-        return block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), dropout_p=0.4, backend="gather")
-
-    torch.manual_seed(0)
-    (plain,) = torch.autograd.grad(call(q).square().sum(), q)
-    torch.manual_seed(0)
-    if reentrant:
-        checkpoint(call, q, use_reentrant=True).square().sum().backward()
-    else:
-        q.grad = torch.autograd.grad(checkpoint(call, q, use_reentrant=False).square().sum(), q)[0]
-    assert torch.equal(plain, q.grad)
 
 
 # Same bits, memory, lists that are kept
@@ -402,29 +361,29 @@ def test_lists_follow_changes_of_a_layout_and_go_with_it():
     config.num_sliding_window_blocks = 3
     assert not torch.equal(narrow, block_sparse_attention(q, k, v, config))
     gone, key = weakref.ref(layout), id(layout)
-    assert key in plan._cache
+    assert key in layout_cache._cache
     del layout
     gc.collect()
-    assert gone() is None and key not in plan._cache
+    assert gone() is None and key not in layout_cache._cache
 
 
 @pytest.mark.parametrize("layout", [None, LocalSlidingWindowSparsityConfig(1, block=16)], ids=["dense", "local"])
 def test_lists_are_kept_for_the_lengths_used_last(layout, monkeypatch):
-    monkeypatch.setattr(plan, "_MAX_CACHED", 4)
+    monkeypatch.setattr(layout_cache, "_MAX_CACHED", 4)
 
     def attend(length: int) -> object:
         (q,) = tensors(1, 1, length, 4, count=1)
         block_sparse_attention(q, q, q, layout, backend="gather")
-        return plan.resolve_layout(layout, 1, length, length)
+        return layout_cache.resolve_layout(layout, 1, length, length)
 
-    known = len(plan._cache)
+    known = len(layout_cache._cache)
     kept = attend(7)
     for length in range(65, 600, 64):
         attend(length)
         assert attend(7) is kept  # used all along
-    assert len(plan._cache) <= known + 5
-    owner = plan._DENSE if layout is None else layout
-    assert len(plan._cache[id(owner)]) == 4
+    assert len(layout_cache._cache) <= known + 5
+    owner = layout_cache._DENSE if layout is None else layout
+    assert len(layout_cache._cache[id(owner)]) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])

@@ -6,16 +6,13 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention
+from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention
 from lm_experiments_tools.attention.kernels import dispatch as functional
-from lm_experiments_tools.attention.kernels import plan, sdpa
-from lm_experiments_tools.attention.kernels.bias import alibi_slopes
+from lm_experiments_tools.attention.kernels import layout_cache, sdpa
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
-from lm_experiments_tools.errors import UserError
 from tests.helpers.attention_cases import tensors
 
 
@@ -77,56 +74,18 @@ def test_masks_may_be_written_to_before_the_backward_pass(backend, segmented):
 def test_a_trace_without_numbers_leaves_nothing_behind():
     with FakeTensorMode():
         assert block_sparse_attention(*(torch.randn(1, 3, 700, 8) for _ in range(3))).shape == (1, 3, 700, 8)
-        plan.resolve_layout(None, 3, 700, 700)
+        layout_cache.resolve_layout(None, 3, 700, 700)
     q = torch.randn(1, 3, 700, 8)
     assert block_sparse_attention(q, q, q).isfinite().all()
-
-
-class OldStyle:
-    """As written for DeepSpeed: settings are attributes, nothing says what they are."""
-
-    def __init__(self, num_heads: int, width: int) -> None:
-        self.num_heads, self.block, self.width = num_heads, 4, width
-
-    def make_layout(self, seq_len: int) -> Tensor:
-        place = torch.arange(seq_len // self.block)
-        return ((place[:, None] - place).abs() <= self.width).long().expand(self.num_heads, -1, -1)
-
-
-class OfTensor(OldStyle):
-    def __init__(self, blocks: Tensor) -> None:
-        self.num_heads, self.block, self.table = 2, 4, blocks
-
-    def make_layout(self, seq_len: int) -> Tensor:
-        return self.table
-
-
-@pytest.mark.parametrize("change", ["attribute", "tensor", "another tensor"])
-def test_a_layout_that_is_changed_is_made_anew(change):
-    layout = (
-        OldStyle(2, 0)
-        if change == "attribute"
-        else OfTensor(torch.eye(80, dtype=torch.int64).expand(2, -1, -1).clone())
-    )
-    before = plan.resolve_layout(layout, 2, 320, 320)
-    assert plan.resolve_layout(layout, 2, 320, 320) is before
-    if change == "attribute":
-        layout.width = 1
-    elif change == "tensor":
-        layout.table[:, 40, 41] = 1
-    else:
-        layout.table = layout.table.clone()
-        layout.table[:, 40, 41] = 1
-    assert plan.resolve_layout(layout, 2, 320, 320).blocks.sum() > before.blocks.sum()
 
 
 def test_what_a_layout_said_before_it_was_changed_is_forgotten():
     layout = Layout(torch.eye(8, dtype=torch.bool)[None], 4)
     for column in range(8):
         layout.blocks[0, 0, column] = True
-        plan.resolve_layout(layout, 2, 32, 32)
+        layout_cache.resolve_layout(layout, 2, 32, 32)
     gc.collect()
-    [kept] = [value for key, value in plan._cache[id(layout)].items() if key[0] == "blocks"]
+    [kept] = [value for key, value in layout_cache._cache[id(layout)].items() if key[0] == "blocks"]
     assert len(kept) == 1
 
 
@@ -136,31 +95,8 @@ def test_one_mask_serves_all_lengths_that_fill_the_same_blocks():
         q, k, v = tensors(1, 2, length, 8)
         dense = block_sparse_attention(q, k, v, layout, backend="reference")
         torch.testing.assert_close(block_sparse_attention(q, k, v, layout), dense, rtol=0, atol=1e-10)
-    resolved = plan.resolve_layout(layout, 2, 112, 112)
-    assert len([key for key in plan._cache[id(resolved)] if key[0] == "mask"]) == 1
-
-
-class Scaled(T5Bias):
-    def table(self, length: int | None = None) -> Tensor:
-        return 3 * super().table(length)
-
-
-class Steeper(AlibiBias):
-    def table(self, length: int) -> Tensor:
-        return 3 * super().table(length)
-
-
-@pytest.mark.parametrize("kind", ["t5", "alibi"])
-def test_a_table_of_the_users_own_is_used_by_all_backends(kind):
-    q, k, v = tensors(1, 2, 40, 8)
-    (weight,) = tensors(32, 2, count=1)
-    own, same = {
-        "t5": (Scaled(weight), T5Bias(3 * weight)),
-        "alibi": (Steeper(weight[0]), AlibiBias(3 * weight[0])),
-    }[kind]
-    expected = block_sparse_attention(q, k, v, bias=same, backend="reference")
-    for backend in ("sdpa", "gather", "reference"):
-        torch.testing.assert_close(block_sparse_attention(q, k, v, bias=own, backend=backend), expected)
+    resolved = layout_cache.resolve_layout(layout, 2, 112, 112)
+    assert len([key for key in layout_cache._cache[id(resolved)] if key[0] == "mask"]) == 1
 
 
 def test_the_default_device_is_that_of_new_tensors_alone():
@@ -168,36 +104,6 @@ def test_the_default_device_is_that_of_new_tensors_alone():
     with torch.device("meta"):
         assert block_sparse_attention(q, q, q, bias=T5Bias(torch.zeros(32, 2, device="cpu"))).device.type == "cpu"
         assert block_sparse_attention(q, q, q, dropout_p=0.1, backend="gather").device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"bias": T5Bias(torch.zeros(32, 2, device="meta"))}, "T5Bias's tensor is on meta, but q is on cpu"),
-        ({"bias": AlibiBias(torch.zeros(2, device="meta"))}, "AlibiBias's tensor is on meta"),
-        ({"causal": torch.tensor([True, False])}, "causal is .* must be True or False"),
-        ({"scale": 10**400}, "must be a finite number"),
-        ({"bias": type("Half", (), {"table": lambda self, length: None})()}, "an unknown number of heads"),
-        ({"layout": type("Half", (), {"make_layout": lambda self, length: None})()}, "block is None"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_a_sentence(arguments, problem):
-    q, k, v = tensors(1, 2, 20, 8)
-    with pytest.raises(UserError, match=problem):
-        block_sparse_attention(q, k, v, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (lambda: T5Bias(torch.nn.Embedding(32, 2)), "weight is Embedding"),
-        (lambda: AlibiBias([0.5, 0.25]), "slopes is list"),
-        (lambda: alibi_slopes(0), "at least 1"),
-    ],
-)
-def test_a_bias_of_something_else_is_a_sentence(make, problem):
-    with pytest.raises(UserError, match=problem):
-        make()
 
 
 def test_rows_opened_for_gpus_may_be_closed_by_the_bias():

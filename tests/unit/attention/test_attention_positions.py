@@ -13,7 +13,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from lm_experiments_tools.attention import AttentionSpec, attend
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, T5Bias
-from lm_experiments_tools.attention.kernels.dispatch import backend_of, shared_bias
+from lm_experiments_tools.attention.kernels.choice import shared_bias
+from lm_experiments_tools.attention.kernels.dispatch import backend_of
 from lm_experiments_tools.attention.kernels.eager import limit_float16
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.attention.positions import (
@@ -98,7 +99,7 @@ def test_no_position_and_the_base_change_nothing():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: RotaryPosition(8, rotary_dim=3), "rotary_dim=3 must be an even number from 2 to the 8"),
+        (lambda: RotaryPosition(8, rotary_dim=3), "rotary_dim=3 must be an even number from 2"),
         (lambda: RotaryPosition(8, rotary_dim=10), "rotary_dim=10"),
         (lambda: RotaryPosition(8, base=0.5), "rotary_base=0.5"),
         (lambda: RelativeBiasPosition(2, 128, 4, bidirectional=True), "num_buckets"),

@@ -8,7 +8,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from lm_experiments_tools.attention.kernels.dispatch import force_backend
+from lm_experiments_tools.attention.kernels.choice import force_backend
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import load_model_config
 from modeling_bert import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
@@ -114,7 +114,7 @@ def test_masks_of_queries_by_keys_are_understood(way):
         ({"position_embedding_type": "rotary", "rotary_base": 0.5}, "rotary_base=0.5 must be above 1"),
         (
             {"position_embedding_type": "relative_attention_bias", "relative_attention_num_buckets": 2},
-            "num_buckets=2 keeps 0 distances apart",
+            "num_buckets=2 must be at least 4",
         ),
         ({**SPARSE, "sparse_attention": {"num_heads": 3}}, "num_heads=3, but num_attention_heads is 4"),
         ({**SPARSE, "sparse_attention": {"blok": 8}}, "did you mean 'block'"),

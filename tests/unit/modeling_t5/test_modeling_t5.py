@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm_experiments_tools.attention import AttentionSpec, T5Bias
-from lm_experiments_tools.attention.kernels.dispatch import force_backend
+from lm_experiments_tools.attention.kernels.choice import force_backend
 from lm_experiments_tools.attention.layouts import get_sparsity_config
 from lm_experiments_tools.attention.positions import PositionScheme
 from modeling_t5 import (

@@ -111,10 +111,10 @@ def test_loss_and_gradients_are_those_of_all_positions(model_cls, changed):
 @pytest.mark.parametrize(
     "model_cls, reason",
     [
-        (ConvolutionHead, "other scores beside others"),
+        (ConvolutionHead, "depend on other tokens"),
         (NormOverTokens, "norm over tokens"),
-        (CountedLabels, r"takes no labels of a few tokens alone \(AssertionError\)"),
-        (transformers.T5ForConditionalGeneration, "takes no labels of a few tokens|no module that takes"),
+        (CountedLabels, r"fails with labels of a few tokens \(AssertionError\)"),
+        (transformers.T5ForConditionalGeneration, "fails with labels of a few tokens|no module of its head"),
     ],
 )
 def test_a_head_that_needs_all_positions_keeps_them(model_cls, reason):
@@ -128,7 +128,7 @@ def test_a_model_that_picks_labels_by_itself_is_left_alone():
     model = built(
         transformers.ModernBertForMaskedLM, sparse_prediction=True, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
-    assert "picks them out itself" in pick_labelled(model, LENGTH)
+    assert "selects them itself" in pick_labelled(model, LENGTH)
 
 
 def test_more_labels_than_there_is_room_for_are_all_kept():

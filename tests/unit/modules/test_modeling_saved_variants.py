@@ -129,7 +129,7 @@ def test_automodel_refuses_a_class_of_someone_elses(tmp_path):
         pass
 
     MyT5(modeling_t5.T5Config(**VARIANTS["alibi t5"][1])).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="one of MyT5, a class derived from those of modeling_t5: read it with that"):
+    with pytest.raises(ValueError, match="is of MyT5: read it with that"):
         transformers.AutoModel.from_pretrained(tmp_path)
     assert isinstance(MyT5.from_pretrained(tmp_path), MyT5)
 
@@ -202,7 +202,7 @@ def test_a_class_derived_from_ours_is_read_by_itself_alone(cls, sizes, tmp_path)
     model = cls(cls.config_class(**sizes)).eval()
     model.save_pretrained(tmp_path)
     auto = transformers.AutoModelForSeq2SeqLM if cls is WindowT5 else transformers.AutoModelForMaskedLM
-    with pytest.raises(ValueError, match=f"one of {cls.__name__}, a class derived from those of modeling_"):
+    with pytest.raises(ValueError, match=f"is of {cls.__name__}: read it"):
         auto.from_pretrained(tmp_path)
     again = cls.from_pretrained(tmp_path).eval()
     inputs = {"input_ids": torch.arange(2, 12)[None]}

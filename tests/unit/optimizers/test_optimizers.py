@@ -74,7 +74,7 @@ def test_apex_optimizer_is_used_when_installed_and_one_sentence_otherwise(monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "apex")
     assert get_optimizer("FusedAdam").__module__ == "apex.optimizers"
-    with pytest.raises(UserError, match="FusedLAMB: the installed apex has no such"):
+    with pytest.raises(UserError, match="FusedLAMB needs NVIDIA apex"):
         get_optimizer("FusedLAMB")
     for name in ("apex", "apex.optimizers"):
         monkeypatch.delitem(__import__("sys").modules, name)
@@ -137,7 +137,7 @@ def test_weight_decay_reaches_matrices_only_and_zero_means_none(name):
         ({"name": "AdamW", "extra": {"beta": (0.9, 0.9)}}, "no option 'beta'; did you mean 'betas'"),
         ({"name": "AdamW", "extra": {"betas": (0.9, 2.0)}}, "AdamW refuses its settings: Invalid beta"),
         ({"name": "AdamWScale", "extra": {"betas": (0.9, 2.0)}}, "AdamWScale refuses its settings: betas"),
-        ({"name": "Muon"}, "Muon updates matrices of numbered layers"),
+        ({"name": "Muon"}, "--optimizer Muon needs"),
     ],
 )
 def test_option_without_effect_or_sense_is_refused(options, message):
@@ -232,22 +232,6 @@ def test_sparse_gradient_is_refused(cls):
         cls(table.parameters()).step()
 
 
-def test_both_learn_a_small_regression():
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(64, 8, generator=generator)
-    targets = inputs @ torch.randn(8, 3, generator=generator)
-    for name, lr in (("AdamWScale", 0.05), ("Adafactor", 0.05)):
-        torch.manual_seed(0)
-        model = nn.Linear(8, 3)
-        optimizer = build_optimizer(model, name=name, lr=lr, weight_decay=0.0)
-        for _ in range(300):
-            optimizer.zero_grad()
-            loss = (model(inputs) - targets).square().mean()
-            loss.backward()
-            optimizer.step()
-        assert loss.item() < 0.05, name
-
-
 class Stack(nn.Module):
     """An embedding, two numbered layers and a head, with the same first weights each time."""
 
@@ -300,5 +284,5 @@ def test_muon_scales_the_rate_of_the_others_and_refuses_what_it_cannot_update():
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.01, 0.01]
     with pytest.raises(UserError, match="numbered layers"):
         build_optimizer(nn.Linear(3, 3), name="Muon", lr=0.02, weight_decay=0.0)
-    with pytest.raises(UserError, match="did you mean AdamW"):
+    with pytest.raises(UserError, match="others="):
         build_optimizer(Stack(), name="Muon", lr=0.02, weight_decay=0.0, extra={"others": "adamw"})

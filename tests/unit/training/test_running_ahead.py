@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lm_experiments_tools.backends.backend import LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import LossScaledFp16
 from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.optimizers import Adafactor, AdamWScale, adafactor, adamw_scale, sharding, state
+from lm_experiments_tools.optimizers import Adafactor, AdamWScale, adafactor, adamw_scale, state
 from lm_experiments_tools.optimizers.muon import Muon
 from lm_experiments_tools.training.micro_batches import to_device
 from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
@@ -31,7 +31,6 @@ from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_
 
 OURS = {
     "adamw_scale": lambda model, **options: AdamWScale(model.parameters(), lr=1e-2, weight_decay=0.1, **options),
-    "adamw_scale_plain": lambda model: OURS["adamw_scale"](model, fused=False),
     "adafactor": lambda model: Adafactor(
         model.parameters(), lr=1e-2, relative_step=False, weight_decay=0.1, beta1=0.9
     ),
@@ -50,7 +49,7 @@ def muon_of(model: nn.Module, others: str) -> Muon:
 @pytest.fixture
 def queued(monkeypatch):
     """Our optimizers take the CPU for a device with a queue."""
-    for module in (adafactor, adamw_scale, sharding, state):
+    for module in (adafactor, adamw_scale, state):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 

@@ -1,0 +1,52 @@
+"""Autograd for backends with kernels: gather and triton.
+
+Their modules have `prepare(inputs, seed)`, which returns the settings of a call, then q, k, v and the bias as kernels
+read it; `run_forward` and `run_backward` on these; and `kernel_bias(inputs, bias)`, which is differentiable.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention.kernels.bias import values_of, vjp, with_values
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+
+
+class KernelAttention(torch.autograd.Function):
+    """q, k, v and the bias -> the output, by the kernels of a module."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: Any, module: ModuleType) -> Tensor:
+        output, lse = module.run_forward(call, q, k, v, bias)
+        ctx.save_for_backward(q, k, v, bias, *((output, lse) if lse is not None else (None, None)))
+        ctx.call, ctx.module = call, module
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.module.run_backward(ctx.call, *ctx.saved_tensors, grad, ctx.needs_input_grad[3])
+        return *gradients, None, None
+
+
+def backward_without_autograd(
+    module: ModuleType,
+    inputs: AttentionInputs,
+    seed: int,
+    output: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    trains_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the bias values, for the operator of torch.compile's graphs."""
+    call, *tensors = module.prepare(inputs, seed)
+    *gradients, d_bias = module.run_backward(call, *tensors, output, lse, grad, trains_bias)
+    if d_bias is None:
+        return *gradients, None
+    bias = inputs.spec.bias
+    _, pull = vjp(lambda values: module.kernel_bias(inputs, with_values(bias, values)), values_of(bias))
+    return *gradients, *pull(d_bias)

@@ -1,0 +1,176 @@
+"""The one place that chooses the backend of an attention call.
+
+A backend is a module with `attend(inputs, seed)`. If it cannot compute all inputs, its `refusal(inputs)` says why.
+autograd.py lists the functions of a backend with kernels. If `DRAWS_FROM_DEVICE` is True, dropout draws from the
+device's generator and ignores the seed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lm_experiments_tools.attention.kernels import gather, sdpa
+from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias, wants_gradient
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, validate
+from lm_experiments_tools.errors import UserError
+
+_logger = logging.getLogger(__name__)
+
+_BACKENDS = "reference", "gather", "sdpa", "triton", "eager", "products"
+
+# Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
+_SHORT = 256  # up to here a dense call costs less than splitting it into chunks
+_DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fused loop does
+# SDPA has no fused loop for a trained bias: dense calls are overtaken at some length, sparse ones from _SHORT on.
+_SHORT_DENSE = 768
+_NEARLY_DENSE = 0.75
+_MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may materialize
+# 1 / 8 of a GPU's memory may hold SDPA's matrices for a bias that is one; gather launches thousands of kernels.
+_MEMORY_FRACTION = 8
+
+
+def select(inputs: AttentionInputs, backend: str) -> tuple[AttentionInputs, ModuleType]:
+    """Validated inputs, and the module that computes them."""
+    if isinstance(inputs.q, FakeTensor):
+        raise UserError('torch.export cannot trace block-sparse attention: use attn_implementation="sdpa" instead.')
+    inputs = validate(inputs)
+    if inputs.q.is_meta:
+        raise UserError("q, k and v are on the meta device: move them to a CPU or GPU.")
+    module, _ = choose(inputs, backend)
+    spec = inputs.spec
+    if module is sdpa and isinstance(spec.bias, Tensor) and not inputs.q.is_cpu:
+        finite = spec.bias != -torch.inf  # a user's matrix may leave a query without any key
+        inputs = inputs._replace(spec=spec._replace(mask=finite if spec.mask is None else finite & spec.mask))
+    return inputs, module
+
+
+forced: str | None = None
+
+
+@contextmanager
+def force_backend(backend: str) -> Iterator[None]:
+    """Have "auto" take this backend wherever it can compute the call.
+
+    "gather" consists of PyTorch's operators alone, which dispatch modes such as FLOP counters see.
+    """
+    global forced
+    before, forced = forced, backend
+    try:
+        yield
+    finally:
+        forced = before
+
+
+def choose(inputs: AttentionInputs, backend: str) -> tuple[ModuleType, str]:
+    """The backend's module and why it was taken."""
+    if backend == "auto" and forced is not None and _refusal(_module(forced), inputs) is None:
+        return _module(forced), "forced"
+    if backend == "auto":
+        return _choose_on_gpu(inputs) if inputs.q.device.type == "cuda" else _choose_on_cpu(inputs)
+    if backend not in _BACKENDS:
+        raise UserError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(_BACKENDS)}.')
+    refused = _refusal(_module(backend), inputs)
+    if refused:
+        raise UserError(f'backend "{backend}" cannot do this: {refused}; "auto" finds one that can.')
+    return _module(backend), "asked for"
+
+
+def _module(backend: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{backend}")
+
+
+def _refusal(module: ModuleType, inputs: AttentionInputs) -> str | None:
+    return module.refusal(inputs) if hasattr(module, "refusal") else None
+
+
+def _choose_on_cpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:
+    if inputs.spec.mask is not None:
+        return sdpa, "the mask is a matrix already"
+    length = max(inputs.scores_shape[2:])
+    size = sdpa.matrix_bytes(inputs)
+    if size > _MATRIX_BYTES:
+        return gather, f"masks, bias and scores of a dense call would take {size / 2**30:.1f} GiB"
+    if length <= _SHORT:
+        return sdpa, f"{length} tokens are few (at most {_SHORT})"
+    if inputs.trains_bias:
+        if length <= _SHORT_DENSE and inputs.density > _NEARLY_DENSE:
+            return sdpa, f"{length} tokens at density {inputs.density:.2f} are few (at most {_SHORT_DENSE})"
+        return gather, "the bias is trained, and a dense call would write its gradient out as a matrix"
+    if inputs.density > _DENSE:
+        return sdpa, f"density {inputs.density:.2f} is above {_DENSE}"
+    return gather, f"density {inputs.density:.2f} is at most {_DENSE}"
+
+
+def _choose_on_gpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:
+    if inputs.spec.mask is not None:
+        return sdpa, "the mask is a matrix already"
+    if inputs.is_dense and not sdpa.needs_matrix(inputs):
+        return sdpa, "a dense call without masks or bias has a fused kernel in PyTorch"
+    triton = _module("triton")
+    refused = triton.refusal(inputs)
+    if refused is None:
+        return triton, "its kernels skip blocks and train the bias without atomics"
+    size, of_device = sdpa.matrix_bytes(inputs), triton.refusal_of_device(inputs) == refused
+    if of_device:
+        _warn_once(f"attention takes SDPA or gather instead of Triton's kernels, which is slower: {refused}.")
+    if (of_device or isinstance(inputs.spec.bias, Tensor)) and size <= _memory_of(inputs.q.device) // _MEMORY_FRACTION:
+        why = refused if of_device else "the bias is a matrix already"
+        return sdpa, f"{why}, and a dense call takes {size / 2**30:.1f} GiB at most"
+    if max(inputs.scores_shape[2:]) <= _SHORT and size <= _MATRIX_BYTES:
+        return sdpa, f"few tokens (at most {_SHORT}), and Triton's kernels cannot: {refused}"
+    return gather, f"Triton's kernels cannot: {refused}"
+
+
+@lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    _logger.warning(message)
+
+
+@lru_cache(maxsize=64)
+def _memory_of(device: torch.device) -> int:
+    """Bytes of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def shared_bias(
+    bias: Bias | None,
+    query_length: int,
+    key_length: int,
+    backend: str,
+    device: torch.device | None = None,
+    is_dense: bool = False,
+    training: bool = True,
+) -> Bias | None:
+    """The bias that layers share: as a matrix where the backend would make one in each layer, else unchanged.
+
+    In `training` the answer is that for a trained bias, also where gradients are off: reentrant checkpoints run
+    without and then with gradients, and both passes must agree.
+
+    Args:
+        device: of the model, for "auto"; None keeps the bias unchanged.
+        is_dense: no layer has a layout.
+        training: of the model, which may have checkpoints.
+    """
+    if bias is None or isinstance(bias, Tensor):
+        return bias
+    if backend == "auto":
+        # In a graph the answer must not depend on the length: it would be compiled once for short and once for long.
+        if device is None or device.type != "cpu" or torch.compiler.is_compiling():
+            return bias
+        length = max(query_length, key_length)
+        if training or wants_gradient(bias):
+            is_short = is_dense and length <= _SHORT_DENSE
+        else:
+            is_short = is_dense and bias.num_heads * query_length * key_length * 4 <= _MATRIX_BYTES // 8
+        if not is_short and length > _SHORT:
+            return bias
+    return dense_bias(bias, query_length, key_length)

@@ -1,0 +1,49 @@
+"""Tensors in memory: alignment, embeddings on the host, and asynchronous reads of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT = 64  # bytes; torch allocates at multiples of it, but safetensors files and slices of a batch do not
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or an aligned copy of a floating-point one, because MKL's rounding depends on the address."""
+    return tensor.clone() if tensor.is_floating_point() and tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def align_model(model: nn.Module) -> None:
+    """Align the parameters and buffers of a model in place, so that equal weights give equal bits."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        if type(tensor.data) is torch.Tensor:  # not a shard (DTensor)
+            tensor.data = aligned(tensor.data)
+
+
+class HostEmbedding(nn.Embedding):
+    """An embedding that stays in main memory whatever device its model moves to; its output follows the inputs."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HostEmbedding:
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(self.weight.device)).to(input.device)
+
+
+def read_later(value: Tensor) -> Callable[[], float | bool | list]:
+    """Start a copy to the host; the returned function waits for it and returns a Python number, or a list of them."""
+    copy = value.detach().to("cpu", non_blocking=value.device.type in ("cpu", "cuda"))
+    if value.device.type != "cuda":
+        return copy.tolist
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(value.device))
+
+    def read() -> float | bool | list:
+        event.synchronize()
+        return copy.tolist()
+
+    return read
