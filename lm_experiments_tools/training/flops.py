@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lm_experiments_tools.attention.kernels.dispatch import force_backend
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import dump_json, read_json, write_atomic
 from lm_experiments_tools.training.generators import preserved_random_state
-from lm_experiments_tools.training.peaks import compute_dtype, data_sheet_peak, describe_device, measured_peak
+from lm_experiments_tools.training.peaks import compute_dtype, data_sheet_peak, measured_peak
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -84,10 +81,10 @@ def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
 
 
 class FlopMeter:
-    """Rank 0's training operations since the last log line, as a share of its device's peak.
+    """Rank 0's training operations since the last log line, as a fraction of its device's peak.
 
-    The share is called `mfu` if the peak is known: that of `--peak_tflops` or of the data sheet. Otherwise it is
-    `mfu_measured`, the share of the highest rate seen on this device, which is stored in the run directory.
+    It is logged as `mfu` if the peak is known (`--peak_tflops` or the data sheet), otherwise as `mfu_measured`: the
+    peak is then measured at the start, and raised to any higher rate of training.
 
     Args:
         interval: sums of a resumed run; this process has not counted the operations of its seconds.
@@ -98,18 +95,14 @@ class FlopMeter:
         self, args: TrainerArgs, backend: Backend, interval: LoggingInterval, say: Callable[[str], None]
     ) -> None:
         self.flops, self._uncounted, self._per_token = 0.0, interval.seconds, None
-        self._backend, self._file, self.name = backend, None, "mfu"
+        self._backend, self.name = backend, "mfu"
         if not backend.is_main:
             return
         dtype = compute_dtype(backend)
-        peak = args.peak_tflops * 1e12 if args.peak_tflops else data_sheet_peak(backend.device, dtype)
-        if peak is None:
-            self.name, self._device = "mfu_measured", f"{describe_device(backend.device)}, {dtype}"
-            self._file = Path(args.model_path) / "measured_peak.json" if args.model_path else None
-            peak = self._stored() or measured_peak(backend.device, dtype)
-            self._store(peak)
-        self.peak = peak
-        say(f"{self.name} is the share of {peak / 1e12:.3g} TFLOP/s")
+        self.peak = args.peak_tflops * 1e12 if args.peak_tflops else data_sheet_peak(backend.device, dtype)
+        if self.peak is None:
+            self.name, self.peak = "mfu_measured", measured_peak(backend.device, dtype)
+        say(f"{self.name} is the fraction of {self.peak / 1e12:.3g} TFLOP/s")
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
         """Count micro-batches by their tokens, after an extra forward pass over the first one of the process.
@@ -124,33 +117,19 @@ class FlopMeter:
         return time.perf_counter() - started
 
     def utilization(self, interval: LoggingInterval) -> dict[str, float]:
-        """The share of the peak in the seconds of `interval`, by its name; restarts the count."""
+        """The fraction of the peak in the seconds of `interval`, by its name; restarts the count."""
         seconds, flops = interval.seconds - self._uncounted, self.flops
         self.flops = self._uncounted = 0.0
         if not self._backend.is_main or not flops or seconds <= 0:
             return {}
         rate = flops / seconds
-        if self.name == "mfu_measured" and rate > self.peak:
-            self.peak = rate
-            self._store(rate)
+        if self.name == "mfu_measured":
+            self.peak = max(self.peak, rate)
         return {self.name: rate / self.peak}
-
-    def _stored(self) -> float | None:
-        """The peak that an earlier process of the run has measured on such a device."""
-        if self._file is None or not self._file.is_file():
-            return None
-        try:
-            return read_json(self._file).get(self._device)
-        except UserError:  # damaged: measured again
-            return None
-
-    def _store(self, peak: float) -> None:
-        if self._file is not None:
-            write_atomic(self._file, dump_json({self._device: peak}) + "\n")
 
 
 def _num_tokens(inputs: Mapping[str, Any]) -> int:
-    """Places of inputs and labels, padding too; entries of all tensors where the model has neither."""
+    """Positions of inputs and labels, padding too; entries of all tensors where the model has neither."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     named = [tensors[name] for name in ("input_ids", "labels") if name in tensors]
     return max(1, sum(value.numel() for value in named or tensors.values()))

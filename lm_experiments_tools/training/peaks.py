@@ -48,14 +48,6 @@ def compute_dtype(backend: Backend) -> torch.dtype:
     return next(floating, torch.float32)
 
 
-def describe_device(device: torch.device) -> str:
-    """A device by its kind; of a CPU also the threads that a product may use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{device.type} {capability}, {torch.get_num_threads()} threads"
-
-
 def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak of a known NVIDIA GPU in FLOP/s; None for other devices, for parts of a GPU (MIG) and unlisted
     dtypes."""
