@@ -84,9 +84,9 @@ class BatchStream:
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
         if not same_rows and fingerprint != self.fingerprint:
             raise UserError(
-                "the training data differs from the checkpoint's (files, vocabulary, sequence or span lengths, "
-                "--seed, --bucket_rows, --mix_rows), so its position has no meaning; restore the settings, or start a "
-                "new --model_path with --init_checkpoint and without --skip_used_data"
+                "the training data, its vocabulary, sequence or span lengths, --seed, --bucket_rows or --mix_rows are "
+                "not those of the checkpoint, so its position has no meaning; restore them, or start a new "
+                "--model_path with --init_checkpoint and without --skip_used_data"
             )
         if state is None and fingerprint is None:
             raise UserError(
