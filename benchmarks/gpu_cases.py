@@ -22,7 +22,7 @@ import torch
 from gpu_attention import attention, tile_compile, tile_search
 from step import Shape, Worker, flops_of
 
-from lm_experiments_tools.training.peaks import data_sheet_peak, measured_peak
+from lm_experiments_tools.training.flops import data_sheet_peak, measured_peak
 
 ROOT = Path(__file__).resolve().parents[1]
 Emit = Callable[[dict[str, Any]], None]

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedConfig
 
-from lm_experiments_tools.training.peaks import data_sheet_peak, measured_peak
+from lm_experiments_tools.training.flops import data_sheet_peak, measured_peak
 
 SHAPES = {
     "t5-v1_1-small, 4 x 512/114": Shape("t5-v1_1-small", 4, 512, 114, rounds=8),

@@ -8,13 +8,13 @@ from lm_experiments_tools.names import lazy_names
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ACCELERATE_INSTALLED": "lm_experiments_tools.ancestor.installed",
+    "ACCELERATE_INSTALLED": "lm_experiments_tools.ancestor.notice",
     "Adafactor": "lm_experiments_tools.optimizers.adafactor",
     "AdamWScale": "lm_experiments_tools.optimizers.adamw_scale",
     "FineTuner": "lm_experiments_tools.recipes.finetuner",
     "IndexedDataset": "lm_experiments_tools.data.tokens.indexed",
     "IndexedDatasetWriter": "lm_experiments_tools.data.tokens.indexed",
-    "HVD_INSTALLED": "lm_experiments_tools.ancestor.installed",
+    "HVD_INSTALLED": "lm_experiments_tools.ancestor.notice",
     "Trainer": "lm_experiments_tools.ancestor.trainer",
     "TrainerAccelerate": "lm_experiments_tools.ancestor.trainer",
     "TrainerAccelerateArgs": "lm_experiments_tools.ancestor.arguments",

@@ -1,4 +1,4 @@
-"""The exceptions that are sentences for a user, not tracebacks for a programmer."""
+"""Exceptions with a message for users instead of a traceback."""
 
 import errno
 import os
@@ -11,26 +11,26 @@ _REMEDIES = {
 
 
 class UserError(ValueError):
-    """Input the user can mend: a flag, a file, a configuration.
+    """Input that the user can fix: a flag, a file, a configuration.
 
-    The message is one sentence that names what is wrong, where, the numbers, and the likely fix. Entry points print it
-    without a traceback and exit with code 2; programmers' mistakes stay ordinary exceptions.
+    The message says what was found, where, and what to do. Entry points print it without a traceback and exit with
+    code 2.
     """
 
 
 class RunError(RuntimeError):
-    """A run cannot go on though nothing was asked wrongly: a full disk, a loss that diverged.
+    """A run cannot continue although its input is valid: a full disk, a loss that diverged.
 
-    Entry points print its one sentence and exit with code 1; what was saved before is untouched.
+    Entry points print the message and exit with code 1. Checkpoints saved before are untouched.
     """
 
 
 class LostWorkerError(RunError):
-    """Another worker of the job is gone, or cannot be reached: nobody is left to take leave of."""
+    """Another worker of the job has died or cannot be reached, so collectives are skipped at exit."""
 
 
 def os_sentence(error: OSError) -> str:
-    """File, what the system says about it, and what to do; of a library's own words, these alone."""
+    """Error message of an OSError: the file, the system's reason, and what to do."""
     if error.errno is None:
         return str(error)
     if error.filename is None and error.strerror != os.strerror(error.errno):

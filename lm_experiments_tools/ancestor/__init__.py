@@ -1,6 +1,6 @@
-"""Programs written for t5-experiments: its Trainer, arguments, helpers, BERT data; imports every room below.
+"""Compatibility with t5-experiments: its Trainer, arguments, helpers and BERT data.
 
-Nothing here computes: each name translates to the room that does. The modules that such programs import (`utils`,
-`trainer`, `trainer_accelerate` of this package, `megatron.data.*`, `megatron.tokenizer.*`) hold the names alone.
-docs/porting.md lists them beside today's.
+Each name forwards to the current package. The modules that such programs import (`utils`, `trainer` and
+`trainer_accelerate` of this package, `megatron.data.*`, `megatron.tokenizer.*`) only re-export the names.
+docs/porting.md lists old and new names.
 """

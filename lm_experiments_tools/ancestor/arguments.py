@@ -1,8 +1,7 @@
-"""Arguments of t5-experiments' trainers, with its names and defaults, and what they are called today.
+"""Arguments of t5-experiments' trainers, with its names and defaults, and their conversion to current settings.
 
-`HfArgumentParser(TrainerArgs)` sees its fields alone, so that a program may add `--seed` and others of its own. A
-program of today calls the same name with settings of today and gets those: only parsers look at the fields, and only
-they give `lr`.
+`HfArgumentParser(TrainerArgs)` sees only these fields, so a program can add its own `--seed`. A call
+`TrainerArgs(...)` without `lr` returns current settings: only parsers read the fields, and only they pass `lr`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _TODAY = (
     "TrainerArgs(batch_size=..., iters=...) with the flags of --help, or a dataclass of lm_experiments_tools.config"
 )
 _OF_MIXED_PRECISION = ("fp16", "fp16_allreduce", "apex_opt_lvl", "min_loss_scale", "max_loss_scale")
-# A setting -> those that mean nothing without it: t5-experiments read them in silence.
+# Setting -> settings that are ignored without it. t5-experiments ignored them silently.
 _NEEDS = {
     "init_checkpoint": ("reset_lr", "reset_iteration", "reset_optimizer", "skip_used_data"),
     "model_path": ("save_interval", "save_best"),
@@ -74,8 +73,8 @@ class TrainerAccelerateArgs:
     optimize_mode: str = _flag("min", "a lower (min) or a higher (max) metric is better")
 
 
-class _OfTwoAges(type):
-    """Calling the class with settings of today gives those."""
+class _ReturnsCurrentArgs(type):
+    """Metaclass: calling the class with current settings returns those."""
 
     def __call__(cls, *values: Any, **settings: Any) -> Any:
         if cls is TrainerArgs and not values and "lr" not in settings:
@@ -87,7 +86,7 @@ class _OfTwoAges(type):
 
 
 @dataclass
-class TrainerArgs(TrainerAccelerateArgs, metaclass=_OfTwoAges):
+class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
     """Arguments of t5-experiments' `Trainer` for parsers; called with settings of today, it makes those."""
 
     fp16: bool = _flag(False, "mixed precision in float16")
@@ -98,10 +97,10 @@ class TrainerArgs(TrainerAccelerateArgs, metaclass=_OfTwoAges):
 
 
 def settings_of(args: Any, mixed_precision: str | None = None, *, validates: bool = True) -> today.TrainerArgs:
-    """Settings of today for arguments of t5-experiments: a parser's namespace, a dataclass, anything with attributes.
+    """Current settings for arguments of t5-experiments: a parser's namespace, a dataclass, anything with attributes.
 
-    What means nothing beside the others is left out, with a line of log, as it was in silence. Checkpoints are loaded
-    as far as they fit. `early_stopping_patience` was passed, not reached, before it stopped a run.
+    Settings without effect are dropped and logged. Checkpoints are loaded as far as they fit. t5-experiments stopped a
+    run when `early_stopping_patience` was exceeded, not reached.
 
     Args:
         mixed_precision: an Accelerator's, instead of `fp16`.
@@ -128,7 +127,7 @@ def settings_of(args: Any, mixed_precision: str | None = None, *, validates: boo
 
 
 def _unread(given: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that differ from their defaults without effect -> what they need."""
+    """Settings without effect that differ from their defaults -> the setting they need."""
     defaults = {f.name: f.default for f in fields(TrainerArgs)}
     drop = tuple(name for name in defaults if name.startswith("lr_drop_"))
     pairs = [(name, needed) for needed, names in {**_NEEDS, "use_lr_drop": drop}.items() for name in names]

@@ -1,4 +1,4 @@
-"""BERT's data as t5-experiments' programs read it: single samples, with Megatron's names for their parts."""
+"""BERT data for t5-experiments' programs: single samples, with Megatron's names."""
 
 from __future__ import annotations
 

@@ -1,21 +1,25 @@
-"""The one sentence that a program written for t5-experiments reads about itself."""
+"""t5-experiments compatibility: the deprecation warning, and which launchers are installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 from lm_experiments_tools.config.launchers import launcher_rank
 
 logger = logging.getLogger(__name__)
 
+HVD_INSTALLED = importlib.util.find_spec("horovod") is not None
+ACCELERATE_INSTALLED = importlib.util.find_spec("accelerate") is not None
+
 _said: list[str] = []  # names that were used; the first has been warned of
 
 
 def notice(name: str, today: str) -> None:
-    """Warn, once in a process and on rank 0 alone, that `name` is t5-experiments' and what is said today instead."""
+    """Warn on rank 0, once in a process, that `name` is t5-experiments', and name its replacement."""
     if not _said and launcher_rank() == 0:
         logger.warning(
-            "%s is t5-experiments' name and goes on working; today it is %s (docs/porting.md has all names)",
+            "%s is t5-experiments' name and still works; the current name is %s (docs/porting.md has all names)",
             name,
             today,
         )

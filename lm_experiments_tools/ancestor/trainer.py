@@ -1,8 +1,7 @@
 """The trainers under their public names, for arguments of today and for those of t5-experiments.
 
-With today's arguments they are those of `training.trainer`. With t5-experiments' the same loop trains, and what such
-a program expects around it holds: each start begins anew, `model_N` and `model_best` lie in the run directory,
-`load` takes up optimizer and step, the last test is in TensorBoard.
+With t5-experiments' arguments, each start begins a new run, `model_N` and `model_best` are written to the run
+directory, `load` also restores optimizer and step, and `validate` after training logs to TensorBoard.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.ancestor.arguments import settings_of
-from lm_experiments_tools.backends.collective import on_main
+from lm_experiments_tools.backends import guard
+from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.legacy import write_old_checkpoint
 from lm_experiments_tools.checkpoint.manifest import step_directory_name
 from lm_experiments_tools.checkpoint.train_state import load_initial
 from lm_experiments_tools.config import training as today
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tracking.run_directory import RunDirectory
+from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
 from lm_experiments_tools.tracking.tracker import Tracker
-from lm_experiments_tools.training import trainer as trainers
 from lm_experiments_tools.training.trainer import TrainingLoop
 
 if TYPE_CHECKING:
@@ -34,13 +33,15 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
+    from lm_experiments_tools.backends.backend import Backend
+
     StopCondition = Callable[[float], bool]  # of the best optimize_metric so far
 
 logger = logging.getLogger(__name__)
 
 
-class _OldVerbs(TrainingLoop):
-    """What a program of t5-experiments calls and reads; without effect for today's arguments."""
+class _CompatibleTrainer(TrainingLoop):
+    """Methods and attributes of t5-experiments' trainers; the base class's behaviour with today's arguments."""
 
     _old = False  # the arguments are t5-experiments'
     _stops: StopCondition | None = None
@@ -158,8 +159,8 @@ class _OldVerbs(TrainingLoop):
         return self.args.global_batch_size(self.backend.world_size)
 
 
-class Trainer(_OldVerbs, trainers.Trainer):
-    """The loop on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
+class Trainer(_CompatibleTrainer):
+    """The trainer on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
 
     def __new__(cls, args: Any, model: Any, *others: Any, **options: Any) -> Any:
         """A `TrainerAccelerate` where an Accelerator comes second, as in forks whose one Trainer it was."""
@@ -181,11 +182,16 @@ class Trainer(_OldVerbs, trainers.Trainer):
         self._old, self._stops = not isinstance(args, today.TrainerArgs), stop_metric_condition
         if self._old:
             args = settings_of(args, validates=valid_dataloader is not None)
-        super().__init__(args, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
+        from lm_experiments_tools.backends.horovod import HorovodBackend
+
+        guard.watch(args)
+        backend = HorovodBackend.from_args(args)
+        _show_progress(args, backend)
+        super().__init__(args, backend, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
 
 
-class TrainerAccelerate(_OldVerbs, trainers.TrainerAccelerate):
-    """The loop on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
+class TrainerAccelerate(_CompatibleTrainer):
+    """The trainer on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
 
     def __init__(
         self,
@@ -203,7 +209,12 @@ class TrainerAccelerate(_OldVerbs, trainers.TrainerAccelerate):
         if self._old:
             args = settings_of(args, accelerator.mixed_precision, validates=valid_dataloader is not None)
             model, optimizer = _unprepared(accelerator, model, optimizer)
-        super().__init__(args, accelerator, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
+        from lm_experiments_tools.backends.accelerate import AccelerateBackend
+
+        guard.watch(args)
+        backend = AccelerateBackend.from_accelerator(accelerator, args)
+        _show_progress(args, backend)
+        super().__init__(args, backend, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
 
     def _write_old(self, folder: Path, name: str) -> None:
         """`folder`/model_`name`, a folder as t5-experiments' accelerate trainer wrote: a checkpoint of today."""
@@ -215,10 +226,16 @@ class TrainerAccelerate(_OldVerbs, trainers.TrainerAccelerate):
         on_main(self.backend, lambda: _copy_links(checkpoint, folder / f"model_{name}"))
 
 
-def _set_aside(run: Path, start: str | None) -> str | None:
-    """Move what an earlier start left in the run directory out of the way: t5-experiments began anew.
+def _show_progress(args: today.TrainerArgs, backend: Backend) -> None:
+    """Log to the console and the run directory, as the scripts do, unless the program has handlers of its own."""
+    if all(getattr(handler, "set_up_by_run", False) for handler in logging.getLogger().handlers):
+        on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
 
-    Returns the place of the checkpoint `start`, which may be among it.
+
+def _set_aside(run: Path, start: str | None) -> str | None:
+    """Rename the files of an earlier start in the run directory: t5-experiments always started a new run.
+
+    Returns the new path of the checkpoint `start`, which may be one of them.
     """
     RunDirectory(run, rank=0).claim()  # not the files of a run that is going on
     source = Path(start).resolve() if start else run.resolve()
@@ -232,7 +249,7 @@ def _set_aside(run: Path, start: str | None) -> str | None:
             if old.resolve() in source.parents:
                 start = str(aside / source.relative_to(old.resolve()))
             os.rename(old, aside)
-            logger.warning("%s is of an earlier start, and this one begins anew: kept as %s", old, aside.name)
+            logger.warning("%s is from an earlier start, and this is a new run: renamed to %s", old, aside.name)
     return start
 
 
@@ -254,10 +271,10 @@ def _copy_links(source: Path, target: Path) -> None:
 def _unprepared(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[nn.Module, Optimizer | None]:
-    """What the program gave to `accelerator.prepare`, which the trainer does itself.
+    """Model and optimizer as before `accelerator.prepare`, which the trainer calls itself.
 
     Raises:
-        UserError: sharded already, which cannot be taken back.
+        UserError: the model is sharded already.
     """
     kind = accelerator.distributed_type.value
     if not getattr(model, "_is_accelerate_prepared", False) and not hasattr(optimizer, "accelerator_state"):

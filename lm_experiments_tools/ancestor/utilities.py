@@ -10,7 +10,6 @@ import inspect
 import logging
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch
 from lm_experiments_tools.ancestor.notice import notice
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.tracking.run_directory import git_output
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +41,12 @@ def get_cls_by_name(name: str) -> type:
 
 def get_git_hash_commit() -> str:
     """The commit of the current folder; empty outside a repository."""
-    return _git("rev-parse", "HEAD").strip()
+    return git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
 
 
 def get_git_diff() -> str:
     """Uncommitted changes of the current folder; empty outside a repository."""
-    return _git("diff", "HEAD", "--binary")
-
-
-def _git(*words: str) -> str:
-    try:
-        done = subprocess.run(["git", *words], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.decode("utf-8", "replace")
+    return git_output("diff", "HEAD", "--binary").decode("utf-8", "replace")
 
 
 def get_fn_param_names(fn: Callable) -> list[str]:

@@ -108,7 +108,7 @@ class BertObjectiveArgs:
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
     mlm_positions: MlmPositions = None
     """Tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's head
-    needs all or the run was begun before this flag."""
+    needs all."""
     whole_word: bool = True
     """Mask all pieces of a word; --no_whole_word masks pieces."""
     max_ngram: Annotated[int, COUNT] = 3

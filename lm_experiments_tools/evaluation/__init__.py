@@ -1,4 +1,4 @@
-"""Predictions of all workers, stored, measured and written; imports metrics, data.examples, backends.
+"""Predictions of all workers: stored, measured and written.
 
-Text metrics are computed on rank 0 over the strings of all workers: corpus metrics such as BLEU are no means of parts.
+Text metrics are computed on rank 0 over all strings: a corpus metric such as BLEU is not the mean over workers.
 """

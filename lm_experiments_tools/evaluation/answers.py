@@ -1,4 +1,4 @@
-"""Answers of a model that writes text, as labels or numbers."""
+"""Generated text as a label or a number."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.options import read_options
@@ -35,7 +35,7 @@ from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.labelled_head import pick_labelled
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
-from lm_experiments_tools.tracking.run_directory import RunDirectory, began_without, setup_logging
+from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
 from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 
@@ -234,11 +234,10 @@ def labels_alone(
     Raises:
         UserError: this was asked for, and the model's head needs all tokens.
     """
-    chosen, reason = args.mlm_positions, "the run was begun so"
+    chosen = args.mlm_positions
     if chosen == "all":
         return None
-    if chosen is not None or not on_main(backend, lambda: began_without(args.model_path, "mlm_positions")):
-        reason = on_all(backend, lambda: pick_labelled(model, args.input_seq_len))
+    reason = on_all(backend, lambda: pick_labelled(model, args.input_seq_len))
     if reason is not None and chosen == "labels":
         raise UserError(f"--mlm_positions labels: {args.model_cls} scores all tokens, as {reason}; leave the flag out")
     if reason is not None and backend.is_main:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,11 +179,10 @@ def _shown(test: RangeTest, stopped: bool) -> list[str]:
     rows = sorted({round(i * (len(test.rates) - 1) / (_ROWS - 1)) for i in range(_ROWS)})
     lines = ["      lr        loss    smoothed"]
     lines += [f"{test.rates[i]:8.2e}  {test.losses[i]:10.4f}  {test.smoothed[i]:10.4f}" for i in rows]
-    dots = (sys.stdout.encoding or "").lower().startswith("utf")
     width = min(shutil.get_terminal_size().columns - 24, _SIZE[0])  # the log's time and level stand before each line
     curve = list(zip(np.log(test.rates).tolist(), test.smoothed, strict=True))
     ends = f"lr {test.rates[0]:.1e}", f"{test.rates[-1]:.1e}"
-    lines += plot({"train": curve}, width, _SIZE[1], dots=dots, ends=ends)
+    lines += plot(curve, width, _SIZE[1], ends)
     highest = f"{test.rates[-1]:.2g}"
     if test.steepest is None:
         found = f"the loss falls by no more than its noise from lr {test.rates[0]:.2g} to {highest}: take more updates"

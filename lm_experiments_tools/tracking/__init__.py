@@ -1,1 +1,1 @@
-"""The record of a run: directory, metrics.jsonl, TensorBoard, services, console, curve; imports top-level files."""
+"""Run directory, metrics.jsonl, TensorBoard, trackio and wandb, console, loss curve."""

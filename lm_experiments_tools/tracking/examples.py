@@ -1,4 +1,4 @@
-"""Examples of a validation with what the model made of them: in the log, and in TensorBoard's text tab."""
+"""Examples of a validation with the model's predictions, in the log and in TensorBoard's text tab."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tr
 
     Args:
         examples: dicts with the same keys; "id" is the example's name, "references" a list.
-        tracker: of the run that is going on; None for the log alone.
+        tracker: of the current run; None writes to the log only.
         step: updates applied.
     """
     for example in examples:
@@ -36,7 +36,7 @@ def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tr
 
 
 def _cell(value: Any) -> str:
-    """A value as a cell of a Markdown table, which shows what a text holds and no markup of it."""
+    """A value as a cell of a Markdown table, with all markup escaped."""
     if isinstance(value, (list, tuple)):
         return "<br>".join(map(_cell, value))
     text = html.escape(" ".join(str(value).split()), quote=False)
@@ -44,7 +44,7 @@ def _cell(value: Any) -> str:
 
 
 def _shortened(value: Any) -> str:
-    """One line, with the middle left out where it is long."""
+    """The value in one line, without its middle if it is long."""
     line = " ".join(str(value).split())
     half = SHOWN_CHARACTERS // 2
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} ... {line[-half:]}"

@@ -16,6 +16,7 @@ import logging
 import logging.handlers
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -54,7 +55,7 @@ _LONGEST_SHOWN = 200  # characters of a setting in an error message
 
 
 def _leave_claims_to_parent() -> None:
-    """A forked worker of a data loader would hold the locks for the seconds by which it outlives a killed run."""
+    """Release locks in forked processes: a data loader's worker may outlive a killed run by seconds."""
     for file in _claims.values():
         file.close()
     _claims.clear()
@@ -78,7 +79,7 @@ class RunDirectory:
         _make_directory(self.path)
 
     def claim(self) -> None:
-        """Keep other processes out of the directory for as long as this one lives, however it ends.
+        """Lock the directory until this process ends.
 
         Raises:
             UserError: another process writes here.
@@ -97,7 +98,9 @@ class RunDirectory:
                 "another --model_path."
             ) from None
         except OSError as error:  # file systems without locks
-            logger.warning("%s cannot be locked (%s): do not start two runs there at once", self.path, error.strerror)
+            logger.warning(
+                "%s cannot be locked (%s): do not start two runs there at the same time", self.path, error.strerror
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
@@ -135,13 +138,13 @@ class RunDirectory:
         config = dict(args)
         config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
         config["MACHINE"] = platform.node()
-        config["COMMIT"] = _git("rev-parse", "HEAD").decode("ascii", "replace").strip()
+        config["COMMIT"] = git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
         if world_size is not None:
             config["WORLD_SIZE"] = world_size
         self._write("cmd.sh", relaunch_script(argv))
         self._write("config.yaml", config_yaml(args, origins))
         self._write("env.json", dump_json(describe_environment()) + "\n")
-        diff, status = _git("diff", "HEAD"), _git("status", "--porcelain=v1", "--branch")
+        diff, status = git_output("diff", "HEAD"), git_output("status", "--porcelain=v1", "--branch")
         if status:
             self._write("git.diff", diff)
             self._write("git_status.txt", status)
@@ -194,7 +197,7 @@ def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = Fa
 
     Args:
         world_size: None where it may change: then the flags of a worker's batch are compared, not the global batch.
-        once_more: what differs in a run that is continued by name need not be said again.
+        once_more: what differs in a run that is continued by name need not be reported again.
 
     Raises:
         UserError: the directory holds a run with other settings, or one that has not ended; a service of `--log_to`
@@ -243,7 +246,7 @@ def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{path} cannot be read ({error}): mend or remove it, or choose another --model_path."
+                f"{path} cannot be read ({error}): fix or remove it, or choose another --model_path."
             ) from error
         if isinstance(config, dict) and not config.get("validate_only"):
             return config
@@ -255,15 +258,6 @@ def _starts(run_dir: Path) -> int:
     while (run_dir / _numbered("config.json", count)).exists():
         count += 1
     return count
-
-
-def began_without(run_dir: Path | str | None, flag: str) -> bool:
-    """True if the run of a directory was begun by a version that did not know the flag, and goes on as there."""
-    try:
-        config = json.loads(Path(run_dir or "", "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return run_dir is not None and isinstance(config, dict) and flag not in config
 
 
 def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.INFO) -> None:
@@ -309,17 +303,11 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Plain lines for information, level and colour for the rest; does not tear a progress bar on the screen."""
-
-    _COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
+    """Plain lines for information, the level in front of the rest; does not tear a progress bar on the screen."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if record.levelno < logging.WARNING:
-            return text
-        text = f"{record.levelname.lower()}: {text}"
-        terminal = self.stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        return f"{self._COLOURS.get(record.levelno, '')}{text}\033[0m" if terminal else text
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")
@@ -342,51 +330,39 @@ def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 
 def relaunch_script(argv: Sequence[str]) -> str:
-    """A shell script that starts this run again: the launcher's command line where there is one, else Python's own."""
-    command = _launcher_command() or _python_command(argv)
+    """A shell script that starts this run again: the launcher's command line where there is one, else Python's."""
+    command = _launcher_command()
+    if command is None:  # `python -m module` is only in orig_argv
+        command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
     exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
     return "\n".join(["#!/bin/sh", f"cd {shlex.quote(os.getcwd())}", *exports, f"exec {shlex.join(command)}", ""])
 
 
-def _python_command(argv: Sequence[str]) -> list[str]:
-    """With `python -m module` sys.argv names the file that was found; only sys.orig_argv tells how it was called."""
-    if list(argv) == sys.argv and sys.orig_argv[len(sys.orig_argv) - len(argv) + 1 :] == list(argv[1:]):
-        return [sys.executable, *sys.orig_argv[1:]]
-    return [sys.executable, *argv]
-
-
 def _launcher_command() -> list[str] | None:
-    """The command line of the outermost launcher above this process; None without one, or where it cannot be seen."""
+    """The command line of the outermost launcher above this process; None without one, or where it cannot be read."""
     found = None
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
             command = process.cmdline()
-            found = command if _is_launcher(command) else found
+            module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+            if module in _LAUNCHER_MODULES or any(Path(part).name in _LAUNCHERS for part in command[:2]):
+                found = command
     return found
-
-
-def _is_launcher(command: list[str]) -> bool:
-    names = [Path(part).name for part in command[:2]]
-    module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-    return any(name in _LAUNCHERS for name in names) or module in _LAUNCHER_MODULES
 
 
 def describe_environment() -> dict[str, Any]:
     """Python, platform, every installed package's version, CPU and memory, and the GPUs torch sees."""
-    packages = {}
-    for distribution in importlib.metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:  # a broken half-removed installation has none
-            packages[name] = distribution.version
+    distributions = [d for d in importlib.metadata.distributions() if d.metadata["Name"]]
+    packages = {d.metadata["Name"]: d.version for d in sorted(distributions, key=lambda d: d.metadata["Name"].lower())}
     description = {
         "python": sys.version,
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "gpus": [],
-        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+        "packages": packages,
     }
-    torch = sys.modules.get("torch")  # a run has it; describing an environment is no reason to import it
+    torch = sys.modules.get("torch")  # imported already in a run
     if torch is not None and torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         description["gpus"] = [{"name": p.name, "memory_bytes": p.total_memory} for p in properties]
@@ -396,13 +372,12 @@ def describe_environment() -> dict[str, Any]:
 
 def _cpu_model() -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        return found[1] if found else platform.machine()
     return platform.processor() or platform.machine()
 
 
-def _git(*arguments: str) -> bytes:
+def git_output(*arguments: str) -> bytes:
     """Output of a git command here; empty without git, outside a repository, or when git is too slow."""
     command = ["git", "--no-optional-locks", *arguments]
     try:
@@ -422,8 +397,7 @@ def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of what both record and what differs; a global batch may be split otherwise."""
-    # unknown to older runs, which had none
-    then = {"optimizer_options": [], "lr_scheduler_options": [], "reproducible": "off", "virtual_ranks": 12} | before
+    then = dict(before)
     now = {name: to_jsonable(value) for name, value in now.items()}
     for config in (then, now):
         parts = [config.get(name) for name in ("batch_size", "gradient_accumulation_steps", "WORLD_SIZE")]

@@ -1,7 +1,7 @@
-"""Views of a run in trackio and wandb (`--log_to`), beside TensorBoard: the same numbers as metrics.jsonl, on rank 0.
+"""Logging to trackio and wandb (`--log_to`) on rank 0: the same numbers as in metrics.jsonl.
 
-A restart goes on with the same run of a service, which knows no way back: the records after the checkpoint that it
-went on from stay there, beside their repetition. A service that fails is said once and left alone.
+A restart continues the same run of a service. Services cannot delete records, so steps after the checkpoint are there
+twice. A service that fails is reported once and not used any more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import secrets
-import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +29,7 @@ _chosen: dict[Path, LoggingArgs] = {}  # of the run directories that this proces
 
 
 class Service(Protocol):
-    """A run as a service knows it; made of its project, name, id, settings and the run directory."""
+    """A run in a service; constructed with project, name, id, settings and the run directory."""
 
     def log(self, numbers: dict[str, float], step: int) -> None: ...
 
@@ -82,7 +81,7 @@ _SERVICES: dict[str, type[Service]] = {"trackio": TrackioRun, "wandb": WandbRun}
 
 
 def choose_services(args: LoggingArgs, run_dir: Path) -> None:
-    """Have what is tracked in `run_dir` go where `--log_to` says.
+    """Log the run in `run_dir` to the services of `--log_to`.
 
     Raises:
         UserError: a service that is not installed.
@@ -112,39 +111,29 @@ class Services:
         settings, run_id = to_jsonable(telling_settings(args)), _run_id(run_dir, new=start_step < 0)
         for name in names:
             project = os.environ.get(f"{name.upper()}_PROJECT") or run_dir.parent.name or "runs"
-            with self._said_once(name):
+            with self._reported_once(name):
                 self._open[name] = _SERVICES[name](project, run_dir.name, run_id, settings, run_dir)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send one record of metrics.jsonl."""
         for name, service in list(self._open.items()):
-            with self._said_once(name):
+            with self._reported_once(name):
                 service.log(numbers_of(record), record["step"])
 
     def close(self) -> None:
         for name, service in list(self._open.items()):
-            with self._said_once(name):
+            with self._reported_once(name):
                 service.close()
         self._open.clear()
 
     @contextlib.contextmanager
-    def _said_once(self, name: str) -> Iterator[None]:
+    def _reported_once(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (*_errors_of(name), OSError, RuntimeError, ValueError, ImportError, sqlite3.Error) as error:
+        except Exception as error:  # a failing service must not end the training
             self._open.pop(name, None)
             reason = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("%s gets no more of this run (%s); metrics.jsonl has all of it", name, reason)
-
-
-def _errors_of(name: str) -> tuple[type[Exception], ...]:
-    if name != "wandb":
-        return ()
-    with contextlib.suppress(ImportError):
-        from wandb.errors import Error
-
-        return (Error,)
-    return ()
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -163,7 +152,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _run_id(run_dir: Path, new: bool) -> str:
-    """The name by which services know the run, the same after a restart."""
+    """The run's ID in services, the same after a restart."""
     file = run_dir / "services.json"
     if not new:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -40,6 +40,15 @@ _TAGS = {
     "data_wait_fraction": "time_metrics/data_wait_fraction",
     "skipped_updates": "nonfinite/count",
 }
+_SHOWN = {
+    "lr": lambda value: f"lr {value:.1e}",
+    "gradients_global_norm": lambda value: f"gnorm {value:.2f}",
+    "tokens_per_second": lambda value: f"{_thousands(value)} tok/s",
+    "mfu": lambda value: f"mfu {value:.1%}",
+    "mfu_measured": lambda value: f"mfu_measured {value:.1%}",
+    "memory_mib": lambda value: f"mem {value / 1024:.1f} GiB",
+    "data_wait_fraction": lambda value: f"data {100 * value:.1f}%",
+}  # of the console line
 _PER_GROUP = ("lr", "scaled_lr")
 _POSITION = ("step", "split", "samples", "tokens", "time")
 
@@ -187,8 +196,7 @@ class Tracker:
 class ConsoleLine:
     """`step 1200/65536 | loss 2.431 | lr 9.8e-03 | gnorm 0.61 | 41.2k tok/s | mem 61.2 GiB | data 1.8% | eta 9h12m`
 
-    Lines go through `logging`, so they are in the log file too. A bar is drawn besides only on a terminal; NO_COLOR
-    and TERM=dumb are obeyed.
+    Lines go through `logging`, so they are in the log file too. A progress bar is drawn on terminals only.
     """
 
     def __init__(self, total_steps: int | None, *, start_step: int = 0, stream: IO[str] | None = None):
@@ -212,22 +220,13 @@ class ConsoleLine:
         total = f"/{self.total_steps}" if self.total_steps else ""
         parts = [f"step {step}{total}" if split == "train" else f"step {step}{total} {split}"]
         parts += [f"{name} {_short(value)}" for name, value in metrics.items() if _is_number(value)]
-        number = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
-        if "lr" in number:
-            parts.append(f"lr {number['lr']:.1e}")
-        if "gradients_global_norm" in number:
-            parts.append(f"gnorm {number['gradients_global_norm']:.2f}")
-        if "tokens_per_second" in number:
-            parts.append(f"{_thousands(number['tokens_per_second'])} tok/s")
-        parts += [f"{name} {number[name]:.1%}" for name in ("mfu", "mfu_measured") if name in number]
-        if "memory_mib" in number:
-            parts.append(f"mem {number['memory_mib'] / 1024:.1f} GiB")
-        if "data_wait_fraction" in number:
-            parts.append(f"data {100 * number['data_wait_fraction']:.1f}%")
-        if number.get("skipped_updates"):
-            parts.append(f"skipped {number['skipped_updates']:.0f}")
-        if "seconds_per_step" in number and self.total_steps:
-            parts.append(f"eta {_duration(number['seconds_per_step'] * max(self.total_steps - step, 0))}")
+        for name, show in _SHOWN.items():
+            if isinstance(value := numbers.get(name), (int, float)):
+                parts.append(show(value))
+        if numbers.get("skipped_updates"):
+            parts.append(f"skipped {numbers['skipped_updates']:.0f}")
+        if "seconds_per_step" in numbers and self.total_steps:
+            parts.append(f"eta {_duration(numbers['seconds_per_step'] * max(self.total_steps - step, 0))}")
         return " | ".join(parts)
 
     def advance(self, step: int) -> None:
@@ -280,8 +279,9 @@ class EventFile:
     def hparams(self, values: dict[str, Any], metric_tags: list[str]) -> None:
         from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
-        kinds = {bool: ("bool_value", "DATA_TYPE_BOOL"), int: ("number_value", "DATA_TYPE_FLOAT64")}
-        kinds |= {float: ("number_value", "DATA_TYPE_FLOAT64"), str: ("string_value", "DATA_TYPE_STRING")}
+        number = ("number_value", "DATA_TYPE_FLOAT64")
+        kinds = {bool: ("bool_value", "DATA_TYPE_BOOL"), int: number, float: number}
+        kinds[str] = ("string_value", "DATA_TYPE_STRING")
         experiment, start = api_pb2.Experiment(), plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
         for name, value in values.items():  # the tab opens on the first five
             value = value if type(value) in kinds else str(value)
@@ -316,12 +316,9 @@ class EventFile:
 
 
 def _cut_records(path: Path, start_step: int, again: Collection[str]) -> tuple[list[dict[str, Any]], int]:
-    """Keep the records up to `start_step`, but there none of `again`; the rest goes to metrics.superseded.jsonl.
+    """Move records after `start_step`, those of `again` there, and torn lines to metrics.superseded.jsonl.
 
-    A line that is not a whole record (a kill while it was written) goes with the rest.
-
-    Returns:
-        Those kept, and the step from which on some may have gone.
+    Returns the remaining records, and the first step that TensorBoard is to forget.
     """
     purge_step = start_step + 1
     if not path.exists():
@@ -422,8 +419,6 @@ def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
     minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
-    if days:
-        return f"{days}d{hours % 24:02d}h"
     if hours:
-        return f"{hours}h{minutes % 60:02d}m"
+        return f"{days}d{hours % 24:02d}h" if days else f"{hours}h{minutes % 60:02d}m"
     return f"{minutes}m{int(seconds) % 60:02d}s" if minutes else f"{int(seconds)}s"

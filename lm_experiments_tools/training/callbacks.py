@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lm_experiments_tools.errors import UserError
 
@@ -60,9 +60,15 @@ class ValidateCallback:
                 f"{', '.join(sorted(values))}; choose one of these "
                 "(metrics of generated text need --use_generate_on_valid)"
             )
-        value, state = self._number(trainer, values[self.metric]), trainer.state
+        state = trainer.state
+        try:
+            value = float(values[self.metric])
+        except (TypeError, ValueError) as error:
+            trainer.save()
+            raise UserError(f"--optimize_metric {self.metric} is not a number: {values[self.metric]!s:.40}") from error
         state.last_validated_step = state.step
-        improved = self._improves(state.best_metric, value)
+        sign = -1 if self.mode == "max" else 1
+        improved = not math.isnan(value) and (state.best_metric is None or sign * value < sign * state.best_metric)
         if improved:
             state.best_metric, state.best_step, state.patience = value, state.step, 0
             trainer.say(f"step {state.step}: best {self.metric} on validation so far: {value:.4f}")
@@ -73,20 +79,3 @@ class ValidateCallback:
             trainer.learning_rate.plateau.update(value)
         if improved and self.save_best:
             trainer.save(is_best=True, unless_last=True)
-
-    def _number(self, trainer: TrainingLoop, value: Any) -> float:
-        if isinstance(value, (int, float)):
-            return value
-        try:
-            return float(value)
-        except (TypeError, ValueError) as error:
-            trainer.save()
-            raise UserError(
-                f"--optimize_metric {self.metric} is a {type(value).__name__} ({value!s:.40}), of which none is "
-                "better: name a metric that is a number"
-            ) from error
-
-    def _improves(self, best: float | None, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        return best is None or (value < best if self.mode == "min" else value > best)

@@ -6,9 +6,9 @@ checkpointing computes again is not counted (Chowdhery et al. 2022, arXiv 2204.0
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lm_experiments_tools.attention.kernels.choice import force_backend
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import dump_json, read_json, write_atomic
 from lm_experiments_tools.training.generators import preserved_random_state
-from lm_experiments_tools.training.peaks import compute_dtype, data_sheet_peak, describe_device, measured_peak
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -83,11 +80,95 @@ def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
     return flops.total
 
 
-class FlopMeter:
-    """Rank 0's training operations since the last log line, as a share of its device's peak.
+# ---- peak rates of devices in FLOP/s -------------------------------------------------------------------------------
+_DTYPES = (torch.bfloat16, torch.float16, "tf32", torch.float32)
+# Dense TFLOP/s with accumulation in fp32, by a pattern of torch.cuda.get_device_name. Sources: NVIDIA's data sheets of
+# each product, which give rates with sparsity from the A100 on (halved here); for GeForce the whitepapers "Ampere
+# GA102" (appendix A) and "Ada GPU architecture" (appendix A).
+_DATA_SHEETS: dict[str, tuple[float | None, float, float | None, float]] = {
+    # name              bf16   fp16   tf32   fp32
+    r"V100-SXM\d.*": (None, 125, None, 15.7),
+    r"V100-PCIE.*": (None, 112, None, 14),
+    r"T4": (None, 65, None, 8.1),
+    r"A100.*": (312, 312, 156, 19.5),
+    r"A10": (125, 125, 62.5, 31.2),
+    r"L4": (121, 121, 60, 30.3),
+    r"L40S": (362, 362, 183, 91.6),
+    r"GeForce RTX 3090": (71, 71, 35.6, 35.6),
+    r"GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),
+    r"H100 PCIe": (756, 756, 378, 51),
+    r"H100 NVL": (835, 835, 417, 60),
+    r"H100 80GB HBM3": (989, 989, 494, 67),
+    r"H200": (989, 989, 494, 67),
+    r"GH200 .*": (990, 990, 494, 67),
+    r"B200": (2250, 2250, 1100, 75),
+}
+_SHAPES = ((64, 512, 512), (2048, 512, 512))  # rows, in, out of a linear layer: small products are a CPU's fastest
+_SHAPES_ON_GPU = ((65536, 512, 1024), (8192, 8192, 8192))
+_SECONDS, _PRODUCTS = 0.1, 60  # for each shape, after the first product
 
-    The share is called `mfu` if the peak is known: that of `--peak_tflops` or of the data sheet. Otherwise it is
-    `mfu_measured`, the share of the highest rate seen on this device, which is stored in the run directory.
+
+def compute_dtype(backend: Backend) -> torch.dtype:
+    """The dtype that matrix products are computed in."""
+    kind = backend.device.type
+    with backend.autocast():
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+    floating = (p.dtype for p in backend.unwrap().parameters() if p.is_floating_point())
+    return next(floating, torch.float32)
+
+
+def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense peak of a known NVIDIA GPU in FLOP/s; None for other devices, for parts of a GPU (MIG) and unlisted
+    dtypes."""
+    if device.type != "cuda":
+        return None
+    is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return _listed_peak(torch.cuda.get_device_name(device), "tf32" if is_tf32 else dtype)
+
+
+def _listed_peak(name: str, dtype: torch.dtype | str) -> float | None:
+    name = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+    for pattern, peaks in _DATA_SHEETS.items():
+        if dtype in _DTYPES and "MIG" not in name and re.fullmatch(pattern, name):
+            named = dict(zip(_DTYPES, peaks, strict=True))
+            listed = named[dtype] or (named[torch.float32] if dtype == "tf32" else None)  # without TF32 it is fp32
+            return listed and listed * 1e12
+    return None
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of many matrix products, in fp32 too, which may be faster; draws no random numbers."""
+    shapes = _SHAPES if device.type == "cpu" else _SHAPES_ON_GPU
+    return max(_rate(device, kind, *shape) for kind in {dtype, torch.float32} for shape in shapes)
+
+
+def _rate(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> float:
+    x = torch.arange(rows * inputs, device=device).sin().to(dtype).view(rows, inputs)
+    weight = torch.arange(inputs * outputs, device=device).sin().to(dtype).view(outputs, inputs)
+    x @ weight.T  # loads libraries
+    fastest, end = float("inf"), time.perf_counter() + _SECONDS
+    for _ in range(_PRODUCTS):
+        _wait(device)
+        started = time.perf_counter()
+        x @ weight.T
+        _wait(device)
+        fastest = min(fastest, max(time.perf_counter() - started, 1e-9))
+        if time.perf_counter() > end:
+            break
+    return 2 * rows * inputs * outputs / fastest
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class FlopMeter:
+    """Rank 0's training operations since the last log line, as a fraction of its device's peak.
+
+    It is logged as `mfu` if the peak is known (`--peak_tflops` or the data sheet), otherwise as `mfu_measured`: the
+    peak is then measured at the start, and raised to any higher rate of training.
 
     Args:
         interval: sums of a resumed run; this process has not counted the operations of its seconds.
@@ -98,18 +179,14 @@ class FlopMeter:
         self, args: TrainerArgs, backend: Backend, interval: LoggingInterval, say: Callable[[str], None]
     ) -> None:
         self.flops, self._uncounted, self._per_token = 0.0, interval.seconds, None
-        self._backend, self._file, self.name = backend, None, "mfu"
+        self._backend, self.name = backend, "mfu"
         if not backend.is_main:
             return
         dtype = compute_dtype(backend)
-        peak = args.peak_tflops * 1e12 if args.peak_tflops else data_sheet_peak(backend.device, dtype)
-        if peak is None:
-            self.name, self._device = "mfu_measured", f"{describe_device(backend.device)}, {dtype}"
-            self._file = Path(args.model_path) / "measured_peak.json" if args.model_path else None
-            peak = self._stored() or measured_peak(backend.device, dtype)
-            self._store(peak)
-        self.peak = peak
-        say(f"{self.name} is the share of {peak / 1e12:.3g} TFLOP/s")
+        self.peak = args.peak_tflops * 1e12 if args.peak_tflops else data_sheet_peak(backend.device, dtype)
+        if self.peak is None:
+            self.name, self.peak = "mfu_measured", measured_peak(backend.device, dtype)
+        say(f"{self.name} is the fraction of {self.peak / 1e12:.3g} TFLOP/s")
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
         """Count micro-batches by their tokens, after an extra forward pass over the first one of the process.
@@ -124,33 +201,19 @@ class FlopMeter:
         return time.perf_counter() - started
 
     def utilization(self, interval: LoggingInterval) -> dict[str, float]:
-        """The share of the peak in the seconds of `interval`, by its name; restarts the count."""
+        """The fraction of the peak in the seconds of `interval`, by its name; restarts the count."""
         seconds, flops = interval.seconds - self._uncounted, self.flops
         self.flops = self._uncounted = 0.0
         if not self._backend.is_main or not flops or seconds <= 0:
             return {}
         rate = flops / seconds
-        if self.name == "mfu_measured" and rate > self.peak:
-            self.peak = rate
-            self._store(rate)
+        if self.name == "mfu_measured":
+            self.peak = max(self.peak, rate)
         return {self.name: rate / self.peak}
-
-    def _stored(self) -> float | None:
-        """The peak that an earlier process of the run has measured on such a device."""
-        if self._file is None or not self._file.is_file():
-            return None
-        try:
-            return read_json(self._file).get(self._device)
-        except UserError:  # damaged: measured again
-            return None
-
-    def _store(self, peak: float) -> None:
-        if self._file is not None:
-            write_atomic(self._file, dump_json({self._device: peak}) + "\n")
 
 
 def _num_tokens(inputs: Mapping[str, Any]) -> int:
-    """Places of inputs and labels, padding too; entries of all tensors where the model has neither."""
+    """Positions of inputs and labels, padding too; entries of all tensors where the model has neither."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     named = [tensors[name] for name in ("input_ids", "labels") if name in tensors]
     return max(1, sum(value.numel() for value in named or tensors.values()))

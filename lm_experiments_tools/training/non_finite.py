@@ -127,7 +127,7 @@ def _trace_micro_batch(
 
 @dataclass
 class _Uses:
-    """Modules that a tensor comes from and goes into, innermost first and last; holds it, so that its id is unique."""
+    """Modules that return a tensor (innermost first) and that take it (innermost last); keeps it, and so its id."""
 
     tensor: Tensor
     producers: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _Trace:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.found = model, None
         self._uses: dict[int, _Uses] = {}
-        self._sound: set[str] = set()  # modules whose output got a finite gradient
+        self._finite: set[str] = set()  # modules whose output got a finite gradient
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -178,11 +178,11 @@ class _Trace:
         if self.found is not None:
             return
         if not _is_bad(gradient):
-            self._sound.update(uses.producers)
+            self._finite.update(uses.producers)
             return
-        makers = [name for name in uses.consumers if name in self._sound]  # got a finite one, and gave this
-        name = makers[-1] if makers else [*uses.producers, *uses.consumers][0]
-        what = "the gradient of its output" if not makers and uses.producers else "the gradient of its input"
+        culprits = [name for name in uses.consumers if name in self._finite]
+        name = culprits[-1] if culprits else [*uses.producers, *uses.consumers][0]
+        what = "the gradient of its output" if not culprits and uses.producers else "the gradient of its input"
         self.found = _described(name, self.model.get_submodule(name), what, gradient)
 
     def parameter_gradient(self, name: str, gradient: Tensor | None) -> None:

@@ -1,20 +1,19 @@
-"""`--profile`: a trace of some steps, and a table of where their time went: torch's events, added up in nine lines.
+"""`--profile`: a trace of some steps, and a table of where their time went.
 
-Each moment of the traced steps belongs to one line, so that the lines sum to the wall time. On a CPU it is that of the
-innermost operator which the training thread is in; on a GPU that of the kernel which runs, by the operator that
-launched it. The backward pass calls operators of the same names, inside nodes named after those of the forward pass.
+A CPU operator counts with the time that it takes itself (`self_cpu_time_total` of torch's profiler), a GPU kernel with
+its duration. Each is added to a line of the table by the names of the operator, or kernel, and of the operators around
+it. The backward pass calls operators of the same names, inside nodes that are named after the forward pass.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch.autograd import DeviceType
 
 from lm_experiments_tools.training.callbacks import Callback, Every
 
@@ -27,14 +26,12 @@ _WARM_UP = 5  # steps that are not typical: memory is allocated, graphs are comp
 LINES = (
     "matmul", "attention", "loss", "optimizer", "data wait", "communication", "copies and casts", "other", "idle",
 )  # fmt: skip
-_CODES = {line: code for code, line in enumerate(LINES)}
-_IDLE = _CODES["idle"]
 STEPS = "profiled steps"
 """The range around all traced steps: its length is their wall time."""
 DATA_WAIT, COMMUNICATION = "data wait", "communication"
 """Ranges around the wait for a batch, and around a collective that the profiler cannot see."""
 
-# A range or operator that owns all that is done inside it; the first of these lines wins.
+# Ranges and operators that own everything inside them. The first matching line wins, over all enclosing operators.
 _OWNERS = (
     ("data wait", r"data wait$|enumerate\(DataLoader\)"),
     (
@@ -54,76 +51,69 @@ _OWNERS = (
     ),
     ("matmul", r"aten::linear$|mkldnn::\w*linear|onednn::\w*linear|bitsandbytes::"),
 )
-# An operator that counts for itself and for what it calls: the innermost one wins.
+# Operators that count for themselves and for the operators they call. The innermost one wins.
 _OPERATORS = (
     ("matmul", r"aten::(mm|addmm|mv|addmv|matmul|dot|einsum|_scaled_mm|_int_mm|\w*convolution\w*)$|.*gemm|cutlass"),
     ("attention", r"aten::(bmm|baddbmm|_?softmax|_softmax_backward_data|_safe_softmax)$|triton_\w*softmax"),
     ("copies and casts", r"aten::(to|_to_copy|copy_|clone|contiguous|cat|stack|constant_pad_nd)$|Memcpy|Memset"),
     ("optimizer", r"aten::linalg_vector_norm$"),  # of gradients, where they are clipped
 )
-# Ranges in which nothing is computed but by the operators inside.
+# Ranges that only wrap operators; their own time is idle.
 _RANGES = r"profiled steps$|DistributedDataParallel|FSDP::|Torch-Compiled Region|TorchDynamo|Pregraph|cuda"
 _NODE = "autograd::engine::evaluate_function: "
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An operator, range or kernel that was recorded.
+def time_by_line(events: Iterable[Any]) -> dict[str, float]:
+    """Milliseconds of each of `LINES` within the range `STEPS`, which sum to its length.
 
-    Attributes:
-        name: of the operator, range or kernel.
-        start, end: ns.
-        thread: that it was begun in.
-        place: "host", "background" (of no thread: gloo's transfers) or "device".
-        number: of an operator; a kernel has that of the one that launched it.
+    On a GPU the host's waits for data and for other workers, and on any device communication, count only as far as no
+    computation hides them.
+
+    Args:
+        events: `torch.profiler.profile.events()`.
     """
-
-    name: str
-    start: int
-    end: int
-    thread: int = 0
-    place: str = "host"
-    number: int = 0
-
-
-def events_of(profiler: Any) -> list[Event]:
-    """Read what a stopped `torch.profiler.profile` has recorded."""
-    found = []
-    for event in profiler.profiler.kineto_results.events():
-        on_device = event.device_type().name != "CPU"
-        if on_device and event.is_user_annotation():  # a range of the host, drawn over its kernels
-            continue
-        place = "device" if on_device else "background" if event.is_async() else "host"
-        number = event.linked_correlation_id() if on_device else event.correlation_id()
-        end = event.start_ns() + event.duration_ns()
-        found.append(Event(event.name(), event.start_ns(), end, event.start_thread_id(), place, number))
-    return found
-
-
-def time_by_line(events: Iterable[Event]) -> dict[str, float]:
-    """Milliseconds of each of `LINES` between the beginning and the end of the range `STEPS`."""
-    by_place: dict[str, list[Event]] = {"host": [], "background": [], "device": []}
+    events = list(events)
+    steps = next(event for event in events if event.name == STEPS)
+    host, device = dict.fromkeys(LINES, 0.0), dict.fromkeys(LINES, 0.0)
     for event in events:
-        by_place[event.place].append(event)
-    steps = next(event for event in by_place["host"] if event.name == STEPS)
-    threads: dict[int, list[Event]] = {}
-    for event in by_place["host"]:
-        threads.setdefault(event.thread, []).append(event)
-    host = [Interval(e.start, e.end, label.line()) for e, label in _nested(threads[steps.thread])]
-    transfers = [
-        Interval(e.start, e.end, line) for e in by_place["background"] if (line := _own_line(e)) == COMMUNICATION
-    ]
-    kernels = _kernels(by_place["device"], threads.values())
-    time = Timeline(steps, [*host, *transfers, *kernels])
-    on_host, layers = time.paint(host), [time.paint(_last_first(transfers))]
-    if not kernels:
-        layers.append(on_host)
-    else:  # computing before communication, which it hides; without a kernel, the time that the host waits for others
-        waits = np.isin(on_host, [_CODES[DATA_WAIT], _CODES[COMMUNICATION]])
-        layers = [np.where(waits, on_host, np.where(on_host == _IDLE, layers[0], _IDLE))]
-        for hides in (False, True):
-            layers.append(time.paint(_last_first(k for k in kernels if (k.line != COMMUNICATION) == hides)))
-    return time.milliseconds(layers)
+        if event.device_type != DeviceType.CPU:
+            continue
+        for kernel in event.kernels:
+            device[_line_of(kernel.name, event)] += kernel.duration / 1000
+        if event.is_async:
+            if _line_of(event.name, None) == COMMUNICATION:
+                device[COMMUNICATION] += event.time_range.elapsed_us() / 1000
+        elif event.thread == steps.thread and _is_within(event, steps):
+            host[_line_of(event.name, event.cpu_parent)] += event.self_cpu_time_total / 1000
+    on_gpu = any(ms for line, ms in device.items() if line != COMMUNICATION)
+    computing = device if on_gpu else host
+    waits = {COMMUNICATION: host[COMMUNICATION] + device[COMMUNICATION], DATA_WAIT: host[DATA_WAIT]}
+    times = {line: ms for line, ms in computing.items() if line not in (*waits, "idle")}
+    left = steps.time_range.elapsed_us() / 1000 - sum(times.values())
+    for line, ms in waits.items():
+        times[line] = min(ms, max(left, 0.0))
+        left -= times[line]
+    return {**times, "idle": max(left, 0.0)}
+
+
+def _is_within(event: Any, steps: Any) -> bool:
+    return steps.time_range.start <= event.time_range.start and event.time_range.end <= steps.time_range.end
+
+
+def _line_of(name: str, parent: Any) -> str:
+    """Line of an operator or kernel inside `parent`, an operator or None."""
+    names = [name.removeprefix(_NODE)]
+    while parent is not None:
+        names.append(parent.name.removeprefix(_NODE))
+        parent = parent.cpu_parent
+    for line, pattern in _OWNERS:
+        if any(re.match(pattern, outer) for outer in names):
+            return line
+    for outer in names:
+        for line, pattern in _OPERATORS:
+            if re.match(pattern, outer):
+                return line
+    return "idle" if re.match(_RANGES, names[0]) else "other"
 
 
 def table(times: Mapping[str, float], num_steps: int, heading: str) -> str:
@@ -134,113 +124,6 @@ def table(times: Mapping[str, float], num_steps: int, heading: str) -> str:
     return "\n".join([heading, *lines])
 
 
-# ---- lines of events ------------------------------------------------------------------------------------------------
-def _compiled(rules: Sequence[tuple[str, str]]) -> list[tuple[str, re.Pattern[str]]]:
-    return [(line, re.compile(pattern)) for line, pattern in rules]
-
-
-_OWNER_PATTERNS, _OPERATOR_PATTERNS, _RANGE_PATTERN = _compiled(_OWNERS), _compiled(_OPERATORS), re.compile(_RANGES)
-_RANK = {line: rank for rank, (line, _) in enumerate(_OWNERS)}
-
-
-class _Label(NamedTuple):
-    """Lines that an event names for itself and for the events inside."""
-
-    owner: str | None
-    operator: str | None
-    is_range: bool
-
-    def line(self) -> str | None:
-        """The line of its own time."""
-        return self.owner or self.operator or (None if self.is_range else "other")
-
-    def inside(self, outer: _Label) -> _Label:
-        """The same event inside another one."""
-        owners = [owner for owner in (self.owner, outer.owner) if owner is not None]
-        owner = min(owners, key=_RANK.__getitem__, default=None)
-        return _Label(owner, self.operator or outer.operator, self.is_range)
-
-
-_LABELS: dict[str, _Label] = {}
-
-
-def _label(name: str) -> _Label:
-    if name not in _LABELS:
-        bare = name.removeprefix(_NODE)
-        owner, operator = (
-            next((line for line, pattern in rules if pattern.match(bare)), None)
-            for rules in (_OWNER_PATTERNS, _OPERATOR_PATTERNS)
-        )
-        _LABELS[name] = _Label(owner, operator, _RANGE_PATTERN.match(bare) is not None)
-    return _LABELS[name]
-
-
-def _own_line(event: Event) -> str | None:
-    return _label(event.name).line()
-
-
-def _nested(events: Iterable[Event]) -> Iterator[tuple[Event, _Label]]:
-    """Events of a thread with their labels, each after the ones around it, which it does not outlast."""
-    stack: list[tuple[int, _Label]] = []
-    for event in sorted(events, key=lambda e: (e.start, -e.end)):
-        while stack and stack[-1][0] <= event.start:
-            stack.pop()
-        label = _label(event.name)
-        if stack:
-            event, label = replace(event, end=min(event.end, stack[-1][0])), label.inside(stack[-1][1])
-        yield event, label
-        stack.append((event.end, label))
-
-
-def _kernels(kernels: Iterable[Event], threads: Iterable[Iterable[Event]]) -> list[Interval]:
-    """Kernels by the lines of the operators that launched them."""
-    launchers = {event.number: label for events in threads for event, label in _nested(events) if event.number}
-    found = []
-    for kernel in kernels:
-        label, outer = _label(kernel.name), launchers.get(kernel.number)
-        found.append(Interval(kernel.start, kernel.end, (label if outer is None else label.inside(outer)).line()))
-    return found
-
-
-# ---- intervals of time ----------------------------------------------------------------------------------------------
-class Interval(NamedTuple):
-    """`start` to `end` in ns, and the line of the table; None where there is nothing."""
-
-    start: int
-    end: int
-    line: str | None
-
-
-def _last_first(intervals: Iterable[Interval]) -> list[Interval]:
-    """Order of painting for overlapping intervals: the one that began first is painted last, and so is seen."""
-    return sorted(intervals, reverse=True)
-
-
-class Timeline:
-    """The traced steps, cut wherever an interval begins or ends."""
-
-    def __init__(self, steps: Event, intervals: Iterable[Interval]) -> None:
-        cuts = [time for interval in intervals for time in interval[:2]]
-        self._cuts = np.unique(np.clip([steps.start, steps.end, *cuts], steps.start, steps.end))
-
-    def paint(self, intervals: Iterable[Interval]) -> np.ndarray:
-        """Code of the line of each cut, of the last interval that covers it."""
-        codes = np.full(len(self._cuts) - 1, _IDLE)
-        for start, end, line in intervals:
-            first, last = np.searchsorted(self._cuts, (start, end))
-            codes[first:last] = _CODES.get(line, _IDLE)
-        return codes
-
-    def milliseconds(self, layers: Sequence[np.ndarray]) -> dict[str, float]:
-        """The time of each line, of layers that hide those before them."""
-        codes = np.full(len(self._cuts) - 1, _IDLE)
-        for layer in layers:
-            codes = np.where(layer == _IDLE, codes, layer)
-        total = np.bincount(codes, np.diff(self._cuts), len(LINES))
-        return {line: float(ns) / 1e6 for line, ns in zip(LINES, total, strict=True)}
-
-
-# ---- the callback ---------------------------------------------------------------------------------------------------
 class ProfileCallback:
     """A torch profiler trace of `num_steps` steps after step `start`, and a table of where their time went.
 
@@ -271,7 +154,7 @@ class ProfileCallback:
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / f"{name}_rank_{trainer.backend.rank}.json"
         self._profiler.export_chrome_trace(str(trace))
-        times = time_by_line(events_of(self._profiler))
+        times = time_by_line(self._profiler.events())
         self._profiler = None
         waits = trainer.backend.gather(times[DATA_WAIT] / num_steps)
         heading = f"where the time of steps {self.start + 1} to {self.stop} went, on rank 0 under the profiler:"

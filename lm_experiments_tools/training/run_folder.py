@@ -1,7 +1,7 @@
 """The run directory of a job: one folder shared by all machines, or one folder on each machine.
 
-Rank 0 writes everything but the log files of the other ranks, and chooses the checkpoint to resume from. So a folder
-on each machine is enough, as long as rank 0 stays on the machine of its folder.
+Rank 0 writes everything but the log files of the other ranks, and chooses the checkpoint to resume from. A folder on
+each machine is enough as long as rank 0 stays on the same machine.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,11 +35,17 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
             for all machines, and the run cannot do without.
     """
     # An elastic job changes its number of workers, and with it the global batch; its other settings stay.
-    workers = None if _is_elastic() else args.virtual_size(backend.world_size)
+    is_elastic = restart.is_elastic() or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    workers = None if is_elastic else args.virtual_size(backend.world_size)
     run = on_all(backend, lambda: claim_run(args, workers, once_more=once_more), only_main=True)
     folder = Path(args.model_path)
-    with _marked(folder, backend) as mark:
+    mark = folder / f".seen-{backend.broadcast(secrets.token_hex(6))}"  # a new name: network folders cache old ones
+    on_main(backend, mark.touch)
+    try:
         reports = backend.gather((platform.node(), mark.exists(), newest_step(folder)))
+    finally:
+        if backend.is_main:
+            mark.unlink(missing_ok=True)
     main, _, newest = reports[0]
     apart = {host: step for host, sees, step in reports if not sees}
     if not apart:
@@ -59,28 +63,6 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     if backend.is_main:
         _warn_once(folder, main, hosts)
     return run
-
-
-def _is_elastic() -> bool:
-    """True in a job whose launcher restarts it with other workers: elastic horovodrun, torchrun --max-restarts."""
-    return restart.is_elastic() or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-
-
-@contextmanager
-def _marked(folder: Path, backend: Backend) -> Iterator[Path]:
-    """A file that rank 0 has made in the folder, while the others look for it."""
-
-    def make() -> str:
-        mark = folder / f".seen-{secrets.token_hex(6)}"  # a new name, which no network file system remembers
-        mark.touch()
-        return mark.name
-
-    mark = folder / on_main(backend, make)
-    try:
-        yield mark
-    finally:
-        if backend.is_main:
-            mark.unlink(missing_ok=True)
 
 
 def newest_step(folder: Path) -> int:

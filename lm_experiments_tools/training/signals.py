@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C or a launcher's death: all workers learn of it at the same step, and save together."""
+"""SIGTERM, Ctrl-C or the launcher's death: all workers agree on a signal at the same step, and save together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StopSignals:
 
     @property
     def pending(self) -> list[int]:
-        """How often SIGTERM and SIGINT have come to this worker while entered; word of other hosts is a SIGTERM."""
+        """How often SIGTERM and SIGINT have come to this worker while entered; a change of hosts counts as SIGTERM."""
         if not self._entered:
             return [0, 0]
         if self._launcher is not None and os.getppid() != self._launcher:

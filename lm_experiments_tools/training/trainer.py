@@ -21,12 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends import guard
-from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.train_state import TrainState, failures_located
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError
-from lm_experiments_tools.tracking.run_directory import setup_logging
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
@@ -58,8 +55,6 @@ from lm_experiments_tools.training.signals import StopSignals
 from lm_experiments_tools.training.validation import validate
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from lm_experiments_tools.backends.backend import Backend, PendingStep
     from lm_experiments_tools.config.training import TrainerArgs
 
@@ -461,38 +456,3 @@ class TrainingLoop:
         """Write the last metrics of every split, and the memory, to `save_path`/metrics.json."""
         if save_path is not None and self.backend.is_main:
             save_metrics(Path(save_path) / "metrics.json", self.state.metrics)
-
-
-class Trainer(TrainingLoop):
-    """The trainer on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
-
-    def __init__(
-        self, args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, *others: Any, **options: Any
-    ) -> None:
-        from lm_experiments_tools.backends.horovod import HorovodBackend
-
-        guard.watch(args)
-        backend = HorovodBackend.from_args(args)
-        _show_progress(args, backend)
-        super().__init__(args, backend, model, optimizer, *others, **options)
-
-
-class TrainerAccelerate(TrainingLoop):
-    """The trainer on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
-
-    def __init__(
-        self, args: TrainerArgs, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None,
-        *others: Any, **options: Any,
-    ) -> None:  # fmt: skip
-        from lm_experiments_tools.backends.accelerate import AccelerateBackend
-
-        guard.watch(args)
-        backend = AccelerateBackend.from_accelerator(accelerator, args)
-        _show_progress(args, backend)
-        super().__init__(args, backend, model, optimizer, *others, **options)
-
-
-def _show_progress(args: TrainerArgs, backend: Backend) -> None:
-    """Log to the console and the run directory, as the scripts do, unless the program has handlers of its own."""
-    if all(getattr(handler, "set_up_by_run", False) for handler in logging.getLogger().handlers):
-        on_all(backend, lambda: setup_logging(args.model_path, backend.rank))

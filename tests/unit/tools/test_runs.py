@@ -11,7 +11,6 @@ import pytest
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.tools.compare import differences, read_run
 from lm_experiments_tools.tools.main import main
-from lm_experiments_tools.tracking.terminal import plot
 from run_t5_pretraining import main as pretrain
 from tests.helpers.runs import TINY, records, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -167,12 +166,3 @@ def test_states(copied):
     config = json.loads((a / "config.json").read_text())
     (a / "config.json").write_text(json.dumps({**config, "iters": 100}))
     assert read_run(a).state == "stopped"
-
-
-def test_plots():
-    lines = plot({"train": [(0, 0.0), (10, 10.0)]}, 30, 7, dots=False)
-    assert [line.split("|")[-1].index("*") for line in lines[:5]] == sorted(
-        (line.split("|")[-1].index("*") for line in lines[:5]), reverse=True
-    )
-    assert lines[0].split()[0] == "10" and lines[-1].split() == ["0", "10"]
-    assert plot({"train": [(1, 2.0)]}, 30, 8) and not plot({"train": []}, 30, 8)

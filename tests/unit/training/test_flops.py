@@ -194,33 +194,16 @@ def test_the_log_gives_the_share_of_the_peak(tmp_path):
     for line, tokens in zip(lines, (sum(sizes[:2]), sum(sizes[2:])), strict=True):
         done = line["mfu"] * line["seconds_per_step"] * 2 * 1e9
         assert done == pytest.approx(first * tokens / sizes[0])
-    assert not (tmp_path / "measured_peak.json").exists()
-
-
-def train_on_cpu(path, **settings):
-    loop = make_loop({"model_path": str(path), "log_interval": 1, **settings})
-    loop.train()
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return loop.meter, [r["mfu_measured"] for r in records if r["split"] == "train"]
-
-
-def test_a_measured_peak_stays_that_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(flops, "measured_peak", lambda device, dtype: 1e15)
-    meter, _ = train_on_cpu(tmp_path, iters=1)
-    monkeypatch.setattr(flops, "measured_peak", lambda device, dtype: 2e15)
-    assert meter.peak == train_on_cpu(tmp_path, iters=2)[0].peak == 1e15
-    (tmp_path / "measured_peak.json").write_text('{"another device": 1}')
-    assert train_on_cpu(tmp_path, iters=3)[0].peak == 2e15
-    (tmp_path / "measured_peak.json").write_text("{")
-    assert train_on_cpu(tmp_path, iters=4)[0].peak == 2e15
 
 
 def test_a_rate_above_the_measured_peak_is_the_peak_from_then_on(tmp_path, monkeypatch):
     """Other processes may have slowed the measurement down."""
     monkeypatch.setattr(flops, "measured_peak", lambda device, dtype: 1.0)
-    meter, shares = train_on_cpu(tmp_path, iters=3)
-    assert shares[0] == 1 and max(shares) == 1 and meter.peak > 1e6
-    assert json.loads((tmp_path / "measured_peak.json").read_text()) == {meter._device: meter.peak}
+    loop = make_loop({"model_path": str(tmp_path), "log_interval": 1, "iters": 3})
+    loop.train()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    fractions = [record["mfu_measured"] for record in records if record["split"] == "train"]
+    assert fractions[0] == 1 and max(fractions) == 1 and loop.meter.peak > 1e6
 
 
 def test_operations_before_a_restart_are_left_out():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lm_experiments_tools.training import peaks
+from lm_experiments_tools.training import flops as peaks
 
 BF16, FP16, FP32, TF32 = torch.bfloat16, torch.float16, torch.float32, "tf32"
 

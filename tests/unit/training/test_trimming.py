@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lm_experiments_tools.training.batches import position_lost
 from lm_experiments_tools.training.micro_batches import split_batch, used_widths
 from tests.helpers.toys import VOCABULARY_SIZE, tiny_t5
 
@@ -75,16 +74,6 @@ def test_losses_and_gradients_do_not_change():
         results.append((part.inputs["input_ids"].shape[1], loss, model.shared.weight.grad.clone()))
     assert [width for width, *_ in results] == [20, 12]
     torch.testing.assert_close(results[0][1:], results[1][1:])
-
-
-def test_a_lost_position_says_what_to_give():
-    assert "buckets of 8 rows" in position_lost("abc/bucket_rows=8", "abc/bucket_rows=4")
-    assert "give --bucket_rows 8" in position_lost("abc/bucket_rows=8", "abc/bucket_rows=4")
-    was_before = position_lost("abc/bucket_rows=8", "abc/mix_rows=8")
-    assert "buckets of 8 rows" in was_before and "mixed steps of 8" in was_before and "--bucket_rows 8" in was_before
-    assert "give --mix_rows 8" in position_lost("abc/mix_rows=8", "abc/mix_rows=4")
-    for then, now in (("abc/bucket_rows=8", "abd/bucket_rows=4"), ("abc", "abd"), (None, "abc"), ("abc", None)):
-        assert "--seed" in position_lost(then, now) and "_rows" not in position_lost(then, now)
 
 
 @pytest.mark.parametrize("labels", [torch.zeros(4, dtype=torch.long), torch.zeros(4, 3)])
