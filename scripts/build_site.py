@@ -12,6 +12,10 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository, where the package is not installed
+
+from scripts.flags_reference import flags_pages
+
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -51,7 +55,7 @@ def with_titles(text: str) -> str:
 
 
 def collect_pages(root: Path = ROOT, pages: Path = PAGES) -> None:
-    """Write every page of the site, and the pictures, to the folder `pages`, which is emptied first."""
+    """Write all pages, those of the flags included, and the pictures to the folder `pages`, which is emptied first."""
     shutil.rmtree(pages, ignore_errors=True)
     shutil.copytree(root / "docs", pages)
     tables, moved = (root / "benchmarks").glob("*.md"), (root / name for name in MOVED)
@@ -60,6 +64,8 @@ def collect_pages(root: Path = ROOT, pages: Path = PAGES) -> None:
         page = pages / str(page_of(name))
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(with_titles(with_site_links(path.read_text(encoding="utf-8"), name)), encoding="utf-8")
+    for name, text in flags_pages().items():
+        (pages / name).write_text(text, encoding="utf-8")
 
 
 def main() -> int:

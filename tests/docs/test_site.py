@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lm_experiments_tools.config.arguments import flags_of
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.tools.main import COMMANDS
 from scripts.build_site import MOVED, collect_pages, page_of, with_site_links
 from tests.helpers import ROOT
 
@@ -55,6 +60,24 @@ def test_names_of_the_reference_exist():
         for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), flags=re.M):
             module, _, last = name.rpartition(".")
             assert hasattr(importlib.import_module(module), last), name
+
+
+@pytest.mark.parametrize(
+    ("page", "args_class"),
+    [
+        ("flags_t5.md", T5PretrainingArgs),
+        ("flags_bert.md", BertPretrainingArgs),
+        ("flags_finetuning.md", FinetuningArgs),
+    ],
+)
+def test_reference_has_every_flag_of_a_script_once(pages, page, args_class):
+    rows = re.findall(r"^\| `--(\w+)` \| [^|]+ \| [^|]*\| [^|]+ \| [^|]+ \|$", (pages / page).read_text(), flags=re.M)
+    assert sorted(rows) == sorted([*flags_of(args_class), "config", "print_config"])
+
+
+def test_reference_has_every_command_of_lmtools(pages):
+    sections = re.findall(r"^## lmtools (\w+)$", (pages / "flags_lmtools.md").read_text(), flags=re.M)
+    assert sections == list(COMMANDS)
 
 
 def test_builds_without_a_warning_and_with_each_block_of_code():

@@ -1,6 +1,6 @@
 """Google's own test methods of t5 and seqio pass with our functions in place of those they were written for.
 
-Which methods cannot be pointed at ours, and why, is in docs/seqio.md.
+Which methods cannot be pointed at ours, and why, is in benchmarks/seqio.md.
 """
 
 import importlib.util

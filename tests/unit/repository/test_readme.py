@@ -87,10 +87,10 @@ def test_fine_tuning_command_runs_with_what_make_pretrain_installs(run, folder):
     assert json.loads((folder / "runs/summaries/metrics.json").read_text())
 
 
-def test_six_lines_run_with_what_make_pretrain_installs(run, folder):
+def test_python_of_fine_tuning_runs_with_what_make_pretrain_installs(run, folder):
     code = block("python", "tuner.train").replace("epochs=3", "epochs=1, optimize_metric='rougeL'")
-    (folder / "six_lines.py").write_text(code)
-    run(folder / "six_lines.py")
+    (folder / "fine_tuning.py").write_text(code)
+    run(folder / "fine_tuning.py")
     assert (folder / "summaries" / "config.json").exists()
 
 
