@@ -16,7 +16,7 @@ in given proportions are mixed document by document within each stream (mixed.py
 and padded; the next chunk begins with the next document, so nothing is dropped or read twice.
 
 `datasets.IterableDataset` is not used: its order depends on the number of workers, and its state restores no shuffle
-buffer (docs/log.md).
+buffer (benchmarks/log.md).
 """
 
 from __future__ import annotations
