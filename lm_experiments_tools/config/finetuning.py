@@ -154,7 +154,7 @@ class LengthArgs:
     bucket_rows: Annotated[int | None, COUNT, OF_LENGTHS] = None
     """Rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
     packing: Annotated[bool, NO_BLOCKS] = False
-    """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning.md."""
+    """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning_data.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ common divisor of W and V; where W divides V no two workers read the same docume
 Each stream starts its next epoch when its text is read, so there is no common epoch. Several texts are mixed document
 by document within each stream. The last example of a chunk is short and padded; the next chunk begins with
 the next document. `datasets.IterableDataset` is not used: its order depends on the number of workers, and its state
-restores no shuffle buffer (docs/log.md).
+restores no shuffle buffer (benchmarks/log.md).
 """
 
 from __future__ import annotations

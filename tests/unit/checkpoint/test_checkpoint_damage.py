@@ -1,7 +1,7 @@
 """Damaged checkpoints: each kind is named, and passed over or refused; what is read is what was saved, or nothing.
 
 `make damage` runs every kind on the newest, the newest two and all checkpoints of a run, and through the flags that
-start from a checkpoint, and prints the table of docs/reliability.md.
+start from a checkpoint, and prints the table of benchmarks/reliability.md.
 """
 
 from __future__ import annotations

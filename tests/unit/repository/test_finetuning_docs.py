@@ -1,4 +1,4 @@
-"""Tables, names and Python of docs/finetuning.md and examples/ are true, and the notebooks run."""
+"""Tables, names and Python of docs/finetuning*.md and examples/ are true, and the notebooks run."""
 
 import ast
 import re
@@ -14,7 +14,8 @@ from lm_experiments_tools.config.finetuning import LEARNING_RATES, FinetuningArg
 from lm_experiments_tools.metrics import METRICS, values_of
 from tests.helpers import ROOT
 
-PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").glob("finetuning*.md"))
+PAGE = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 YAML_FILES = sorted((ROOT / "examples").glob("finetune_*.yaml"))
 FLAGS = {field.name for field in fields(FinetuningArgs)}
@@ -44,6 +45,7 @@ def notebook_code(path: Path) -> str:
 
 
 def test_there_is_something_to_check():
+    assert len(PAGES) == 4
     assert len(blocks("python")) >= 3
     assert len(NOTEBOOKS) >= 2 and len(YAML_FILES) >= 4
 
@@ -56,7 +58,7 @@ def test_example_parses_and_says_nothing_twice(path):
 
 
 @pytest.mark.parametrize("source", [*blocks("python"), *NOTEBOOKS], ids=lambda s: getattr(s, "stem", "block"))
-def test_python_of_page_and_notebooks_names_settings_and_methods_that_exist(source):
+def test_python_of_pages_and_notebooks_names_settings_and_methods_that_exist(source):
     source = notebook_code(source) if isinstance(source, Path) else source
     for names in settings_of(source):
         assert names <= FLAGS
@@ -65,7 +67,7 @@ def test_python_of_page_and_notebooks_names_settings_and_methods_that_exist(sour
             assert hasattr(FineTuner, call.func.attr)
 
 
-def test_every_flag_that_the_page_names_exists():
+def test_every_flag_that_the_pages_name_exists():
     """In the text too; the flags of launchers and tools stand in code blocks alone."""
     prose = re.sub(r"^```.*?^```", "", PAGE, flags=re.M | re.S)
     named = set(re.findall(r"--([a-z][a-z_0-9]+)", prose))
@@ -73,7 +75,7 @@ def test_every_flag_that_the_page_names_exists():
     assert named <= FLAGS
 
 
-def test_tables_of_the_page_are_those_of_the_code():
+def test_tables_of_the_pages_are_those_of_the_code():
     rows = re.findall(r"^\| ((?:`\w+`(?: \*)?(?:, )?)+) \| (.*?) \| (.*?) \| .* \| (.*?) \|$", PAGE, flags=re.M)
     documented = {
         name: (mark == " *", {name} if values == "the same" else set(re.findall(r"\w+", values)), scale, tasks)
@@ -92,7 +94,7 @@ def test_tables_of_the_page_are_those_of_the_code():
     assert float(whole[2]) == LEARNING_RATES["encoder"] == LEARNING_RATES["decoder"]
 
 
-def test_links_of_the_page_lead_somewhere():
+def test_links_of_the_pages_lead_somewhere():
     for link in re.findall(r"\]\(([^)#:]+)\)", PAGE):
         assert (ROOT / "docs" / link).exists(), link
 

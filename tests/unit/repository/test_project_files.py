@@ -1,0 +1,51 @@
+"""Workflows, Dockerfile and dev container run make targets that exist; project files parse."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from tests.helpers import ROOT
+
+TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def make_targets(command: str) -> set[str]:
+    program, *targets = command.split()
+    assert program == "make"
+    return set(targets)
+
+
+def test_there_is_a_workflow_for_each_kind_of_check():
+    assert {path.stem for path in WORKFLOWS} == {"lint", "test", "nightly", "docs", "wheel"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_make_targets_and_nothing_else(path):
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands and set().union(*map(make_targets, commands)) <= TARGETS
+    assert workflow["permissions"] == {"contents": "read"}
+
+
+def test_containers_are_built_by_make():
+    commands = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    for command in [*commands, container["postCreateCommand"]]:
+        assert make_targets(command) <= TARGETS
+
+
+def test_citation_names_what_the_project_builds_on():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    titles = " ".join(reference["title"] for reference in citation["references"])
+    for name in ("t5-experiments", "nanoT5", "Text-to-Text Transformer", "DeepSpeed Sparse Attention"):
+        assert name in titles
+
+
+def test_links_of_project_files_lead_somewhere():
+    for path in (ROOT / "SECURITY.md", ROOT / "CODE_OF_CONDUCT.md", ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md"):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
+            assert (path.parent / link).exists(), link
