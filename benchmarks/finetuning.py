@@ -224,7 +224,7 @@ def run_ours(setting: Setting, variant: Variant) -> dict[str, Any]:
     from lm_experiments_tools.recipes.finetuning_data import finetuning_data
 
     args, origins = parse(FinetuningArgs, setting.flags(variant.flags))
-    args = args.resolved().without_epochs_beside_iters(origins)
+    args = args.resolved(origins)
     backend = get_backend(args)
     meter = Meter(setting.device)
     tokenizer = load_tokenizer(args)

@@ -205,7 +205,7 @@ def test_fingerprint_names_members_weights_and_blending():
         ([Numbers(0, 4)], {"weights": [float("nan")]}, "weight of dataset 0 is nan"),
         ([Numbers(0, 4)], {"maximum": 0.0}, "maximum of the mixture is 0.0"),
         ([Numbers(0, 4)], {"temperature": float("nan")}, "temperature of the mixture is nan"),
-        ([Numbers(0, 4)], {"temperature": 2, "blending": "megatron"}, "which blending megatron does not look at"),
+        ([Numbers(0, 4)], {"temperature": 2, "blending": "megatron"}, "needs --data_blending proportional"),
         ([Numbers(0, 4)], {"blending": "greedy"}, "blending 'greedy' does not exist"),
         ([Numbers(0, 4), Numbers(1, 4, position_ids=np.zeros((1, 2)))], {}, "do not go together: .* position_ids"),
     ],
