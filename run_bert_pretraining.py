@@ -27,7 +27,7 @@ from lm_experiments_tools.config.cli import SPEED, parse, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, settle=SPEED)
+    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 

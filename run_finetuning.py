@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     found: list[Source] = []
-    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found), settle=SPEED)
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found), resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 
         return show_run(args, origins)
     args.check_used()
-    args = args.resolved().without_epochs_beside_iters(origins)
+    args = args.resolved(origins)
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend

@@ -27,7 +27,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, settle=SPEED)
+    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 
@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.planning.finders import find_or_train
     from lm_experiments_tools.recipes import common, t5_data
-    from lm_experiments_tools.recipes.objectives import check_causality, check_model
     from lm_experiments_tools.recipes.report import WrittenExamples, filled_right, t5_examples, write_report
     from lm_experiments_tools.training.trainer import TrainingLoop
 
@@ -53,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = common.start_run(args, backend)
     sources = on_all(backend, sources)
     model_source = common.model_source(args, backend)
-    check_model(args, model_source, sources.vocabulary.size)  # before hours of tokenizing
+    t5_data.check_model(args, model_source, sources.vocabulary.size)  # before hours of tokenizing
     data = t5_data.pretraining_data(args, backend, sources, model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
-    check_causality(args, model)
+    t5_data.check_causality(args, model)
     loss = t5_data.pretraining_loss(args, backend, model)
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)

@@ -1,8 +1,4 @@
-"""Arguments of run_bert_pretraining.py: sentences made by megatron/preprocess_data.py, and what is asked of the model.
-
-As in training.py: a class that declares fields is a group of `--help`, the line under a field is its help text.
-Standard library only.
-"""
+"""Arguments of run_bert_pretraining.py: data of megatron/preprocess_data.py, objective. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,8 +9,7 @@ from lm_experiments_tools.config.flags import (
     HARMLESS,
     NOT_NEGATIVE,
     PART,
-    Range,
-    Unread,
+    Ignored,
     at_least,
     check_conflict,
     given_flags,
@@ -22,16 +17,11 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.objectives import MlmPositions
 from lm_experiments_tools.config.pretraining import MixtureArgs
-from lm_experiments_tools.config.training import ExperimentArgs
+from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
-_SENTENCE_LENGTH = Range(COUNT.holds, f"{COUNT.reason}, or none, which leaves out no document")
-_IGNORED = Unread(lambda args: False, "")  # reported, not refused
-_OF_PAIRS = needs("use_nsp", "{nsp} is about pairs of sentences, which --use_nsp 0 leaves out")
-_NO_TEXT = Unread(lambda args: True, "is for models that write text, and BERT only fills in masked tokens: drop it")
-_SHOWS_HELD_OUT_TEXT = Unread(
-    lambda args: args.valid_data_path is None, "shows masked words filled in on held-out text: give --valid_data_path"
-)
+_WITHOUT_EFFECT = Ignored(lambda args: False, "")  # accepted for scripts of t5-experiments, and reported
+_NO_TEXT = Ignored(lambda args: True, "is for models that write text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,32 +48,23 @@ class BertDataArgs:
     """Samples after which no further pass is added to an epoch. None: no limit."""
     data_impl: Literal["mmap", "lazy", "cached"] = "mmap"
     """Of the data files; mmap is the only one left."""
-    data_skip_warmup: Annotated[bool, _IGNORED] = False
+    data_skip_warmup: Annotated[bool, _WITHOUT_EFFECT] = False
     """For scripts of the ancestor, without effect: the data is never read ahead to warm it up."""
-    data_n_workers: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _IGNORED] = None
+    data_n_workers: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _WITHOUT_EFFECT] = None
     """For scripts of the ancestor, without effect: a thread makes batches faster than training uses them."""
 
     def check(self) -> None:
         check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
         if self.tokenizer is None and self.vocab_file is None:
-            raise UserError(
-                "no tokenizer is named: give the one that made the data, as --vocab_file vocab.txt or --tokenizer "
-                "FOLDER-OR-NAME."
-            )
+            raise UserError("no tokenizer is named: give the one that made the data, by --vocab_file or --tokenizer.")
         if not self.lower_case and self.vocab_file is None:
-            raise UserError(
-                "--no_lower_case says that --vocab_file is cased; a --tokenizer knows this of itself: leave out "
-                "--no_lower_case."
-            )
+            raise UserError("--no_lower_case is about --vocab_file; a --tokenizer knows its own case.")
         if self.data_impl != "mmap":
-            raise UserError(
-                f"--data_impl {self.data_impl} does not exist any more: the same .bin and .idx files are mapped into "
-                "memory, so leave it out."
-            )
+            raise UserError(f"--data_impl {self.data_impl} does not exist any more: files are memory-mapped.")
 
     def without_effect(self) -> list[str]:
         """Names of the flags in use that change nothing."""
-        return given_flags(self, _IGNORED)
+        return given_flags(self, _WITHOUT_EFFECT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +77,15 @@ class BertObjectiveArgs:
     """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
     short_seq_prob: Annotated[float, FRACTION] = 0.1
     """Fraction of samples that are shorter than --input_seq_len."""
-    max_sentence_length: Annotated[int | None, _SENTENCE_LENGTH] = None
+    max_sentence_length: Annotated[int | None, COUNT] = None
     """Leave out documents with a longer sentence, in tokens (Megatron's rule: 512). None: the sentence is cut to the
     sample."""
-    max_unread: Annotated[float, Range(FRACTION.holds, "it is a part of the tokens, from 0 to 1")] = 0.75
+    max_unread: Annotated[float, FRACTION] = 0.75
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
     data is refused; 1 allows all. `lmtools inspect pretrain-bert` prints it."""
     use_nsp: bool = True
     """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
-    nsp: Annotated[Literal["swap", "random"], _OF_PAIRS] = "swap"
+    nsp: Annotated[Literal["swap", "random"], needs("use_nsp")] = "swap"
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
     mlm_positions: MlmPositions = None
     """Tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's head
@@ -125,7 +106,7 @@ class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, MixtureArgs, BertDa
 
     model_cls: str = "transformers:BertForPreTraining"
     use_generate_on_valid: Annotated[bool, _NO_TEXT] = False
-    report: Annotated[bool, _SHOWS_HELD_OUT_TEXT] = False
+    report: Annotated[bool, VALIDATION] = False
 
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None

@@ -1,7 +1,7 @@
-"""Command line and YAML -> a frozen dataclass of arguments.
+"""Command line and YAML files to a frozen dataclass of arguments.
 
-One function reads the values of both, each by the type of its field: `lr: 1e-4` is a number. The last place that sets
-a flag wins, and is kept for error messages. Anything a user can fix raises UserError with one sentence.
+Values are read by the type of their field, so that `lr: 1e-4` is a number. The last place that sets a flag wins and is
+recorded as its origin.
 """
 
 import contextlib
@@ -14,17 +14,15 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
 from lm_experiments_tools.config import restart
-from lm_experiments_tools.config.arguments import NULL_WORDS, Flag, describe, flags_of
-from lm_experiments_tools.config.flags import help_groups
-from lm_experiments_tools.config.help import help_text, help_topic
+from lm_experiments_tools.config.flags import NULL_WORDS, Flag, describe, flags_of, help_groups
+from lm_experiments_tools.config.help import help_text, help_topic, suggestion
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
-from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
 from lm_experiments_tools.names import resolve_name
 
@@ -34,13 +32,12 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 BASE = "base"  # in YAML: the files that this one changes
 _BASE = Flag(BASE, tuple[str, ...], (), object)
-EMPTY: Mapping[str, str] = types.MappingProxyType({})
-SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `settle` of the scripts: a name, as it imports torch
+SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `resolve` of the scripts: a name, because it imports torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigArgs:
-    """Settings from files; the command line beats them, and they beat the defaults."""
+    """Settings from files: they override the defaults, and the command line overrides them."""
 
     config: tuple[str, ...] = ()
     """YAML file of settings, one `name: value` a line; may be repeated, the later file wins. `base: FILE` in it, or a
@@ -50,7 +47,7 @@ class ConfigArgs:
 
 
 class Setting(NamedTuple):
-    """A value, and where it was written."""
+    """A value and its origin."""
 
     value: Any
     origin: str
@@ -62,7 +59,7 @@ def parse(
     description: str | None = None,
     inherit: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, str]]] | None = None,
     program: str | None = None,
-    settle: str | None = None,
+    resolve: str | None = None,
 ) -> tuple[Args, dict[str, str]]:
     """Build `args_class` from the command line and the YAML files it names.
 
@@ -70,47 +67,47 @@ def parse(
         args_class: flat dataclass whose base classes are the groups of `--help` (see `flags.help_groups`).
         argv: arguments without the program's name; `sys.argv[1:]` by default.
         description: first paragraph of `--help`.
-        inherit: {name: (value, origin)} of settings that follow from those that are given, and beat the defaults.
-        program: what `--help` says is used; the script's name by default.
-        settle: module:name of a function of arguments and origins that returns them with what the run would choose by
-            itself; called for `--print_config` alone, because it may need torch.
+        inherit: {name: (value, origin)} of settings that follow from the given ones and override the defaults.
+        program: program name for `--help`; the script's by default.
+        resolve: module:name of a function of arguments and origins that fills in what a run chooses by itself; called
+            only for `--print_config`, because it may need torch.
 
     Returns:
-        The arguments, and for each field where its value was written: "default", "FILE line N", "command line" or the
-        origin that `inherit` gave.
+        The arguments, and the origin of each field: "default", "FILE line N", "command line" or one from `inherit`.
 
     Raises:
-        UserError: an unknown name, a value of the wrong type, a required one that is missing, or flags in conflict.
+        UserError: an unknown name, a value of the wrong type, a missing required flag, or flags in conflict.
         SystemExit: code 0, after `--help` or `--print_config`.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if (topic := help_topic(argv)) is not None:
-        with _reader_may_leave():
-            program = program or os.path.basename(sys.argv[0])
-            print(help_text(args_class, ConfigArgs, topic, description, program), flush=True)
+        program = program or os.path.basename(sys.argv[0])
+        _print(help_text(args_class, ConfigArgs, topic, description, program))
         sys.exit(0)
     flags = flags_of(args_class)
     written = _read_command_line(argv, flags | flags_of(ConfigArgs))
-    settings = _settings(written, flags)
-    values = {name: setting.value for name, setting in settings.items()}
-    for name, (value, origin) in (inherit(values) if inherit else {}).items():
-        values[name], settings[name] = value, Setting(value, origin)
+    settings: dict[str, Setting] = {}
+    for path in written.get("config", ()):
+        settings |= _read_yaml(path, flags)
+    settings |= {name: Setting(value, COMMAND_LINE) for name, value in written.items() if name in flags}
+    for name, flag in flags.items():
+        if flag.default is dataclasses.MISSING and name not in settings:
+            raise UserError(f"--{name} is missing: --help says what it takes.")
+    if inherit:
+        settings |= {n: Setting(*found) for n, found in inherit({n: s.value for n, s in settings.items()}).items()}
     try:
-        args = args_class(**values)
+        args = args_class(**{name: setting.value for name, setting in settings.items()})
     except UserError as error:
         raise UserError(_with_origins(str(error), settings)) from None
     origins = {name: settings[name].origin if name in settings else DEFAULT for name in flags}
     if written.get("print_config"):
-        if settle is not None:
-            args, origins = resolve_name(settle)(args, origins)
-        with _reader_may_leave():
-            print(to_yaml(args, origins), end="", flush=True)
+        if resolve is not None:
+            args, origins = resolve_name(resolve)(args, origins)
+        _print(to_yaml(args, origins), end="")
         sys.exit(0)
-    is_run = sys.excepthook is _report_crash and hasattr(args, "model_path")  # `run_main` runs, and trains
+    is_run = sys.excepthook is _report_crash and hasattr(args, "model_path")  # a training script under `run_main`
     if is_run and "torch" not in sys.modules and launcher_rank() == 0:
-        # seconds of silence would follow; on stdout, because a refusal is the one line of stderr
-        with _reader_may_leave():
-            print("settings are read; loading torch", flush=True)
+        _print("settings are read; loading torch")  # which takes seconds; on stdout: stderr is for errors
     return args, origins
 
 
@@ -196,28 +193,16 @@ def _where(error: BaseException) -> str:
     return f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
 
 
-@contextlib.contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """`--help | head` is no error."""
+def _print(text: str, end: str = "\n") -> None:
+    """Print to stdout; a reader that leaves early, as in `--help | head`, is no error."""
     try:
-        yield
+        print(text, end=end, flush=True)
     except BrokenPipeError:
-        # what is still buffered would fail once more when the interpreter closes stdout
+        # the rest of the buffer would fail once more when the interpreter closes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _settings(written: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Setting]:
-    """The settings of a command line and of the files that its `--config` names."""
-    settings: dict[str, Setting] = {}
-    for path in written.get("config", ()):
-        settings |= _read_yaml(path, flags)
-    settings |= {name: Setting(value, COMMAND_LINE) for name, value in written.items() if name in flags}
-    for name, flag in flags.items():
-        if flag.default is dataclasses.MISSING and name not in settings:
-            raise UserError(f"--{name} is missing: --help says what it takes.")
-    return settings
-
-
+# ---- command line ---------------------------------------------------------------------------------------------------
 def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
     """The values of a command line by flag; the last value of a repeated flag wins, except for `--config`."""
     given: dict[str, Any] = {}
@@ -227,8 +212,12 @@ def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[s
         word = rest.pop(0)
         written, equals, attached = word.partition("=")
         if not written.startswith("--") or written == "--":
-            raise UserError(_not_a_flag(word, flags))
-        flag, is_negated = _named(written[2:], flags)
+            hint = suggestion(written, flags, prefix="--") if written.strip("-") and word.startswith("-") else ""
+            raise UserError(f"{word!r} belongs to no flag; flags begin with two dashes{hint or ' (see --help).'}")
+        name = written[2:].replace("-", "_")
+        positive = flags.get(name.removeprefix("no_"))
+        is_negated = name not in flags and positive is not None and positive.annotation is bool
+        flag = positive if is_negated else flags.get(name)
         words = [attached] if equals else _take_values(rest, several=flag is None or flag.is_list)
         if flag is None:
             unknown.append(f"{written}{suggestion(written, flags, prefix='--')}")
@@ -241,23 +230,13 @@ def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[s
             values = tuple(flag.read(text) for text in words)
         except ValueError as error:
             raise UserError(f"{written} {error}.") from None
-        before = given.get("config", ()) if flag.name == "config" else ()
         if flag.is_list:
-            given[flag.name] = (*before, *values)
+            given[flag.name] = (*given.get("config", ()), *values) if flag.name == "config" else values
         else:
             given[flag.name] = not values[0] if is_negated else values[0]
     if unknown:
         raise UserError(f"unknown flag{'s' * (len(unknown) > 1)} {' '.join(unknown)}")
     return given
-
-
-def _named(written: str, flags: Mapping[str, Flag]) -> tuple[Flag | None, bool]:
-    """The flag of a name, in which dashes stand for underscores, and True if `no_` negates a boolean."""
-    name = written.replace("-", "_")
-    positive = flags.get(name.removeprefix("no_"))
-    if name not in flags and positive is not None and positive.annotation is bool:
-        return positive, True
-    return flags.get(name), False
 
 
 def _take_values(rest: list[str], several: bool) -> list[str]:
@@ -268,70 +247,59 @@ def _take_values(rest: list[str], several: bool) -> list[str]:
     return taken
 
 
-def _not_a_flag(word: str, flags: Mapping[str, Flag]) -> str:
-    if word.startswith("-") and word.strip("-"):
-        flag = "-" + word.partition("=")[0].lstrip("-")
-        return f"{flag} begins with one dash, flags with two{suggestion(flag, flags, prefix='--')}"
-    return f"{word!r} belongs to no flag: every value follows a --flag, one value each (see --help)."
-
-
-def _read_yaml(path: str, flags: Mapping[str, Flag], trail: Mapping[str, str] = EMPTY) -> dict[str, Setting]:
-    """The settings of one YAML file.
+# ---- YAML -----------------------------------------------------------------------------------------------------------
+def _read_yaml(
+    path: str, flags: Mapping[str, Flag], origin: str = "", above: Sequence[str] = ()
+) -> dict[str, Setting]:
+    """The settings of one YAML file over those of its `base`.
 
     Args:
-        trail: the files whose `base` led here, each with the line that names the next one.
+        origin: the line whose `base` names this file.
+        above: the files whose `base` led here.
     """
-    root = _compose(path, f"{list(trail.values())[-1]}: base {path}" if trail else f"--config {path}")
+    called = f"{origin}: base {path}" if origin else f"--config {path}"
+    if os.path.realpath(path) in above:
+        raise UserError(f"{called} leads back to itself.")
     inherited: dict[str, Setting] = {}
     settings: dict[str, Setting] = {}
-    for key, value in root.value if root is not None else ():
+    for key, value in _yaml_items(path, called):
         origin = f"{path} line {key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode):
-            raise UserError(f"{origin}: a setting's name cannot be {_kind(key)}.")
-        name = key.value.replace("-", "_")
+        name = str(key.value).replace("-", "_")
         flag = _BASE if name == BASE else flags.get(name)
         if flag is None:
-            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(key.value, flags)}")
+            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(name, flags)}")
         if name in settings:
-            raise UserError(f"{origin}: {name} is set a second time, it stands in {settings[name].origin} already.")
+            raise UserError(f"{origin}: {name} is set a second time, after {settings[name].origin}.")
         settings[name] = Setting(_yaml_value(flag, value, origin), origin)
-    if BASE in settings:
-        names, origin = settings.pop(BASE)
-        trail = {**trail, os.path.realpath(path): origin}
-        for name in names:
-            base = os.path.normpath(os.path.join(os.path.dirname(path), name))
-            if os.path.realpath(base) in trail:
-                raise UserError(f"{origin}: base {base} leads back to itself, by {', then '.join(trail.values())}.")
-            inherited |= _read_yaml(base, flags, trail)
+    names, origin = settings.pop(BASE, Setting((), ""))
+    for name in names:
+        base = os.path.normpath(os.path.join(os.path.dirname(path), name))
+        inherited |= _read_yaml(base, flags, origin, [*above, os.path.realpath(path)])
     return inherited | settings
 
 
-def _compose(path: str, said: str) -> yaml.MappingNode | None:
-    """The top of a YAML file, None if it is empty. Errors begin with `said`."""
+def _yaml_items(path: str, called: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Keys and values of a YAML file as nodes, which know their line. Error messages begin with `called`."""
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.BaseLoader)
     except OSError as error:
-        raise UserError(f"{said} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{said} is not UTF-8 text (byte {error.start}).") from None
+        raise UserError(f"{called} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{called} is not UTF-8 text.") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        problem = " ".join(str(getattr(error, "problem", None) or "not readable").split())
-        raise UserError(f"{said}{where} is not valid YAML: {problem}.") from None
+        raise UserError(f"{called} is not valid YAML: {' '.join(str(error).split())}.") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{said} must hold lines of `name: value`, but it holds {_kind(root)}.")
-    return root
+        raise UserError(f"{called} must hold lines of `name: value`.")
+    return [] if root is None else root.value
 
 
 def _yaml_value(flag: Flag, node: yaml.Node, origin: str) -> Any:
     items = node.value if isinstance(node, yaml.SequenceNode) and flag.is_list else [node]
-    for item in items:
-        if not isinstance(item, yaml.ScalarNode):
-            raise UserError(f"{origin}: {flag.name} is {_kind(item)}, but it takes {describe(flag.annotation)}.")
+    if not all(isinstance(item, yaml.ScalarNode) for item in items):
+        raise UserError(f"{origin}: {flag.name} takes {describe(flag.annotation)}, not a {node.id}.")
     if items == [node] and node.style is None and node.value.lower() in NULL_WORDS:
-        if not flag.takes_none:
+        if type(None) not in typing.get_args(flag.annotation):
             raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
         return None
     try:
@@ -341,16 +309,12 @@ def _yaml_value(flag: Flag, node: yaml.Node, origin: str) -> Any:
     return values if flag.is_list else values[0]
 
 
-def _kind(node: yaml.Node) -> str:
-    return {yaml.MappingNode: "a mapping", yaml.SequenceNode: "a list"}.get(type(node), "a single value")
-
-
-def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
-    """Add where the flags a conflict names were written, unless all stand on the command line."""
-    words = {word.strip(",.:;()").removeprefix("--") for word in sentence.split() if word.startswith("--")}
-    from_files = sorted(
+def _with_origins(message: str, settings: Mapping[str, Setting]) -> str:
+    """Add the origin of each flag that an error message names, unless it is the command line."""
+    words = {word.strip(",.:;()").removeprefix("--") for word in message.split() if word.startswith("--")}
+    from_files = [
         f"{name} is set in {settings[name].origin}"
-        for name in words & settings.keys()
+        for name in sorted(words & settings.keys())
         if settings[name].origin != COMMAND_LINE
-    )
-    return f"{sentence.removesuffix('.')} ({'; '.join(from_files)})." if from_files else sentence
+    ]
+    return f"{message.removesuffix('.')} ({'; '.join(from_files)})." if from_files else message

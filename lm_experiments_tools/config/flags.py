@@ -1,40 +1,38 @@
-"""Notes on flags, which stand in the type of a field, and the one check that reads them.
+"""Flags as fields of a dataclass: their types, defaults and help texts, and the rules in their annotations.
 
-    log_interval: Annotated[int, HARMLESS, COUNT] = 10                     a resumed run may change it; from 1 on
-    min_loss_scale: Annotated[float | None, needs("fp16")] = None          refused where --fp16 is not given
+    log_interval: Annotated[int, HARMLESS, COUNT] = 10                     a resumed run may change it; at least 1
+    min_loss_scale: Annotated[float | None, needs("fp16")] = None          refused without --fp16
 
-`Annotated` and not the metadata of `dataclasses.field`, because argparse gets the latter from `HfArgumentParser`, and
-refuses keys that it does not know. Standard library only.
+`Annotated` instead of the metadata of `dataclasses.field`, which `HfArgumentParser` hands to argparse. Standard
+library only.
 """
 
+import ast
 import dataclasses
 import functools
 import inspect
 import math
+import textwrap
+import types
+import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, get_type_hints
+from itertools import pairwise
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from lm_experiments_tools.errors import UserError
 
 Rule = TypeVar("Rule")
-_ALWAYS_TOLD = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed")
-
-
-class Harmless:
-    """A resumed run may change the flag: it alters neither the model, nor the data, nor the updates made so far."""
-
-
-HARMLESS = Harmless()
+HARMLESS = "harmless"  # a resumed run may change the flag: it alters neither model, data nor the updates made so far
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
+NULL_WORDS = ("null", "none", "~", "")
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+_ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that a flag may have besides None; NaN and infinity are never among them.
-
-    Attributes:
-        holds: True of a value in the range.
-        reason: the end of a sentence that refuses another one, with the flag's {default}.
-    """
+    """Values that a flag may have besides None; never NaN or infinity. `reason` says which, with {default}."""
 
     holds: Callable[[Any], bool]
     reason: str
@@ -48,19 +46,18 @@ def at_least(minimum: float) -> Range:
 COUNT, NOT_NEGATIVE = at_least(1), at_least(0)
 POSITIVE = Range(lambda value: value > 0, "it must be above 0 and finite")
 PART = Range(lambda value: 0 < value < 1, "it must lie between 0 and 1, for example {default}")
-FRACTION = Range(lambda value: 0 <= value <= 1, "it is a fraction, from 0 to 1")
+FRACTION = Range(lambda value: 0 <= value <= 1, "it must be a fraction, from 0 to 1")
 DROPOUT = Range(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unread:
-    """A flag that has no effect beside some others: given all the same, it is refused.
+class Ignored:
+    """A flag that has no effect next to some others, and is refused there.
 
     Attributes:
-        when: True of arguments that do not read the flag.
-        reason: the sentence from the flag on, with {flag} and any argument in braces.
-        in_run: True for a flag that only a run of these arguments does not read: `check_used` refuses it, and
-            `FineTuner`, which may read it later, accepts it.
+        when: True of arguments that ignore the flag.
+        reason: the error message after the flag's name, with {flag} and any argument in braces.
+        in_run: `check_used` refuses the flag, but `FineTuner`, which may read it later, accepts it.
     """
 
     when: Callable[[Any], bool]
@@ -68,34 +65,125 @@ class Unread:
     in_run: bool = False
 
 
-def needs(other: str, reason: str | None = None) -> Unread:
-    """`Unread` without the flag `other`."""
-    reason = reason or f"is about --{other}, which is not given: add it, or leave --{{flag}} out"
-    return Unread(lambda args: not getattr(args, other), reason)
+def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
+    """`Ignored` without `flag`, or with another of its values than these."""
+    if values:
+        return Ignored(
+            lambda args: getattr(args, flag) not in values,
+            reason or f"needs --{flag} {' or '.join(values)}, and --{flag} is {{{flag}}}",
+        )
+    return Ignored(lambda args: not getattr(args, flag), reason or f"needs --{flag}, which is not given")
 
 
-def only(other: str, *values: str, reason: str | None = None) -> Unread:
-    """`Unread` where the flag `other` has none of these values."""
-    mend = f"add --{other} {values[0]}, or leave --{{flag}} out" if len(values) == 1 else "leave it out"
-    reason = reason or f"is read by --{other} {', '.join(values)} alone, and --{other} is {{{other}}}: {mend}"
-    return Unread(lambda args: getattr(args, other) not in values, reason)
+only = needs
 
 
-@functools.cache
-def notes_of(args_class: type) -> dict[str, tuple[Any, ...]]:
-    """The notes on each flag: those of the class that declares it, then those of classes below that repeat it."""
-    notes: dict[str, tuple[Any, ...]] = {}
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A field of a dataclass of arguments, as a flag.
+
+    Attributes:
+        annotation: bool, int, float, str, a Literal, one of these or None, or a tuple of any number of one of these.
+        default: `dataclasses.MISSING` if the flag is required.
+        group: the class that declares the field, for `--help`.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    group: type
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.annotation) is tuple
+
+    def read(self, text: str) -> Any:
+        """The value of a text; of a list, the value of one item. Raises ValueError."""
+        item = typing.get_args(self.annotation)[0] if self.is_list else self.annotation
+        try:
+            return _value(text, item)
+        except ValueError:
+            raise ValueError(f"takes {describe(self.annotation)}, not {text!r}") from None
+
+
+def _value(text: str, annotation: Any) -> Any:
+    options = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return options[list(map(str, options)).index(text)]
+    if type(None) in options:
+        (kind,) = (option for option in options if option is not type(None))
+        is_null = text == "None" if kind is str else text.lower() in NULL_WORDS
+        return None if is_null else _value(text, kind)
+    if annotation is bool:
+        return (*FALSE_WORDS, *TRUE_WORDS).index(text.lower()) >= len(FALSE_WORDS)
+    return annotation(text)
+
+
+def describe(annotation: Any) -> str:
+    """A type in words."""
+    options = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, options))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(map(describe, options))
+    if typing.get_origin(annotation) is tuple:
+        return f"a list, each {describe(options[0])}"
+    return _TYPE_NAMES[annotation]
+
+
+def help_groups(args_class: type) -> list[type]:
+    """The dataclasses that declare the fields of `args_class`, in the order of its fields.
+
+    A subclass may repeat a field to change its default; a new field belongs in a group of its own.
+    """
+    bases = [cls for cls in reversed(args_class.__mro__) if inspect.get_annotations(cls)]
+    return [cls for cls in bases if not any(issubclass(cls, other) for other in bases if other is not cls)]
+
+
+def flags_of(*args_classes: type) -> dict[str, Flag]:
+    """The flags of dataclasses by name, group after group."""
+    flags = {}
+    for args_class in args_classes:
+        types_by_name = get_type_hints(args_class)
+        group_of = {name: group for group in help_groups(args_class) for name in inspect.get_annotations(group)}
+        for field in dataclasses.fields(args_class):
+            group = group_of.get(field.name, args_class)
+            flags[field.name] = Flag(field.name, types_by_name[field.name], field.default, group)
+    return flags
+
+
+def help_texts(args_class: type) -> dict[str, str]:
+    """The string under each field in the source of its class, on one line; else the `help` of the field's metadata."""
+    texts = {field.name: field.metadata.get("help", "") for field in dataclasses.fields(args_class)}
     for cls in reversed(args_class.__mro__):
-        own = inspect.get_annotations(cls)
-        types = get_type_hints(cls, include_extras=True) if own else {}  # annotations may be text
-        for name in own:
-            notes[name] = notes.get(name, ()) + getattr(types[name], "__metadata__", ())
-    return notes
+        if not inspect.get_annotations(cls):
+            continue
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):  # a class made at run time
+            continue
+        for field, text in pairwise(ast.parse(textwrap.dedent(source)).body[0].body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[field.target.id] = " ".join(text.value.value.split())
+    return texts
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+@functools.cache
+def rules_of(args_class: type) -> dict[str, tuple[Any, ...]]:
+    """The rules of each flag: those of the class that declares it, then those of subclasses that repeat it."""
+    rules: dict[str, tuple[Any, ...]] = {}
+    for cls in reversed(args_class.__mro__):
+        declared = inspect.get_annotations(cls)
+        hints = get_type_hints(cls, include_extras=True) if declared else {}  # annotations may be text
+        for name in declared:
+            rules[name] = rules.get(name, ()) + getattr(hints[name], "__metadata__", ())
+    return rules
 
 
 def harmless_flags(args_class: type) -> frozenset[str]:
     """Names of the flags that a resumed run may change."""
-    return frozenset(name for name, notes in notes_of(args_class).items() if HARMLESS in notes)
+    return frozenset(name for name, rules in rules_of(args_class).items() if HARMLESS in rules)
 
 
 def is_given(args: object, flag: str) -> bool:
@@ -103,36 +191,32 @@ def is_given(args: object, flag: str) -> bool:
     return getattr(args, flag) != getattr(type(args), flag, dataclasses.MISSING)
 
 
-def given_flags(args: object, *rules: Unread) -> list[str]:
-    """Names of the flags in use that one of `rules` is about."""
-    notes = notes_of(type(args))
-    return [name for name in notes if any(rule in notes[name] for rule in rules) and is_given(args, name)]
+def given_flags(args: object, *rules: Ignored) -> list[str]:
+    """Names of the flags in use that have one of `rules`."""
+    found = rules_of(type(args))
+    return [name for name in found if any(rule in found[name] for rule in rules) and is_given(args, name)]
 
 
 def telling_settings(args: object) -> dict[str, Any]:
-    """The settings that tell one run from another: a few that always do, then those that are not as by default."""
-    always = [name for name in _ALWAYS_TOLD if hasattr(args, name)]
+    """The settings that distinguish runs: a few that are always shown, then those that differ from the default."""
+    always = [name for name in _ALWAYS_SHOWN if hasattr(args, name)]
     given = [field.name for field in dataclasses.fields(args) if is_given(args, field.name)]
     return {name: getattr(args, name) for name in dict.fromkeys([*always, *given])}
 
 
-def refuse_unread(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:
-    """Refuse flags that are given and have no effect.
+def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:
+    """Refuse flags of `groups` (default: all) that are given and ignored. Raises UserError.
 
     Args:
-        groups: the classes whose flags are looked at; all by default.
-        in_run: look at the rules about a run alone, instead of the others.
-
-    Raises:
-        UserError: a flag without effect, and why.
+        in_run: apply only the rules that concern a run of the script.
     """
-    for name, rule in _rules(args, groups, Unread):
+    for name, rule in _rules(args, groups, Ignored):
         if rule.in_run == in_run and is_given(args, name) and rule.when(args):
             raise UserError(f"--{name} {rule.reason.format(flag=name, **vars(args))}.")
 
 
 def check_groups(args: Any, groups: Sequence[type]) -> None:
-    """Check each flag of these groups by itself, then beside the others, then that it has an effect.
+    """Check the range of each flag of these groups, then the groups' own `check`, then that no flag is ignored.
 
     Raises:
         UserError: a value out of range, or flags in conflict.
@@ -144,23 +228,13 @@ def check_groups(args: Any, groups: Sequence[type]) -> None:
     for group in groups:
         if "check" in vars(group):
             group.check(args)
-    refuse_unread(args, groups)
+    refuse_ignored(args, groups)
 
 
 def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Iterator[tuple[str, Rule]]:
-    """The notes of one kind on the flags of some classes."""
-    of_groups = {name for group in groups or type(args).__mro__ for name in inspect.get_annotations(group)}
-    for name, notes in notes_of(type(args)).items():
-        yield from ((name, note) for note in notes if name in of_groups and isinstance(note, kind))
-
-
-def help_groups(args_class: type) -> list[type]:
-    """The dataclasses that declare the fields of `args_class`, in the order of its fields.
-
-    A class lower down may repeat a field to change its default; a new field belongs in a group of its own.
-    """
-    bases = [cls for cls in reversed(args_class.__mro__) if inspect.get_annotations(cls)]
-    return [cls for cls in bases if not any(issubclass(cls, other) for other in bases if other is not cls)]
+    names = {name for group in groups or type(args).__mro__ for name in inspect.get_annotations(group)}
+    for name, rules in rules_of(type(args)).items():
+        yield from ((name, rule) for rule in rules if name in names and isinstance(rule, kind))
 
 
 def check_minimum(args: object, minimum: float, *flags: str) -> None:

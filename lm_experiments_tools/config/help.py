@@ -1,10 +1,8 @@
-"""The text of `--help`: the flags that matter, all of them, or one group, each with its unit and default.
+"""The text of `--help`, and suggestions for flags that do not exist. Standard library only.
 
-    --help             some twenty flags, by group
-    --help all         every flag
-    --help optimizer   one group; a flag's name shows the group that it is in
-
-A program of few flags shows them all. Standard library only.
+--help             some twenty flags, by group
+--help all         every flag
+--help optimizer   one group; a flag's name shows its group
 """
 
 import argparse
@@ -15,13 +13,13 @@ import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from lm_experiments_tools.config.arguments import Flag, flags_of, help_texts
+from lm_experiments_tools.config.flags import Flag, flags_of, help_texts
 from lm_experiments_tools.errors import UserError
 
 ALL = "all"
-_FEW = 30  # flags of a program that can be read at once
+_FEW = 30  # a program with no more flags shows them all
 # What nearly every run sets; `--help` shows those that a script has.
 ESSENTIAL = frozenset(
     """
@@ -30,49 +28,81 @@ ESSENTIAL = frozenset(
     gradient_accumulation_steps log_interval valid_interval save_interval resume config print_config
     """.split()
 )
-_FLAGS_OF_UNITS = {
-    "updates": "iters num_warmup_steps num_training_steps log_interval valid_interval save_interval profile "
-    "profile_after log_norms log_maxima max_skipped_updates find_lr",
-    "tokens": "input_seq_len target_seq_len mean_noise_span_length max_sentence_length max_new_tokens min_new_tokens "
-    "no_repeat_ngram_size pad_to_multiple_of num_virtual_tokens top_k",
-    "examples": "batch_size eval_batch_size valid_samples test_samples max_train_samples max_instances_per_task "
-    "max_instances_per_eval_task show_valid_examples data_maximum num_pos_examples num_neg_examples data_n_samples",
-    "micro_batches": "gradient_accumulation_steps",
-    "rows": "bucket_rows mix_rows",
-    "lines": "max_bad_lines",
-    "epochs": "epochs data_n_epochs",
-    "workers": "virtual_ranks",
-    "seconds": "stall_timeout",
-    "checkpoints": "keep_checkpoints",
-    "validations": "early_stopping_patience lr_drop_patience lr_drop_cooldown",
-    "words": "max_ngram",
-    "processes": "data_n_workers",
-    "streams": "streams",
-    "beams": "num_beams",
-    "prompts": "num_prompts",
-    "rank": "lora_r",
-    "rate": "lr lr_drop_min_lr lr_drop_eps find_lr_min find_lr_max",
-    "fraction": "dropout_rate lora_dropout noise_density mlm_prob mlm_probability short_seq_prob max_unread "
-    "lr_min_ratio thresholds top_p",
-    "factor": "lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "
-    "data_temperature",
-    "norm": "clip_grad_norm",
-    "magnitude": "clip_grad_value",
-    "scale": "min_loss_scale max_loss_scale",
-    "weight": "data_weights",
-    "teraflops_a_second": "peak_tflops",
-    "number": "seed",
+# Names that other programs have for our flags; a script takes the first flag that it has.
+SYNONYMS = {
+    "batch_size": "micro_batch_size per_device_train_batch_size train_batch_size",
+    "bucket_rows": "group_by_length",
+    "clip_grad_norm": "grad_clip max_grad_norm",
+    "compile": "torch_compile",
+    "data_path": "dataset_name train_data train_file",
+    "epochs": "num_epochs num_train_epochs",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "find_micro_batch": "auto_find_batch_size",
+    "from_pretrained": "model_name model_name_or_path",
+    "gradient_checkpointing": "activation_checkpointing",
+    "init_checkpoint": "model_name model_name_or_path",
+    "input_seq_len": "block_size max_seq_length max_source_length",
+    "iters": "max_steps num_steps train_steps",
+    "keep_checkpoints": "save_total_limit",
+    "log_interval": "logging_steps",
+    "log_to": "report_to",
+    "lora_r": "lora_rank",
+    "lora_targets": "target_modules",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "max_new_tokens": "generation_max_length val_max_target_length",
+    "metrics": "metric_name",
+    "mlm_prob": "mlm_probability",
+    "model_cfg": "config_name",
+    "model_path": "output_dir logging_dir run_name",
+    "num_beams": "generation_num_beams",
+    "num_warmup_steps": "warmup_steps",
+    "optimize_metric": "metric_for_best_model",
+    "optimizer": "optim",
+    "optimizer_options": "optim_args adam_beta1 adam_beta2 adam_epsilon",
+    "prefix": "source_prefix input_prefix",
+    "quantize": "load_in_4bit load_in_8bit",
+    "resume": "resume_from_checkpoint overwrite_output_dir",
+    "save_best": "load_best_model_at_end",
+    "save_interval": "save_steps",
+    "seed": "data_seed",
+    "source_id": "text_column",
+    "target_id": "summary_column",
+    "target_seq_len": "max_target_length",
+    "test_data_path": "test_file",
+    "text_key": "text_column",
+    "tokenizer": "tokenizer_name",
+    "valid_data_path": "eval_file validation_file",
+    "valid_interval": "eval_steps",
+    "valid_samples": "max_eval_samples",
+    "vocab": "tokenizer_name tokenizer_path",
 }
-# What the number of a flag counts, or is.
-UNITS = {flag: unit for unit, flags in _FLAGS_OF_UNITS.items() for flag in flags.split()}
+
+
+def suggestion(written: str, names: Iterable[str], prefix: str = "") -> str:
+    """The end of an error message about an unknown name: the nearest one that exists."""
+    names = list(names)
+    wanted = written.strip("-").replace("-", "_").lower()
+    foreign = {word: name for name, words in reversed(SYNONYMS.items()) if name in names for word in words.split()}
+    known = {name: name for name in names} | foreign
+    nearest = [known[word] for word in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)]
+    nearest = nearest or [name for name in names if _abbreviates(wanted, name)]
+    nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.7 if len(wanted) > 5 else 0.5)
+    return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
+
+
+def _abbreviates(short: str, name: str) -> bool:
+    """True if each word of `short` begins a word of `name`, in order: grad_acc, gradient_accumulation_steps."""
+    words = iter(name.split("_"))
+    return all(part and any(word.startswith(part) for word in words) for part in short.split("_"))
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
-    """What is asked after `--help`: a word, "" for none; None where nobody asks."""
-    for place, token in enumerate(argv):
+    """The word after `--help`, "" if there is none; None without `--help`."""
+    for position, token in enumerate(argv):
         flag, _, attached = token.partition("=")
         if flag in ("-h", "--help"):
-            following = argv[place + 1] if place + 1 < len(argv) else ""
+            following = argv[position + 1] if position + 1 < len(argv) else ""
             return attached or ("" if following.startswith("-") else following)
     return None
 
@@ -82,8 +112,8 @@ def help_text(args_class: type, files_class: type, topic: str, description: str 
 
     Args:
         args_class: flat dataclass whose base classes are the groups.
-        files_class: the group of flags about files of settings, which comes last.
-        topic: "" for the flags that matter, "all", the name of a group or of a flag.
+        files_class: the group of flags about settings files, shown last.
+        topic: "" for the essential flags, "all", the name of a group or of a flag.
         description: first paragraphs, left out with one group.
         program: name of the program in the usage line.
 
@@ -104,11 +134,11 @@ def help_text(args_class: type, files_class: type, topic: str, description: str 
     for title, names_of_group in shown.items():
         group = parser.add_argument_group(f"{title} options", " ".join((groups[title].__doc__ or "").split()))
         for name in names_of_group:
-            flag = flags[name]
-            text = f"{texts[name]} ({_default(flag)})".strip()
-            about = {"action": "store_true"} if flag.annotation is bool else {"metavar": _metavar(flag)}
-            about |= {"nargs": "+"} if flag.is_list else {}
-            group.add_argument(*flag.names(), **about, help=text.replace("%", "%%"))
+            flag, is_bool = flags[name], flags[name].annotation is bool
+            options: dict = {"action": "store_true"} if is_bool else {"metavar": _metavar(flag)}
+            options |= {"nargs": "+"} if flag.is_list else {}
+            text = f"{texts[name]} ({_default(flag)})".strip().replace("%", "%%")
+            group.add_argument(f"--{name}", *([f"--no_{name}"] if is_bool else []), help=text, **options)
     above = [wrapped(description, width)] if description is not None and topic in ("", ALL) else []
     hint = wrapped(f"--help all shows all {len(flags)} flags, --help GROUP one of {', '.join(groups)}.", width)
     below = [hint] if sum(map(len, shown.values())) < len(flags) else []
@@ -120,22 +150,21 @@ def _title(group: type) -> str:
 
 
 def _shown(names: dict[str, list[str]], groups: dict[str, type], topic: str) -> dict[str, list[str]]:
-    """The flags to print, by title of their group. A group of the program's own is printed as a whole."""
+    """The flags to print, by title of their group. Groups defined outside this package are printed in full."""
     topic = topic.strip("-").replace("-", "_").lower()
     if topic == ALL or (not topic and sum(map(len, names.values())) <= _FEW):
         return names
     if not topic:
-        scripts = __name__.rpartition(".")[0]
-        own = {title for title, group in groups.items() if not group.__module__.startswith(scripts)}
-        chosen = {t: [name for name in of if t in own or name in ESSENTIAL] for t, of in names.items()}
+        package = __name__.rpartition(".")[0]
+        in_full = {title for title, group in groups.items() if not group.__module__.startswith(package)}
+        chosen = {t: [name for name in of if t in in_full or name in ESSENTIAL] for t, of in names.items()}
         return {title: of_group for title, of_group in chosen.items() if of_group}
-    asked = [title for title in names if title == topic]
-    asked = asked or [title for title, of_group in names.items() if topic in of_group or title.endswith(f"_{topic}")]
-    if asked:
-        return {title: names[title] for title in asked}
+    found = [title for title in names if title == topic]
+    found = found or [title for title, of_group in names.items() if topic in of_group or title.endswith(f"_{topic}")]
+    if found:
+        return {title: names[title] for title in found}
     flags = [name for of_group in names.values() for name in of_group]
-    alike = [title for title in names if title[:4] == topic[:4]]  # a group before a flag that begins so
-    nearest = alike or difflib.get_close_matches(topic, [ALL, *names, *flags], n=1)
+    nearest = difflib.get_close_matches(topic, [ALL, *names, *flags], n=1)
     hint = f": did you mean --help {nearest[0]}?" if nearest else f": there are {', '.join([ALL, *names])}."
     raise UserError(f"--help {topic} is neither a group of flags nor a flag{hint}")
 
@@ -149,18 +178,16 @@ def _default(flag: Flag) -> str:
 
 
 def _metavar(flag: Flag) -> str:
-    """The unit of a number, the words of a choice, or a type."""
-    kind, *_ = [part for part in typing.get_args(flag.annotation) if part is not type(None)] or [flag.annotation]
-    kind = flag.annotation if typing.get_origin(flag.annotation) is typing.Literal else kind
-    if typing.get_origin(kind) is typing.Literal:
-        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
-    return UNITS[flag.name].upper() if flag.name in UNITS and kind in (int, float) else kind.__name__.upper()
+    """The words of a choice, or the type."""
+    options = [flag.annotation, *typing.get_args(flag.annotation)]
+    choices = next((option for option in options if typing.get_origin(option) is typing.Literal), None)
+    if choices is not None:
+        return "{" + ",".join(map(str, typing.get_args(choices))) + "}"
+    return next(option for option in options if option in (int, float, str)).__name__.upper()
 
 
 def wrapped(text: str, width: int) -> str:
-    """A docstring for the screen: paragraphs filled to `width`, indented blocks as they are, "::" as a colon."""
-    blocks = []
-    for block in inspect.cleandoc(text).split("\n\n"):
-        is_example = block.startswith(" ")
-        blocks.append(block if is_example else textwrap.fill(block.replace("::", ":"), width))
-    return "\n\n".join(blocks)
+    """A docstring for the screen: paragraphs filled to `width`, indented blocks unchanged, "::" as a colon."""
+    blocks = inspect.cleandoc(text).split("\n\n")
+    filled = [b if b.startswith(" ") else textwrap.fill(b.replace("::", ":"), width) for b in blocks]
+    return "\n\n".join(filled)

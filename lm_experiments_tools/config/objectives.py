@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Unread, check_conflict, is_given
+from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Ignored, check_conflict, is_given
 from lm_experiments_tools.errors import UserError
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
-OF_NATIVE_PIPELINE = Unread(
+OF_NATIVE_PIPELINE = Ignored(
     lambda args: getattr(args, "data_pipeline", None) == "seqio",  # BERT's runs have no other
-    "is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio",
+    "needs --data_pipeline native",
 )
 PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X:64:0.5", "S:0.25@1.5")
 
@@ -114,32 +114,25 @@ class DenoiserSpec:
 
     @classmethod
     def parse(cls, text: str) -> "DenoiserSpec":
-        """Read R:3:0.15, X:64:0.5@2 or S:0.25.
-
-        Raises:
-            UserError: not of this form, or a number out of its range.
-        """
+        """Read R:3:0.15, X:64:0.5@2 or S:0.25. Raises UserError: not of this form, or a number out of range."""
         number = r"(\d+\.?\d*|\.\d+)"
         match = re.fullmatch(rf"(?:([RX]):{number}:{number}|(S):{number})(?:@{number})?", text)
         if match is None:
             raise UserError(
-                f"--denoisers: {text!r} is no denoiser; write R:3:0.15 or X:64:0.5 (mean span length, fraction of "
-                "tokens) or S:0.25 (fraction), with a weight as in R:3:0.15@2 where it is not 1."
+                f"--denoisers: {text!r} is neither R:3:0.15 or X:64:0.5 (mean span length, fraction of tokens) nor "
+                "S:0.25 (fraction), with an optional weight as in R:3:0.15@2."
             )
         mode, mean, density, prefix, prefix_density, weight = match.groups()
-        spec = cls(
-            mode or prefix,
-            None if prefix else float(mean),
-            float(density or prefix_density),
-            Fraction(weight or "1"),
-        )
-        if not 0.0 < spec.noise_density < 1.0 or (prefix and spec.noise_density > 0.5):
-            most = "at most 0.5" if prefix else "below 1"
-            raise UserError(f"--denoisers: the fraction of {text} must be above 0 and {most}.")
-        if mean is not None and spec.mean_noise_span_length < 1.0:
-            raise UserError(f"--denoisers: the mean span length of {text} must be at least 1.")
-        if spec.weight == 0:
-            raise UserError(f"--denoisers: the weight of {text} must be above 0; leave the denoiser out instead.")
+        length = None if prefix else float(mean)
+        spec = cls(mode or prefix, length, float(density or prefix_density), Fraction(weight or "1"))
+        in_range = 0.0 < spec.noise_density < 1.0 and not (prefix and spec.noise_density > 0.5)
+        for holds, what in (
+            (in_range, f"fraction of {text}: above 0, {'at most 0.5' if prefix else 'below 1'}"),
+            (length is None or length >= 1.0, f"mean span length of {text}: at least 1"),
+            (spec.weight > 0, f"weight of {text}: above 0"),
+        ):
+            if not holds:
+                raise UserError(f"--denoisers: {what}.")
         return spec
 
 
@@ -186,21 +179,15 @@ class ObjectiveArgs:
 
     def check(self) -> None:
         if self.task not in OBJECTIVES and not self.is_registered_task():
-            raise UserError(
-                f"--task {self.task} does not exist: there are {', '.join(OBJECTIVES)}, and seqio's registered "
-                "tasks as module:name."
-            )
+            raise UserError(f"--task {self.task} does not exist: choose {', '.join(OBJECTIVES)}, or module:name.")
         if not self.denoisers:
             raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
         self.denoiser_specs()
-        self._check_unread()
-        check_conflict(self, "bucket_rows", "mix_rows", "rows are put together in one way or the other")
-
-    def _check_unread(self) -> None:
         for flag in dict.fromkeys(flag for objective in OBJECTIVES.values() for flag in objective.reads):
             if flag not in self.objective().reads and is_given(self, flag):
                 readers = ", ".join(name for name, objective in OBJECTIVES.items() if flag in objective.reads)
-                raise UserError(f"--{flag} is not read by --task {self.task} but by {readers}: leave it out.")
+                raise UserError(f"--{flag} is not read by --task {self.task} but by {readers}.")
+        check_conflict(self, "bucket_rows", "mix_rows", "choose one way of putting rows together")
 
     def objective(self) -> Objective:
         """The facts about `--task`."""

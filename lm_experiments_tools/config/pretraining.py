@@ -1,32 +1,16 @@
-"""Arguments of run_t5_pretraining.py: where text comes from, besides the objective and the training itself.
-
-As in training.py: a class that declares fields is a group of `--help`, the line under a field is its help text.
-Standard library only.
-"""
+"""Arguments of run_t5_pretraining.py: the data. Standard library only."""
 
 import inspect
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import (
-    COUNT,
-    HARMLESS,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Unread,
-    is_given,
-    only,
-)
-from lm_experiments_tools.config.objectives import OBJECTIVES, OF_NATIVE_PIPELINE, ObjectiveArgs
+from lm_experiments_tools.config.flags import COUNT, HARMLESS, NOT_NEGATIVE, POSITIVE, Ignored, is_given, needs
+from lm_experiments_tools.config.objectives import OF_NATIVE_PIPELINE, ObjectiveArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
-_MIXES = Unread(lambda args: len(args.data_path) < 2, "mixes several --data_path, which there are not: leave it out")
-_OF_SIZES = only(
-    "data_blending",
-    "proportional",
-    reason="is of sizes, which --data_blending megatron does not look at: drop it",
-)
+_MIXES = Ignored(lambda args: len(args.data_path) < 2, "needs several --data_path")
+_OF_SIZES = needs("data_blending", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +29,8 @@ class MixtureArgs:
 
     def check(self) -> None:
         if self.data_weights and len(self.data_weights) != len(self.data_path):
-            raise UserError(
-                f"--data_weights has {len(self.data_weights)} numbers for {len(self.data_path)} of --data_path: give "
-                "one for each, or leave it out."
-            )
-        if any(not weight > 0.0 or weight == float("inf") for weight in self.data_weights):
+            raise UserError("--data_weights has another length than --data_path: give one weight for each.")
+        if any(not 0.0 < weight < float("inf") for weight in self.data_weights):
             raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
 
     def is_weighted(self) -> bool:
@@ -62,10 +43,8 @@ class MixtureArgs:
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
 
 
-_COMPARES_TARGETS = Unread(
-    lambda args: not args.objective().has_targets,
-    "is about what an encoder-decoder writes beside its targets, but --task {task} has no targets apart from its "
-    "inputs: leave it out",
+_COMPARES_TARGETS = Ignored(
+    lambda args: not args.objective().has_targets, "compares with targets, and --task {task} has none of its own"
 )
 
 
@@ -107,13 +86,7 @@ class DataArgs:
             raise UserError("--data_path is missing: --help says what it takes.")
 
 
-_SHOWS_TEXT = Unread(
-    lambda args: args.objective().report is None,
-    "shows blanks of held-out text filled in, or its continuation, which --task {task} does not teach: leave it out",
-)
-_SHOWS_HELD_OUT_TEXT = Unread(
-    lambda args: args.valid_data_path is None, "shows what the model makes of held-out text: give --valid_data_path"
-)
+_SHOWS_TEXT = Ignored(lambda args: args.objective().report is None, "shows generated text, not for --task {task}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +95,7 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
 
     pad_to_multiple_of: int | None = 8
     use_generate_on_valid: Annotated[bool, VALIDATION, _COMPARES_TARGETS] = False
-    report: Annotated[bool, _SHOWS_TEXT, _SHOWS_HELD_OUT_TEXT] = False
+    report: Annotated[bool, _SHOWS_TEXT, VALIDATION] = False
 
     def trim_to(self) -> int | None:
         """Objectives of one length keep it: a short last row is not worth another shape."""
@@ -132,23 +105,19 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
         return self.valid_data_path is None and not self.is_registered_task()
 
     def check(self) -> None:
-        if self.is_registered_task():
-            self._check_registered_task()
-        elif self.data_pipeline == "seqio" and not self.objective().in_seqio:
-            in_seqio = ", ".join(name for name, objective in OBJECTIVES.items() if objective.in_seqio)
-            raise UserError(
-                f"--data_pipeline seqio has no --task {self.task}: it has {in_seqio} and registered ones, "
-                "module:name; choose --data_pipeline native."
-            )
-
-    def _check_registered_task(self) -> None:
         """A Task or Mixture of seqio's registry has data and splits of its own."""
-        if self.data_pipeline == "native" or self.streaming:
-            flag = "--streaming" if self.streaming else "--data_pipeline native"
-            raise UserError(f"{flag} reads text by itself, but --task {self.task} is a task of seqio: leave it out.")
-        for flag in ("data_path", "valid_data_path"):
-            if getattr(self, flag):
-                raise UserError(f"--{flag} is not read by --task {self.task}, which has its own data: leave it out.")
+        if not self.is_registered_task():
+            if self.data_pipeline == "seqio" and not self.objective().in_seqio:
+                raise UserError(f"--data_pipeline seqio does not support --task {self.task}.")
+            return
+        for flag, is_used in (
+            ("data_pipeline native", self.data_pipeline == "native"),
+            ("streaming", self.streaming),
+            ("data_path", self.data_path),
+            ("valid_data_path", self.valid_data_path),
+        ):
+            if is_used:
+                raise UserError(f"--{flag} is not for --task {self.task}, which seqio reads from its own data.")
         if self.vocab is None:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 

@@ -1,8 +1,7 @@
-"""Workers of an elastic Horovod job begin anew, in the same process, when the workers of the job change.
+"""Workers of an elastic Horovod job restart in the same process when the workers of the job change.
 
-The driver (`horovodrun --min-np ... --host-discovery-script ...`) starts workers in places that are new or whose
-worker has died. Those that are left have to stay and ask it for their new ranks: they load their program once more,
-which goes on from the newest checkpoint as after any restart.
+The driver (`horovodrun --min-np ... --host-discovery-script ...`) starts new workers and replaces dead ones. The
+others stay and ask it for their new ranks: they load their program again, which resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -28,20 +27,17 @@ def is_elastic() -> bool:
 
 
 def has_begun_anew() -> bool:
-    """True for a worker whose rank and number of workers in the environment may be those of an earlier start."""
+    """True after a restart, when rank and number of workers in the environment may be stale."""
     return _MARK in os.environ
 
 
 def hosts_changed() -> None:
-    """The driver has found other hosts: training saves and stops, on all workers, and they begin anew.
-
-    No SIGTERM says so: before and after training it would end this worker.
-    """
+    """Request a save and a restart of all workers. SIGTERM would end this worker before and after training."""
     _asked.add("hosts")
 
 
 def have_hosts_changed() -> bool:
-    """True once the driver has told this process of other hosts."""
+    """True after `hosts_changed`."""
     return "hosts" in _asked
 
 
@@ -63,20 +59,20 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def was_interrupted() -> bool:
-    """True if Ctrl-C came before training listened for it; where the program is still there, it was dropped."""
+    """True if Ctrl-C came before training listened for it and Python dropped it."""
     return bool(_interrupts)
 
 
 def is_restart(code: object) -> bool:
-    """True if a worker that has saved and would end with `code` has to begin anew: it was not told itself to end."""
+    """True if a worker that would exit with `code` must restart, because it got no signal itself."""
     return is_elastic() and code == 128 + signal.SIGTERM and "signal" not in _asked
 
 
 def begin_anew() -> NoReturn:
-    """Load this program once more, with nothing that the old one has opened or started."""
+    """Load this program again, without open files and child processes of the old one."""
     import psutil
 
-    print(f"process {os.getpid()}: the workers of the job change, beginning anew", file=sys.stderr)
+    print(f"process {os.getpid()}: the workers of the job change, restarting", file=sys.stderr)
     children = psutil.Process().children(recursive=True)  # of a data loader: they look for a parent that is still here
     for child in children:
         child.kill()
@@ -92,7 +88,7 @@ def begin_anew() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End at once: what Python and libraries do at an exit may wait for the workers that are gone."""
+    """Exit immediately: exit handlers of libraries may wait for lost workers."""
     _flush()
     os._exit(code)
 

@@ -1,11 +1,9 @@
 """Arguments of the training scripts, as dataclasses.
 
-Each `...Args` class below that declares fields is one group of `--help`; the line under a field is its help text. The
+Each `...Args` class that declares fields is one group of `--help`; the line under a field is its help text. The
 arguments of a script are one flat, frozen dataclass that inherits the groups it needs, so `args.lr` is `--lr` is `lr:`
-in YAML. The type of a flag notes if a resumed run may change it, and what makes it useless (see flags.py). What else
-can be checked without opening a file is checked in `check`, in a sentence that names every flag involved; numbers that
-follow from others are methods, so nothing is ever written into `args` after parsing. Standard library only, because
-`--help` must be instant.
+in YAML. Annotations hold the rules of a flag (see flags.py), `check` the other conflicts that need no file. Standard
+library only, because `--help` must be instant.
 """
 
 import os
@@ -21,46 +19,35 @@ from lm_experiments_tools.config.flags import (
     NOT_NEGATIVE,
     PART,
     POSITIVE,
+    Ignored,
     Range,
-    Unread,
     check_conflict,
     check_groups,
     given_flags,
     needs,
-    refuse_unread,
+    refuse_ignored,
 )
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError
 
-VALIDATION = Unread(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
-EVALUATION = Unread(lambda args: args.measures_nothing(), VALIDATION.reason)
+VALIDATION = Ignored(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
+EVALUATION = Ignored(lambda args: args.measures_nothing(), VALIDATION.reason)
 MOST_PROFILED = 50
-IN_RUN_DIRECTORY = needs("model_path", "needs --model_path: there is no run directory to write to")
+IN_RUN_DIRECTORY = needs("model_path")
 _PATIENCE = Range(lambda value: value == -1 or value >= 1, "it must be at least 1, or -1 for never")
 _WAIT = Range(lambda value: 2 <= value <= 10**6, "it must lie between 2 and 1000000")  # a C int of ms
-_OF_PEAK = Range(FRACTION.holds, "it is a fraction of --lr, from 0 to 1")
-_OF_ADAFACTOR = Unread(
+_OF_ADAFACTOR = Ignored(
     lambda args: args.optimizer.replace(".", ":").rsplit(":", 1)[-1] != "Adafactor",
-    "belongs to --optimizer Adafactor, but --optimizer is {optimizer}",
+    "needs --optimizer Adafactor, and --optimizer is {optimizer}",
 )
-_OF_RELATIVE_STEP = needs("relative_step", "needs --relative_step: it is the warm-up of Adafactor's own learning rate")
-_OF_SCHEDULE = needs("lr_scheduler", "needs an --lr_scheduler, for example --lr_scheduler linear")
-_WARMUP = Unread(lambda args: not args.lr_scheduler and bool(args.num_warmup_steps), _OF_SCHEDULE.reason)
+_OF_SCHEDULE = needs("lr_scheduler", reason="needs an --lr_scheduler, for example --lr_scheduler linear")
+_WARMUP = Ignored(lambda args: not args.lr_scheduler and bool(args.num_warmup_steps), _OF_SCHEDULE.reason)
 _OF_LR_DROP = needs("use_lr_drop")
-_OF_ELASTIC = Unread(
-    lambda args: args.reproducible != "elastic", "needs --reproducible elastic: other runs have no virtual ranks"
-)
-_OF_FP16 = needs("fp16", "needs --fp16: only float16 training has a loss scale")
-_BETWEEN_WORKERS = Unread(
-    lambda args: args.backend == "local", "is about gradients between workers, and --backend local has one"
-)
-_OF_TRAINING = Unread(
-    lambda args: args.validate_only,
-    "is about a training run, and --validate_only makes none: choose one of them",
-)
+_OF_FP16 = needs("fp16")
+_BETWEEN_WORKERS = Ignored(lambda args: args.backend == "local", "has no effect with --backend local, one worker")
+_OF_TRAINING = Ignored(lambda args: args.validate_only, "is about training, which --validate_only leaves out")
 _OF_INIT_CHECKPOINT = needs(
-    "init_checkpoint",
-    "says what to take from --init_checkpoint, which is not given; --resume always takes everything",
+    "init_checkpoint", reason="needs --init_checkpoint, which is not given; --resume always restores everything"
 )
 
 
@@ -79,18 +66,15 @@ class ModelArgs:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     speed: Annotated[Literal["auto", "off"], HARMLESS] = "auto"
-    """auto: of --model_cls, --bf16 and --compile, take what is fastest here for each that is not given, and the fused
-    step of our own models; off: plain. A run begun without this flag goes on with off."""
+    """auto: choose --model_cls, --bf16 and --compile, where they are not given, for speed on this hardware, and use
+    the fused path of our own models; off: choose nothing."""
     compile: Annotated[bool, HARMLESS] = False
     """Run each transformer block through torch.compile."""
 
     def check(self) -> None:
         check_conflict(self, "model_cfg", "base_model", "both give the model's configuration")
         if self.model_cls is not None and ":" not in self.model_cls:
-            raise UserError(
-                f"--model_cls {self.model_cls} must be module:Class, for example {ModelArgs.model_cls} or "
-                "modeling_t5.modeling_t5:T5ForConditionalGeneration."
-            )
+            raise UserError(f"--model_cls {self.model_cls} must be module:Class, such as {ModelArgs.model_cls}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +91,7 @@ class OptimizerArgs:
     """Adafactor: scale the learning rate of each tensor by its RMS."""
     relative_step: Annotated[bool, _OF_ADAFACTOR] = False
     """Adafactor: learning rate from the update count, min(0.01, 1/sqrt(step)), instead of --lr."""
-    warmup_init: Annotated[bool, _OF_ADAFACTOR, _OF_RELATIVE_STEP] = False
+    warmup_init: Annotated[bool, _OF_ADAFACTOR, needs("relative_step")] = False
     """Adafactor: with --relative_step, start from 1e-6 * step instead of 0.01."""
     optimizer_options: tuple[str, ...] = ()
     """Other arguments of the optimizer's class as NAME=VALUE, for example betas=0.9,0.98 eps=1e-6."""
@@ -134,7 +118,7 @@ class RunArgs:
     reproducible: Literal["off", "fixed", "elastic"] = "off"
     """fixed: the same bits after any restart and from every backend, with this number of workers; elastic: with any
     number that divides --virtual_ranks, too. Costs 8 bytes a parameter and some time (docs/reproducibility.md)."""
-    virtual_ranks: Annotated[int, COUNT, _OF_ELASTIC] = 12
+    virtual_ranks: Annotated[int, COUNT, needs("reproducible", "elastic")] = 12
     """--reproducible elastic: the workers that the batch is for; each real one computes the shares of several."""
     stall_timeout: Annotated[int | None, HARMLESS, _WAIT] = None
     """Seconds that workers wait for one that is late or lost, before the job ends. None: 1800 (Horovod, lost: 30)."""
@@ -158,10 +142,7 @@ class RunArgs:
     def check_shares(self, world_size: int) -> None:
         """Raise UserError unless so many workers can share the batch equally."""
         if (virtual := self.virtual_size(world_size)) % world_size:
-            raise UserError(
-                f"--virtual_ranks {virtual} cannot be shared equally by {world_size} workers: start as many as divide "
-                f"it ({', '.join(str(n) for n in range(1, virtual + 1) if virtual % n == 0)})."
-            )
+            raise UserError(f"--virtual_ranks {virtual} is not a multiple of the {world_size} workers that run.")
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""
@@ -178,7 +159,7 @@ class ScheduleArgs:
     """Updates over which the learning rate rises to --lr. None: no warm-up (t5_inverse_sqrt: 10000)."""
     num_training_steps: Annotated[int | None, HARMLESS, COUNT, _OF_SCHEDULE] = None
     """Updates after which the schedule has ended. None: --iters of the first start."""
-    lr_min_ratio: Annotated[float, _OF_PEAK, _OF_SCHEDULE] = 0.0
+    lr_min_ratio: Annotated[float, FRACTION, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
     lr_scheduler_options: Annotated[tuple[str, ...], _OF_SCHEDULE] = ()
     """Other arguments of the schedule as NAME=VALUE, for example num_decay_steps=1000 decay_type=linear."""
@@ -257,9 +238,8 @@ class PrecisionArgs:
     def check(self) -> None:
         check_conflict(self, "fp16", "bf16", "choose one number format")
         if self.min_loss_scale is not None and self.min_loss_scale > self.max_loss_scale:
-            raise UserError(
-                f"--min_loss_scale {self.min_loss_scale:g} is above --max_loss_scale {self.max_loss_scale:g}."
-            )
+            limits = f"--min_loss_scale {self.min_loss_scale:g} is above --max_loss_scale {self.max_loss_scale:g}"
+            raise UserError(f"{limits}.")
 
     def precision_options(self) -> dict[str, bool | float | str | None]:
         """Arguments of `backends.precision.get_precision`."""
@@ -290,9 +270,7 @@ class ValidationArgs:
 
     def check(self) -> None:
         if self.optimize_metric == "loss" and self.optimize_mode == "max":
-            raise UserError(
-                "--optimize_mode max would keep the worst model: --optimize_metric loss is better when low."
-            )
+            raise UserError("--optimize_mode max would select the worst --optimize_metric loss.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,55 +333,31 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         check_groups(self, type(self).__mro__[::-1])
 
     def check(self) -> None:
-        self._check_steps()
         self.check_profile()
-        self._check_starting_point()
+        warmup, total = self.num_warmup_steps, self.num_training_steps
+        if warmup is not None and total is not None and warmup > total:
+            raise UserError(f"--num_warmup_steps {warmup} is more than --num_training_steps {total}.")
+        if self.init_checkpoint is not None and self.resume_path() is not None:
+            raise UserError(
+                f"--resume {self.resume} and --init_checkpoint {self.init_checkpoint} exclude each other: --resume "
+                "continues a run, --init_checkpoint starts a new one."
+            )
 
     def check_profile(self) -> None:
-        """The updates to be traced must be made."""
+        """The updates to be traced must be made, and be few enough to hold in memory. Raises UserError."""
         number, start = self.profiled_steps(), self.profile_after or 1  # the first is never typical
-        if number is None:
-            return
-        if number > MOST_PROFILED:
-            raise UserError(
-                f"--profile {number} would hold the events of {number} updates in memory, some 20,000 each: trace at "
-                f"most {MOST_PROFILED}; 3 are enough."
-            )
-        if start + number > self.iters:
-            raise UserError(
-                f"--profile traces the {number} updates after update {start}, but --iters is {self.iters}: "
-                "raise it, or trace fewer (--profile) or earlier ones (--profile_after)."
-            )
+        if number is not None and number > MOST_PROFILED:
+            raise UserError(f"--profile {number} would not fit in memory: trace at most {MOST_PROFILED} updates.")
+        if number is not None and start + number > self.iters:
+            raise UserError(f"--profile {number}, begun after update {start}, is not over by --iters {self.iters}.")
 
     def profiled_steps(self) -> int | None:
         """The number of updates to trace, if any."""
         return 3 if self.profile is None and self.profile_after is not None else self.profile
 
-    def _check_steps(self) -> None:
-        """Only what was set explicitly: a short run may well end inside the warm-up of a long schedule."""
-        warmup, total = self.num_warmup_steps, self.num_training_steps
-        if warmup is not None and total is not None and warmup > total:
-            raise UserError(
-                f"--num_warmup_steps {warmup} is more than --num_training_steps {total}: the schedule would end "
-                "before its warm-up."
-            )
-
-    def _check_starting_point(self) -> None:
-        if self.init_checkpoint is not None and self.resume_path() is not None:
-            raise UserError(
-                f"--resume {self.resume} and --init_checkpoint {self.init_checkpoint} both name a checkpoint to start "
-                "from: keep --resume to continue that run, --init_checkpoint to begin a new one from its weights."
-            )
-
     def check_used(self) -> None:
-        """Refuse flags that a run of these arguments alone would not read (`FineTuner` may read them later).
-
-        Settings of training may stand beside --validate_only: it is added to the command of a run.
-
-        Raises:
-            UserError: a flag that has no effect.
-        """
-        refuse_unread(self, in_run=True)
+        """Refuse flags that a run of the script ignores, while `FineTuner` may read them later. Raises UserError."""
+        refuse_ignored(self, in_run=True)
 
     def lacks_validation(self) -> bool:
         """True if a run of these arguments has no validation data; unknown to those that name no data."""
@@ -452,10 +406,7 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
     def check_model(self) -> None:
         """A model must be named."""
         if self.model_cfg is None and self.base_model is None and self.init_checkpoint is None:
-            raise UserError(
-                "no model is named: give --model_cfg for a new one, a file or a preset such as t5-small or "
-                "bert_base_uncased, or --base_model NAME for a pre-trained one."
-            )
+            raise UserError("no model is named: give --model_cfg, such as t5-small, or --base_model NAME.")
 
     def learning_rate(self) -> float | None:
         """`--lr`, or what takes its place."""
@@ -466,7 +417,7 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
 
     def while_finding(self) -> tuple["ExperimentArgs", str | None]:
-        """These arguments for what a finder does, which leaves nothing in the run directory, and that directory."""
+        """The arguments for `--find_...`, which writes no run directory, and that directory."""
         if not self.finds():
             return self, self.model_path
         changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}

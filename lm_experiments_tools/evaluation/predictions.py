@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_main
-from lm_experiments_tools.config.finetuning_notes import SENTENCE_TASKS
+from lm_experiments_tools.config.finetuning import SENTENCE_TASKS
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured

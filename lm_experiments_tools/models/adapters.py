@@ -53,7 +53,6 @@ KINDS = {
 LORA_TARGETS = {"lm_experiments_t5": ["q", "v"], "lm_experiments_bert": ["query", "value"]}
 _COMMON_WORDS = 5000  # words that prompts start from: Lester et al. 2021, section 3.2
 _NEW_TOKEN = re.compile(r"<prompt_\d+>")
-_NAMES_SHOWN = 12
 _LONGEST_REASON = 300  # in characters, of what peft says
 
 
@@ -112,8 +111,7 @@ def described_by(file: Path) -> Iterator[None]:
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, re.error) as error:
         reason = " ".join(str(error).split())[:_LONGEST_REASON]
         raise UserError(
-            f"{file}: peft cannot make the adapter that it describes ({type(error).__name__}: {reason}): copy it "
-            "again, or take back what was edited."
+            f"{file}: peft cannot build the adapter that it describes ({type(error).__name__}: {reason})."
         ) from error
 
 
@@ -149,7 +147,7 @@ def _described(model: PreTrainedModel, path: Path, folders: list[str], args: Fin
 
 
 def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig, num_prompts: int) -> None:
-    """Refuse flags that differ from a saved adapter, which cannot be changed: they would be ignored."""
+    """Refuse flags that differ from a saved adapter, where they would be ignored."""
     if args.freeze:
         raise UserError(f"--freeze: everything under the adapter in {path} is frozen already; leave the flag out.")
     targets, tokens = getattr(config, "target_modules", None), getattr(config, "token_indices", None)
@@ -166,10 +164,7 @@ def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig,
     given = {name: tuple(sorted(value)) if isinstance(value, tuple) else value for name, value in given.items()}
     other = [f"--{name} ({saved[name]} there)" for name, value in given.items() if value != saved[name]]
     if other:
-        raise UserError(
-            f"{', '.join(other)} cannot change the adapter in {path}: leave it out, or start a new adapter on its "
-            "base model."
-        )
+        raise UserError(f"{', '.join(other)} cannot change the adapter in {path}: leave it out.")
 
 
 def _ensemble(
@@ -186,10 +181,10 @@ def _new(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -> Pe
     except UserError:
         raise
     except (ValueError, KeyError, AttributeError) as error:
-        if config.peft_type == KINDS["lora"]:
-            raise _no_lora_target(model, args) from error
+        flag = "--lora_targets" if args.lora_targets else f"--peft {args.peft}"
+        hint = "; name layers by --lora_targets" if args.peft == "lora" else ""
         raise UserError(
-            f"peft cannot put {config.peft_type} on {type(model).__name__}: {' '.join(str(error).split())}"
+            f"{flag} does not fit {type(model).__name__}: {' '.join(str(error).split())}{hint}."
         ) from error
 
 
@@ -198,8 +193,8 @@ def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -
 
     if args.gradient_checkpointing and config.peft_type == KINDS["prefix_tuning"]:
         raise UserError(
-            "--peft prefix_tuning does not work with --gradient_checkpointing: its keys and values are a cache, which "
-            "layers that are computed again would extend again; leave one of them out, or use prompt_tuning."
+            "--peft prefix_tuning and --gradient_checkpointing exclude each other: recomputed layers would extend the "
+            "cache of its keys and values again."
         )
     adapted = get_peft_model(model, config)
     if config.peft_type == KINDS["prompt_tuning"] and config.task_type == TASK_TYPES["decoder"]:
@@ -209,7 +204,7 @@ def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -
 
 
 def _generate_after_prompt(self: PeftModel, input_ids: Tensor, **options: Any) -> Tensor:
-    """In the place of peft's `generate`, which drops positions: padding on the left would shift a decoder's."""
+    """Replaces peft's `generate`, which drops positions: left padding would shift a decoder's."""
     return generate_after_prompts(self.get_base_model(), self.get_prompt(batch_size=1), input_ids, **options)
 
 
@@ -238,7 +233,7 @@ def _config(
 
 
 def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]) -> list[str]:
-    """Modules that a classifier has to learn: those beside its body, and a pooler that is new."""
+    """Modules of a classifier to train: those outside its body, and a new pooler."""
     if model_type != "encoder":
         return []
     heads = [n for n, m in model.named_children() if n != model.base_model_prefix and list(m.parameters())]
@@ -246,7 +241,7 @@ def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]
 
 
 def _train_heads(adapted: PeftModel, model_type: str, new_weights: Sequence[str]) -> None:
-    """LoRA keeps trained copies of the heads itself; beside other kinds of adapter the model's own are trained."""
+    """LoRA trains copies of the heads; with other adapters the model's own heads are trained."""
     if adapted.peft_config[DEFAULT_ADAPTER].peft_type == KINDS["lora"]:
         return
     base = adapted.get_base_model()
@@ -258,20 +253,6 @@ def _train_parts(base: nn.Module, names: list[str]) -> None:
         words = name.split(".")
         if "original_module" not in words and any(word in names for word in words):  # peft itself copies some heads
             parameter.requires_grad_(True)
-
-
-def _no_lora_target(model: nn.Module, args: FinetuningArgs) -> UserError:
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    last = sorted({name.rpartition(".")[2] for name in linear})
-    known = f"its linear layers are called {', '.join(last[:_NAMES_SHOWN])}"
-    if not args.lora_targets:
-        return UserError(
-            f"--peft lora: peft does not know which layers of a {model.config.model_type} model to take: name them by "
-            f"--lora_targets ({known})."
-        )
-    return UserError(
-        f"--lora_targets {' '.join(args.lora_targets)}: no layer of {type(model).__name__} has such a name; {known}."
-    )
 
 
 # ---- prompts and new tokens -----------------------------------------------------------------------------------------
@@ -287,8 +268,8 @@ def new_token_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Ids of the words that a prompt of `count` tokens starts from: those of --prompt_init_text, repeated until they
-    are enough, or random ones of the 5000 most common (the first of a vocabulary, marks left out)."""
+    """Ids of the `count` words that a prompt starts from: those of --prompt_init_text, repeated, else random ones
+    of the 5000 most common (the first of a vocabulary, without special tokens)."""
     if args.prompt_init_text:
         ids = tokenizer(args.prompt_init_text, add_special_tokens=False)["input_ids"]
         if not ids:

@@ -71,21 +71,18 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """A model configuration from a JSON file, in which a key `base` names the file it differs from.
 
-    A config.json that transformers saved may have keys that its class does not declare, as AutoConfig allows. In any
-    other file an unknown key is a mistyped one.
-
-    T5Config overwrites `tie_word_embeddings: false` with true (transformers 5); here the returned object says what the
-    file says, so build the model with `build_model`, which ties what must be tied and nothing else.
+    Unknown keys are allowed in a config.json that transformers saved, as by AutoConfig, and refused elsewhere.
+    T5Config of transformers 5 overwrites `tie_word_embeddings: false`; here the file's value is kept.
 
     Args:
         path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `presets.list_presets`).
         config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
         trusted: the user named this file, so classes of other packages in it are imported; False for a config.json
-            that lies beside weights.
+            next to weights.
 
     Raises:
-        UserError: no such file, broken JSON, a circular `base`, a `model_type` that is not config_cls's, a key the
-            configuration does not have (the nearest one is named), or a value it refuses.
+        UserError: no such file, broken JSON, a circular `base`, another `model_type`, an unknown key, or a value that
+            the class refuses.
     """
     path = find_config(path_or_preset)
     written = read_json(path)
@@ -99,8 +96,8 @@ def load_model_config(
     kinds = [getattr(cls, name, None) for cls in config_cls.__mro__ for name in ("model_type", "variant_type")]
     if values.get("model_type", kinds[0]) not in kinds:
         raise UserError(
-            f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'"
-            f"{_class_for(values['model_type'])}."
+            f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}': choose "
+            "another --model_cls."
         )
     known = _known_keys(config_cls)
     inert = {key for key, value in INERT_VALUES.items() if key not in known and values.get(key) == value}
@@ -141,10 +138,10 @@ def _advice_for(key: str, known: Iterable[str]) -> str:
 
 
 def set_decoder_start(model: nn.Module) -> None:
-    """Generate from the token that the model's own shift of the labels puts first, which it is trained with.
+    """Set the decoder's start token to the first one of the model's own shifted labels, which it is trained with.
 
-    T5Gemma starts from its decoder's BOS whatever `decoder_start_token_id` says. A model whose first token depends on
-    the labels (mBART's language) keeps the configured one.
+    T5Gemma starts from its decoder's BOS whatever `decoder_start_token_id` says. mBART, whose first token depends on
+    the labels, keeps the configured one.
     """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shift is None or not model.config.is_encoder_decoder:
@@ -186,17 +183,9 @@ def _with_floats(values: dict, config_cls: type) -> dict:
 def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
     """A model with random weights that depend only on the class, the configuration and `seed`.
 
-    The global random state is left as it was. With `config.tie_word_embeddings` False exactly the output layer is
-    untied. That is not what a bare `model_cls(config)` does for transformers' T5: there the same attribute also gives
-    encoder and decoder an embedding each, 33 M parameters too many in v1.1 small. Such a model is saved with
-    `"tie_word_embeddings": false` and both matrices; `from_pretrained` of transformers 5 reads this as "do not scale
-    the decoder's output", and leaves the output layer untied because the two saved matrices differ.
-
-    The initial values are those of the class. Note that transformers draws an untied T5 output layer with standard
-    deviation 1, so the first losses of such a model are near 100, not near ln(vocabulary).
-
-    A model of transformers whose configuration names a layout (`sparse_config_cls`, `sparse_attention`) gets
-    block-sparse attention; see `attention.huggingface.enable`.
+    The global random state is unchanged. `tie_word_embeddings: false` unties exactly the output layer; transformers'
+    T5 would also give encoder and decoder an embedding each. A layout in the configuration (`sparse_config_cls`,
+    `sparse_attention`) gives a model of transformers block-sparse attention; see `attention.huggingface.enable`.
 
     Raises:
         UserError: the class refuses the configuration, or there is no such attention implementation or layout.
@@ -242,9 +231,7 @@ def takes_our_attention(config: PreTrainedConfig) -> bool:
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Recompute activations in the backward pass.
-
-    Without re-entrance, gradients reach an adapter though no input of the checkpointed layers has one.
+    """Recompute activations in the backward pass, without re-entrance, so that adapters get gradients.
 
     Raises:
         UserError: the model cannot.
@@ -271,21 +258,18 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 
 def first_position(model: nn.Module) -> int:
-    """The row of the position embeddings that the first token has: RoBERTa and its like leave out those up to
-    padding's."""
+    """The position embedding of the first token: RoBERTa leaves out those up to the padding token's."""
     tables = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "position_embeddings"]
     return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
 
 
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
-    """Refuse inputs longer than the model has positions, which would be an index error in the middle of a run.
-
-    Relative and rotary positions have no such end.
+    """Refuse inputs longer than the absolute positions of the model.
 
     Args:
         length: most positions of an input.
-        of_what: which flags say so, for the message.
-        first: `first_position` of the model, where it may not be 0.
+        of_what: the flags that set it, for the message.
+        first: `first_position` of the model.
 
     Raises:
         UserError: with both numbers.
@@ -294,22 +278,21 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: 
     kind = getattr(config, "position_embedding_type", "absolute")
     bounded = kind in ("absolute", "relative_key", "relative_key_query") and not hasattr(config, "rope_parameters")
     if bounded and positions is not None and length > positions - first:
-        unused = f" less the {first} that it leaves unused" if first else ""
         raise UserError(
-            f"{of_what} is more than the {positions - first} positions of the model (max_position_embeddings in its "
-            f"configuration{unused}): shorten it, or choose a model or a configuration with more."
+            f"{of_what} is more than the {positions - first} positions of the model (max_position_embeddings): "
+            "shorten it, or choose another model or configuration."
         )
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
-    """How many rows of the embedding the vocabulary leaves unused (padding to a round number is usual).
+    """The number of unused rows of the embedding.
 
     Args:
         config: has `vocab_size`, the rows of the embedding.
         vocabulary_size: number of ids the tokenizer can produce, sentinels included.
 
     Raises:
-        UserError: the vocabulary has ids beyond the embedding, which would be an index error in the middle of a run.
+        UserError: the vocabulary has more ids than the embedding has rows.
     """
     slack = config.vocab_size - vocabulary_size
     if slack < 0:
@@ -357,16 +340,6 @@ def _class_that_knows(key: str, kinds: list[str | None]) -> str | None:
     return next((name for name in classes if key in _own_keys(get_cls_by_name(name).config_class)), None)
 
 
-def _class_for(model_type: str) -> str:
-    """The class of transformers that pre-trains models of this kind, as advice."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_PRETRAINING_MAPPING
-
-    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_PRETRAINING_MAPPING:
-        return ""
-    model_cls = MODEL_FOR_PRETRAINING_MAPPING[CONFIG_MAPPING[model_type]]
-    return f"; --model_cls transformers:{model_cls.__name__} takes it"
-
-
 def _config_class(model_type: str | None, path: Path) -> type:
     from transformers import CONFIG_MAPPING
 
@@ -388,10 +361,7 @@ def _known_keys(config_cls: type) -> set[str]:
 
 
 def untie_only_output(model: PreTrainedModel) -> None:
-    """Restore, for this instance, every tie of its class except that of the output layer.
-
-    The instance's own table of ties makes it last: `resize_token_embeddings` and `tie_weights` read it.
-    """
+    """Restore every tie of the class except that of the output layer, for this instance and later `tie_weights`."""
     output = model.get_output_embeddings()
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if output and p is output.weight}
     model._tied_weights_keys = {t: source for t, source in model._tied_weights_keys.items() if t not in names}

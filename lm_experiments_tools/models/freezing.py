@@ -1,4 +1,4 @@
-"""Parts of a model, by parameter: what is frozen, and what a summary counts."""
+"""Parts of a model, to freeze and to count their parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _NEAR = 3
 def part_of_parameters(model: nn.Module) -> dict[str, str]:
     """Name of each parameter (a tied one under its first name) -> its part.
 
-    embeddings: tables of tokens and positions with what normalises them. A table that encoder, decoder and output
-    layer share is here and in no other part. encoder, decoder: the layers. head: what stands on them, a pooler
-    included. adapter: what peft added.
+    embeddings: token and position embeddings with their norms, also if shared with the output layer. encoder, decoder:
+    the layers. head: everything after them, a pooler included. adapter: what peft added.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     embedding = {id(p) for p in base.get_input_embeddings().parameters()}
@@ -66,20 +65,14 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
         else:
             chosen = [every[name] for name in fnmatch.filter(every, pattern)]
         if not chosen:
-            raise UserError(f"--freeze {pattern}: {_nothing(model, pattern, parts, list(every))}.")
+            near = difflib.get_close_matches(pattern, [*PARTS, *every], n=_NEAR, cutoff=0.0)
+            raise UserError(
+                f"--freeze {pattern} matches nothing in {type(model).__name__}; near it are {', '.join(near)}."
+            )
         for parameter in chosen:
             parameter.requires_grad_(False)
     if what and not any(p.requires_grad for p in parameters.values()):
         raise UserError(f"--freeze {' '.join(what)} leaves nothing to train: freeze less, or add --peft to a model.")
-
-
-def _nothing(model: nn.Module, pattern: str, parts: dict[str, str], names: list[str]) -> str:
-    name = type(model).__name__
-    if pattern in PARTS:
-        return f"{name} has no {pattern}; its parts are {', '.join(sorted(set(parts.values())))}"
-    near = difflib.get_close_matches(pattern, [*names, *PARTS], n=_NEAR, cutoff=0.0)
-    hint = "" if "*" in pattern else " (a pattern has to match a whole name: begin and end it with *)"
-    return f"no parameter of {name} has such a name{hint}; near it are {', '.join(near)}"
 
 
 @dataclass(frozen=True)
@@ -108,12 +101,7 @@ class ModelSummary:
         rows = [("", "parameters", "trained", "MiB")]
         for name, part in [*self.parts.items(), ("all", self.all)]:
             rows.append((name, f"{part.total:,}", f"{part.trainable:,}", f"{part.bytes / 2**20:,.1f}"))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 4))]).rstrip()
-            for row in rows
-        ]
-        return "\n".join(lines)
+        return "\n".join(f"{row[0]:<10}  {row[1]:>13}  {row[2]:>13}  {row[3]:>9}".rstrip() for row in rows)
 
 
 def summary(model: nn.Module) -> ModelSummary:
@@ -121,7 +109,7 @@ def summary(model: nn.Module) -> ModelSummary:
     parts = {part: PartSummary() for part in PARTS}
     of = part_of_parameters(model)
     for name, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)  # 4-bit weights lie two in a byte, their scales beside them
+        state = getattr(parameter, "quant_state", None)  # 4-bit weights: two in a byte, and scales
         count = number_of(parameter) if state is None else state.shape.numel()
         scales = [t for t in (getattr(state, "absmax", None), getattr(parameter, "SCB", None)) if t is not None]
         size = sum(number_of(t) * t.element_size() for t in (parameter, *scales))

@@ -1,4 +1,4 @@
-"""Settings that pre-trained weights bring along, as defaults of the flags that are not given."""
+"""Defaults of flags that pre-trained weights bring along."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from lm_experiments_tools.models.pretrained import kind_of
 
 
 def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
-    """{name: (value, the file it is from)} of settings that are not given but follow from `from_pretrained`.
+    """{name: (value, its file)} of settings that are not given and follow from `from_pretrained`.
 
-    Weights that were fine-tuned bring their task, unless another is given, and with it the prefix, the lengths and the
-    parts of the prompt. Others bring the kind of model. Weights that cannot be found bring nothing: what is wrong with
-    them is said where they are loaded.
+    Fine-tuned weights bring their task, unless another is given, with its prefix, lengths and prompt; others bring the
+    kind of model. Weights that cannot be found bring nothing; their loading reports it.
 
     Args:
-        found: gets the source of the weights, for `ModelFiles` to look for it no second time; not with
-            `working_dir`, which the run enters later.
+        found: gets the source of the weights, so that `ModelFiles` need not look again; not with `working_dir`.
 
     Raises:
         UserError: a damaged file.
@@ -46,7 +44,7 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
 
 
 def _kind_of_weights(source: Source) -> str | None:
-    """By the configuration; None where there is none, or it tells nothing."""
+    """The kind of model by the configuration; None if unknown."""
     from transformers import AutoConfig
 
     try:

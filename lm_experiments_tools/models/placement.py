@@ -1,4 +1,4 @@
-"""How the weights of a model are held: in 8 or 4 bits, on several devices, or with the embeddings in main memory."""
+"""Weights in 8 or 4 bits, on several devices, or with the embeddings in main memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-# Trained beside a quantised body, so held in full.
+# Heads are trained next to a quantized body, so they stay unquantized.
 _HEADS = ["classifier", "score", "classification_head", "pre_classifier", "pooler", "lm_head"]
 
 
@@ -29,22 +29,19 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
     """Arguments of `from_pretrained` for --quantize, --inference_dtype and --device_map.
 
     Args:
-        model_cls, config: of the model to be loaded, whose modules a map's file names.
+        model_cls, config: of the model to be loaded, whose weights a map must place.
 
     Raises:
-        UserError: bitsandbytes is missing, or the map's file cannot be read or is not one of this model and machine.
+        UserError: bitsandbytes is missing, or the map's file cannot be read or leaves out weights.
     """
     options: dict[str, Any] = {} if args.inference_dtype is None else {"dtype": weights_dtype(args)}
     if args.quantize is not None:
         options["quantization_config"] = _quantization(args)
     if args.device_map is not None:
-        named = args.device_map in NAMED_MAPS
-        if not named and not Path(args.device_map).is_file():
-            raise UserError(
-                f"--device_map {args.device_map} is neither {', '.join(NAMED_MAPS)} nor a JSON file "
-                "{module: device}: choose one of them."
-            )
-        options["device_map"] = args.device_map if named else _map_of_file(args.device_map, model_cls, config)
+        is_named = args.device_map in NAMED_MAPS
+        if not is_named and not Path(args.device_map).is_file():
+            raise UserError(f"--device_map {args.device_map} is neither {', '.join(NAMED_MAPS)} nor a JSON file.")
+        options["device_map"] = args.device_map if is_named else _map_of_file(args.device_map, model_cls, config)
     return options
 
 
@@ -54,36 +51,14 @@ def weights_dtype(args: FinetuningArgs) -> torch.dtype:
 
 
 def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[str, str | int]:
-    """The map, if it places every weight on a device that is there: transformers ignores what names no module."""
+    """The map in a JSON file, which must place every weight: transformers would leave the others empty."""
     placed = read_json(Path(path))
-    for device in placed.values():
-        if not _is_there(device):
-            there = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
-            raise UserError(f"--device_map {path}: there is no device {device!r} for weights here, only {there}.")
     with torch.device("meta"):
         names = list(model_cls(config).state_dict())
-    tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-    for module in placed:
-        if not any(_is_in(name, module) for name in names):
-            raise UserError(f"--device_map {path}: {model_cls.__name__} has no module {module}; it has {tops}.")
-    unplaced = [name for name in names if not any(_is_in(name, module) for module in placed)]
-    if unplaced:
-        raise UserError(f"--device_map {path} has no device for {unplaced[0]}: place each of {tops}, or '' for all.")
+    for name in names:
+        if not any(module in ("", name) or name.startswith(f"{module}.") for module in placed):
+            raise UserError(f"--device_map {path} has no device for {name}: add its module, or '' for all others.")
     return placed
-
-
-def _is_there(device: Any) -> bool:
-    if isinstance(device, int):
-        return 0 <= device < torch.cuda.device_count()
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        return False
-    return found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < torch.cuda.device_count())
-
-
-def _is_in(name: str, module: str) -> bool:
-    return module in ("", name) or name.startswith(f"{module}.")
 
 
 def _quantization(args: FinetuningArgs) -> Any:
@@ -95,7 +70,6 @@ def _quantization(args: FinetuningArgs) -> Any:
         raise UserError(
             f"--quantize {args.quantize} needs the package bitsandbytes ({error}): pip install bitsandbytes"
         ) from error
-    # said at every multiplication; it is what int8 is
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_says_more_than_cast)
     if args.quantize == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=_HEADS)
@@ -125,7 +99,7 @@ def keep_embeddings_on_cpu(model: nn.Module) -> None:
     """Turn the token embeddings of a model that will train on a GPU into `HostEmbedding`s.
 
     Raises:
-        UserError: the output layer uses the same table, and it has to be on the GPU.
+        UserError: the embeddings are tied to the output layer.
     """
     if not torch.cuda.is_available():
         logger.info("--embeddings_on_cpu: this machine has no GPU, so all of the model is in main memory anyway")
@@ -138,14 +112,11 @@ def host_embeddings(model: nn.Module) -> None:
     table, output = model.get_input_embeddings(), model.get_output_embeddings()
     if output is not None and output.weight is table.weight:
         raise UserError(
-            f"--embeddings_on_cpu: the output layer of {type(model).__name__} is tied to its embeddings, and has to "
-            "be on the GPU: leave the flag out, or choose a model with an output layer of its own (T5 v1.1)."
+            f"--embeddings_on_cpu: the output layer of {type(model).__name__} is tied to its embeddings: choose a "
+            "model with untied ones (T5 v1.1)."
         )
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight is table.weight:
             if type(module) is not nn.Embedding:
-                raise UserError(
-                    f"--embeddings_on_cpu: the embedding of {type(model).__name__} is a {type(module).__name__}, "
-                    "which computes more than a look-up: leave the flag out."
-                )
+                raise UserError(f"--embeddings_on_cpu: {type(module).__name__} is more than a look-up.")
             module.__class__ = HostEmbedding

@@ -1,11 +1,7 @@
-"""Pre-trained models for fine-tuning: loaded, checked, and set up to be trained.
+"""Pre-trained models for fine-tuning: loaded, checked and prepared for training.
 
-    files = ModelFiles(args)
-    tokenizer = load_tokenizer(args, files)
-    model = pretrained_model(args, tokenizer, label_names=("negative", "positive"), files)
-
-`--from_pretrained` may be a Hugging Face name or folder, a run or checkpoint of ours, an adapter of peft (which brings
-its base model), or a weights file of t5-experiments or nanoT5 (with --model_cfg).
+`--from_pretrained` may be a Hugging Face name or folder, a run or checkpoint of ours, an adapter of peft, or a weights
+file of t5-experiments or nanoT5 (with --model_cfg).
 """
 
 from __future__ import annotations
@@ -80,8 +76,7 @@ def pretrained_model(
     _refuse_lost_base(args)
     if args.quantize is not None and args.peft is None and _resumes(args):
         raise UserError(
-            "--quantize: the checkpoint of this run would be put into weights of 8 or 4 bits: name it by "
-            "--from_pretrained, and leave --model_path and --resume out, or choose another --model_path."
+            "--quantize cannot resume a run: name its checkpoint by --from_pretrained, without --model_path."
         )
     files = files or ModelFiles(args)
     adapter, base = files.adapter, files.base
@@ -91,10 +86,7 @@ def pretrained_model(
     if adapter is not None:
         _check_labels(adapter.name, adapter.label_names, label_names)
     elif args.validate_only and new_weights and not _resumes(args):
-        raise UserError(
-            f"--validate_only: {base.name} has no head for --task {args.task}, so a random one would be validated: "
-            "name a fine-tuned model, or train first."
-        )
+        raise UserError(f"--validate_only: {base.name} has no head for --task {args.task}: name a fine-tuned model.")
     if args.quantize is not None and (args.peft or adapter) and args.inference_dtype is None:
         from peft import prepare_model_for_kbit_training  # what is not quantised, in fp32
 
@@ -126,18 +118,11 @@ def untrained_model(args: FinetuningArgs) -> PreTrainedModel:
 
 
 def _refuse_lost_base(args: FinetuningArgs) -> None:
-    """An adapter is saved without what lies under it, which has to be somewhere."""
+    """An adapter is saved without its base model, which must be named by `--from_pretrained`."""
     if args.init_checkpoint and holds_adapter(Path(args.init_checkpoint)):
-        raise UserError(
-            f"--init_checkpoint {args.init_checkpoint} holds an adapter: name it by --from_pretrained, which loads "
-            "its base model too."
-        )
+        raise UserError(f"--init_checkpoint {args.init_checkpoint} holds an adapter: name it by --from_pretrained.")
     if args.peft is not None and args.from_pretrained is None:
-        under = "the weights of --init_checkpoint" if args.init_checkpoint else "the random weights of --model_cfg"
-        raise UserError(
-            f"--peft {args.peft} saves the adapter without {under}, which would be lost: name a model in a folder by "
-            "--from_pretrained (save this one first)."
-        )
+        raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")
 
 
 def _resumes(args: FinetuningArgs) -> bool:
@@ -148,14 +133,13 @@ def _resumes(args: FinetuningArgs) -> bool:
 
 
 def _check_labels(name: str, saved: Sequence[str], label_names: Sequence[str]) -> None:
-    """Refuse to give a trained head's classes the names of others."""
+    """Refuse labels in another order than those of a trained head."""
     saved, label_names = list(saved), list(label_names)
     if not saved or not label_names or saved == label_names:
         return
     if sorted(saved) == sorted(label_names):
         raise UserError(
-            f"{name} has the labels in the order {', '.join(saved)}, this run in the order {', '.join(label_names)}: "
-            f"give --label_names {shlex.join(saved)}."
+            f"{name} has other labels than {', '.join(label_names)}: give --label_names {shlex.join(saved)}."
         )
     logger.warning("the head of %s was trained for the labels %s", name, ", ".join(saved))
 
@@ -242,10 +226,9 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     named = get_cls_by_name(args.model_cls) if args.model_cls else None
     reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
     if found is not None and found != args.model_type and not reads_only:
-        article = "a" if found == "decoder" else "an"
         raise UserError(
-            f"--model_type {args.model_type} does not fit the weights, which are of {article} {found} "
-            f"({config.model_type}): choose --model_type {found}, or other weights."
+            f"--model_type {args.model_type} does not fit weights of kind {found} ({config.model_type}): choose "
+            f"--model_type {found}, or other weights."
         )
     if named is not None:
         return named
@@ -287,12 +270,10 @@ def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: 
 def load_pretrained(
     model_cls: type, config: PreTrainedConfig, source: Source, args: FinetuningArgs, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """`model_cls.from_pretrained`, and the names of weights that are in no file, which those of the body have
-    to be.
+    """`model_cls.from_pretrained`, and the names of the weights that are new.
 
-    The head of a classifier may be new: it is drawn from --seed and announced. Of T5 v1.1, whose output layer is its
-    own, transformers 5 says `tie_word_embeddings: true` after loading, which a later load would believe; it is put
-    right here (see `models.build_model`).
+    The head of a classifier may be new: it is drawn from --seed. Of T5 v1.1 transformers 5 says `tie_word_embeddings:
+    true` after loading, which a later load would believe; this is corrected here (see `models.build_model`).
 
     Args:
         options: more arguments of `from_pretrained`.
@@ -343,7 +324,7 @@ def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: F
     if words and not args.allow_partial_checkpoint:
         raise UserError(
             f"{source.name} does not fit {type(model).__name__}: of its weights {', '.join(words)}; check "
-            "--model_type and --model_cls, or pass --allow_partial_checkpoint to load only what fits."
+            "--model_type and --model_cls, or pass --allow_partial_checkpoint."
         )
     if words:
         logger.warning("%s fits only in part: of its weights %s", source.name, ", ".join(words))
@@ -356,16 +337,13 @@ def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: F
 
 
 def _in_head(model: PreTrainedModel, name: str) -> bool:
-    """Outside the body that heads are put on; its pooler is trained with them, and has not been by every objective."""
+    """True for weights outside the body; a pooler counts as head, because not every objective trains it."""
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def refused_pickle(name: str) -> UserError:
-    """The error for weights that torch does not unpickle safely; its own message advises to unpickle anything."""
-    return UserError(
-        f"{name}: its weights are a pickle that asks for more than tensors, or none, and were not read: have them "
-        "written as safetensors by whoever made it."
-    )
+    """Error for weights that torch does not unpickle safely; its own message advises to unpickle anything."""
+    return UserError(f"{name}: its weights are a pickle with more than tensors, and were not read: use safetensors.")
 
 
 def some_names(names: Sequence[str]) -> str:
@@ -383,8 +361,7 @@ def _fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         return
     where = "--from_pretrained" if source is not None else "--model_cfg"
     raise UserError(
-        f"the tokenizer has {len(tokenizer)} tokens but the model's embedding only {rows} rows: --tokenizer and "
-        f"{where} do not belong together."
+        f"the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows: --tokenizer and {where} differ."
     )
 
 

@@ -1,9 +1,6 @@
-"""Saved models as they are, with the class they were saved from: for a look, for other programs, for measuring.
+"""Saved models as they are, with the class they were saved from, to inspect, export and evaluate.
 
-    opened = open_saved("runs/mine")
-    opened.model, opened.tokenizer
-
-Unlike `pretrained`, which sets a model up to be trained for a task, nothing here is changed, added or new.
+`pretrained` prepares a model for training instead; nothing is changed, added or new here.
 """
 
 from __future__ import annotations
@@ -103,11 +100,10 @@ class Opened:
 
 
 def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pretrained") -> Opened:
-    """The model that a folder, checkpoint, run directory (its best checkpoint, else its last) or name of the Hub is.
+    """Open a folder, checkpoint, run directory (its best checkpoint, else its last) or model of the Hub.
 
     Args:
-        model_cls: module:Class; by default the class named in config.json, which of transformers and this package is
-            known. A class of the user's own that a run was trained with is found if its module is imported.
+        model_cls: module:Class; by default the class in config.json, or the user's own one that the run used.
         flag: the flag that names it, for messages.
 
     Raises:
@@ -141,8 +137,7 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
     package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
     found = getattr(importlib.import_module(package), named, None) if isinstance(named, str) else None
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        said = f"names the class {named}, which is none of {package}" if named else "names no class (architectures)"
-        raise UserError(f"{source.name}: its config.json {said}: give --model_cls module:Class.")
+        raise UserError(f"{source.name}: config.json names no class of {package} ({named}): give --model_cls.")
     return found
 
 
@@ -181,10 +176,7 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
     name, called = name or folder, cls.__name__
     with unread(name, called), quiet_loading(), torch.random.fork_rng(devices=[]):
         model, info = cls.from_pretrained(folder, **_STRICTLY)
-    for kind, what in (
-        ("missing_keys", "are missing"),
-        ("unexpected_keys", "are none of it"),
-    ):
+    for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "are not its own")):
         if info[kind]:
             number, names = len(info[kind]), some_names(sorted(info[kind]))
             raise UserError(f"{name} is no {called}: {number} of its weights {what} ({names}): check --model_cls.")
@@ -203,7 +195,7 @@ def unread(name: str, called: str) -> Iterator[None]:
 
 
 def whole_model(source: Source) -> PreTrainedModel:
-    """A fine-tuned model by itself, as its files have it: of a classifier the saved head, an adapter of LoRA merged.
+    """A fine-tuned model as saved, with the head of a classifier and a LoRA adapter merged.
 
     Raises:
         UserError: the files are of no task (their class is unknown), or hold an adapter that cannot be merged.
@@ -222,14 +214,7 @@ def whole_model(source: Source) -> PreTrainedModel:
     classes = getattr(transformers, AUTO_CLASSES[kind])
     if source.is_adapter:
         return _merged(classes, base, source)
-    with unread(base.name, classes.__name__), quiet_loading():
-        model, info = classes.from_pretrained(base.name, **_STRICTLY)
-    if info["missing_keys"]:
-        raise UserError(
-            f"{base.name} is no fine-tuned {type(model).__name__}: {len(info['missing_keys'])} of its weights are "
-            f"missing ({some_names(sorted(info['missing_keys']))})."
-        )
-    return model
+    return loaded(classes, base.name)
 
 
 def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:

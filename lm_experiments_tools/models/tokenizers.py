@@ -104,10 +104,10 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The same tokenizer, but prompts do not end in EOS, after which a decoder would write another text.
+    """The tokenizer without EOS after prompts, after which a decoder would write another text.
 
-    It is of transformers' general class: T5Tokenizer appends EOS whatever its files say. A tokenizer in plain Python
-    (ByT5's) is returned as it is.
+    Its class becomes the general one, because T5Tokenizer appends EOS whatever its files say. Slow tokenizers (ByT5's)
+    are returned unchanged.
     """
     ends = added_end(tokenizer)
     if not ends or not tokenizer.is_fast:
@@ -129,12 +129,11 @@ def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, named: str) -> None:
-    """Refuse a tokenizer that knows no words: transformers makes one where config.json stands without its files."""
+    """Refuse a tokenizer without words, which transformers makes of a config.json without tokenizer files."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ordinary = {*tokenizer.get_vocab().values()} - special
     if len(ordinary) < _LEAST_TOKENS:
         raise UserError(
-            f"{named}: there is no vocabulary, so that every word would be {tokenizer.unk_token} (the tokenizer has "
-            f"{len(ordinary)} tokens besides {len(special)} special ones): save the tokenizer there too "
-            "(tokenizer.save_pretrained), or name one by --tokenizer."
+            f"{named}: there is no vocabulary ({len(ordinary)} tokens besides {len(special)} special ones): save the "
+            "tokenizer there too (tokenizer.save_pretrained), or name one by --tokenizer."
         )

@@ -1,4 +1,4 @@
-"""From `--data_path` and `--valid_data_path` to the loaders of a BERT pre-training run; its metrics and its checks."""
+"""Loaders, metrics and checks of a BERT pre-training run."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class BertPretrainingData:
 
 
 def bert_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A `batch_metrics_fn`: of masked tokens and of pairs, the part that is predicted correctly, as (sum, count).
+    """A `batch_metrics_fn`: accuracy on masked tokens and on pairs, as (sum, count).
 
-    Logits of masked tokens stand under `prediction_logits`, or `logits` for a class with one head alone, either
-    [rows, length, vocabulary] or, from a class that computes no others, [masked tokens, vocabulary].
+    Logits of masked tokens are `prediction_logits`, or `logits` for a class with one head, either [rows, length,
+    vocabulary] or [masked tokens, vocabulary].
     """
     values: dict[str, Any] = {}
     logits = outputs.get("prediction_logits", outputs.get("logits"))
@@ -122,11 +122,10 @@ def bert_datasets(
     tokenizer: BertDataTokenizer,
     open_tokens: Callable[[str], IndexedDataset] | None = None,
 ) -> tuple[SampleDataset | None, BertDataset | None, IndexedDataset | None]:
-    """Training samples, None with `--validate_only`; validation samples and their sentences, None without
-    `--valid_data_path`.
+    """Training samples (None with `--validate_only`), validation samples and their sentences (None without data).
 
     Args:
-        open_tokens: gives the token file of a data path; `open_sentences` where it is None.
+        open_tokens: returns the token file of a data path; `open_sentences` by default.
     """
     open_tokens = open_tokens or open_sentences
     dataset = partial(
@@ -195,14 +194,14 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: B
     config = model.config
     if args.use_nsp and "next_sentence_label" not in forward_names_of(model.cls):
         raise UserError(
-            f"--model_cls {args.model_cls} does not judge pairs of sentences (its forward takes no "
-            "next_sentence_label): choose --use_nsp 0, or a class such as transformers:BertForPreTraining"
+            f"--model_cls {args.model_cls} takes no next_sentence_label: choose --use_nsp 0, or a class such as "
+            "transformers:BertForPreTraining."
         )
     check_positions(config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
     if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
         raise UserError("type_vocab_size in the model configuration must be 2 for pairs of sentences (--use_nsp 1)")
     if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad):
         raise UserError(
-            f"pad_token_id in the model configuration is {config.pad_token_id}, whose embedding is never trained, but "
-            f"the tokenizer {tokenizer.name} pads with {tokenizer.pad}: set it to {tokenizer.pad}"
+            f"pad_token_id in the model configuration is {config.pad_token_id}, but the tokenizer {tokenizer.name} "
+            f"pads with {tokenizer.pad}: set it to that."
         )

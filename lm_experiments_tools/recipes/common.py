@@ -1,4 +1,4 @@
-"""Steps that the training scripts share: run directory, model, optimizer, random states, training, the end."""
+"""Steps shared by the training scripts: run directory, model, optimizer, seeds, training, end."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
 
 
 def _check_optimization(args: ExperimentArgs) -> None:
-    """Refuse an optimizer or a schedule that cannot be made, before hours of tokenizing: both of one toy parameter."""
+    """Build optimizer and schedule for a toy parameter, to refuse bad settings before hours of tokenizing."""
     if args.validate_only:
         return
-    if getattr(args, "epochs", None) is not None:  # so the number of updates is not known yet: as many as you like
+    if getattr(args, "epochs", None) is not None:  # the number of updates is not known yet
         args = replace(args, iters=10**9)
     LearningRate(args, _optimizer(args, [("layer.0.weight", nn.Parameter(torch.zeros(2, 2)))]))
 
 
 class RunData(Protocol):
-    """Data of a run, as `t5_data`, `bert_data` and `finetuning_data` give it."""
+    """Data of a run, as `t5_data`, `bert_data` and `finetuning_data` return it."""
 
     train: TrainSource | None
     objective: str
@@ -93,7 +93,7 @@ def show_run(
     model: nn.Module,
     data: RunData,
 ) -> None:
-    """Log the run at a glance and record it in the run directory, once all is set up and nothing can be refused."""
+    """Log a summary of the run and record it in the run directory, after everything is set up."""
     if not backend.is_main:
         return
     count = num_parameters(model)
@@ -128,7 +128,7 @@ def show_run(
 
 
 def _precision(args: ExperimentArgs) -> str:
-    """What is computed in, and what the weights of a fine-tuned model are held in where that is less."""
+    """Precision of computation, and of the weights where it is lower."""
     options = args.precision_options()
     held = [kind for kind in (getattr(args, "quantize", None), getattr(args, "inference_dtype", None)) if kind]
     computed = "fp16" if options["fp16"] or "fp16" in held else "bf16" if options["bf16"] else "fp32"
@@ -136,7 +136,7 @@ def _precision(args: ExperimentArgs) -> str:
 
 
 def seed_worker(seed: int, rank: int) -> None:
-    """Seed Python, numpy and torch: each worker draws its own dropout noise (a resumed run goes on with its own)."""
+    """Seed Python, numpy and torch, so that each worker draws its own dropout noise."""
     random.seed(f"{seed}-{rank}")
     np.random.seed((seed * 1000003 + rank) % 2**32)
     torch.manual_seed(seed * 1000003 + rank)
@@ -159,9 +159,9 @@ class ModelSource:
 
 
 def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
-    """Find the class, which may live in a file of the current folder, and read the configuration, once a run.
+    """Import the class and read the configuration, once a run; every worker calls it.
 
-    Every worker calls it. Without a configuration (`lmtools inspect` needs none) it is the class's default one.
+    Without a configuration (for `lmtools inspect`) it is the class's default one.
 
     Raises:
         UserError: class or configuration is not available.
@@ -189,15 +189,10 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
             return pretrained_config(args.base_model, config_cls)
         except (OSError, ValueError, StrictDataclassError) as error:
             reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
-            raise UserError(
-                f"--base_model {args.base_model}: its configuration cannot be read ({reason}); give a "
-                "folder with a config.json, or --model_cfg"
-            ) from error
+            raise UserError(f"--base_model {args.base_model}: its configuration cannot be read ({reason}).") from error
     path = Path(args.init_checkpoint) / "config.json"
     if not path.is_file():
-        raise UserError(
-            f"--init_checkpoint {path.parent} holds no config.json that would describe the model; give --model_cfg"
-        )
+        raise UserError(f"--init_checkpoint {path.parent} has no config.json: give --model_cfg.")
     verify_model(path.parent, [path.name])
     return load_model_config(path, config_cls, trusted=False)
 
@@ -212,10 +207,7 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
         set_dropout(source.config, args.dropout_rate)
     check_vocabulary(source.config, vocabulary_size)
     if "labels" not in forward_names_of(source.cls):
-        raise UserError(
-            f"--model_cls {source.name}: its forward takes no labels and so gives no loss; choose a class such as "
-            f"{type(args).model_cls}"
-        )
+        raise UserError(f"--model_cls {source.name} takes no labels: choose a class such as {type(args).model_cls}.")
     model = build_model(source.cls, source.config, seed=args.seed)
     if args.gradient_checkpointing:
         enable_checkpointing(model)
@@ -229,19 +221,19 @@ def labels_alone(
     model: nn.Module,
     most_labels: Callable[[int], int],
 ) -> Callable[[int], int] | None:
-    """`--mlm_positions`: `most_labels` of some rows if the model is to score tokens with a label alone, else None.
+    """`--mlm_positions`: `most_labels` if only masked positions are scored, else None.
 
     Raises:
-        UserError: this was asked for, and the model's head needs all tokens.
+        UserError: this was requested, and the model's head needs all positions.
     """
     chosen = args.mlm_positions
     if chosen == "all":
         return None
     reason = on_all(backend, lambda: pick_labelled(model, args.input_seq_len))
     if reason is not None and chosen == "labels":
-        raise UserError(f"--mlm_positions labels: {args.model_cls} scores all tokens, as {reason}; leave the flag out")
+        raise UserError(f"--mlm_positions labels: {args.model_cls} scores all positions: {reason}.")
     if reason is not None and backend.is_main:
-        logger.info("words are scored for all tokens, not only those with a label: %s", reason)
+        logger.info("all positions are scored, not only those with a label: %s", reason)
     return most_labels if reason is None else None
 
 

@@ -1,14 +1,12 @@
 """The learning-rate range test: real updates at rates that grow by a constant factor.
 
-The loss belonging to a rate is that of the next batch, of the weights that an update at this rate has made. A running
-median smooths the curve: unlike an exponential mean it neither lags nor lets one large value move its neighbours, so
-that its lowest point is where the loss begins to rise.
+The loss at a rate is that of the next batch, after an update at this rate. A running median smooths the curve: unlike
+an exponential mean it does not lag, so its lowest point is where the loss begins to rise.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,6 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.train_state import failures_located
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, write_atomic
-from lm_experiments_tools.tracking.terminal import plot
 from lm_experiments_tools.training.callbacks import Every
 from lm_experiments_tools.training.checks import LoaderCheck
 from lm_experiments_tools.training.metrics import AccumulatedOutputs, LoggingInterval
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 _FAR = 4.0  # times the lowest smoothed loss: the test stops
 _NOISE = 3  # times the median step between two losses: a fall of less is none
 _ROWS = 12  # of the table
-_SIZE = (72, 14)  # of the curve, in characters
 
 
 class RangeTest(NamedTuple):
@@ -52,7 +48,7 @@ class RangeTest(NamedTuple):
 
 
 def find_lr(trainer: TrainingLoop, folder: str | Path | None) -> RangeTest:
-    """Make the updates of `--find_lr`, show the curve and write it to `folder`/find_lr.json.
+    """Make the updates of `--find_lr`, show a table and write the curve to `folder`/find_lr.json.
 
     Every worker calls it, with a loop that has just been made; its weights are of no use afterwards.
 
@@ -79,7 +75,7 @@ def find_lr(trainer: TrainingLoop, folder: str | Path | None) -> RangeTest:
 
 @contextmanager
 def only_steps(trainer: TrainingLoop) -> Iterator[None]:
-    """The loop's own steps with nothing beside them: no log, validation or checkpoint; each is waited for."""
+    """Only the loop's steps, without logging, validation and checkpoints; each step is waited for."""
     trainer.callbacks = [Every(1, lambda trainer: None)]
     trainer.outputs = AccumulatedOutputs(None, None)
     with trainer.signals, failures_located(trainer.state, trainer.backend):
@@ -175,14 +171,10 @@ def _medians(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _shown(test: RangeTest, stopped: bool) -> list[str]:
-    """Table, curve, and the sentence that follows from them."""
+    """A table, and what follows from it."""
     rows = sorted({round(i * (len(test.rates) - 1) / (_ROWS - 1)) for i in range(_ROWS)})
     lines = ["      lr        loss    smoothed"]
     lines += [f"{test.rates[i]:8.2e}  {test.losses[i]:10.4f}  {test.smoothed[i]:10.4f}" for i in rows]
-    width = min(shutil.get_terminal_size().columns - 24, _SIZE[0])  # the log's time and level stand before each line
-    curve = list(zip(np.log(test.rates).tolist(), test.smoothed, strict=True))
-    ends = f"lr {test.rates[0]:.1e}", f"{test.rates[-1]:.1e}"
-    lines += plot(curve, width, _SIZE[1], ends)
     highest = f"{test.rates[-1]:.2g}"
     if test.steepest is None:
         found = f"the loss falls by no more than its noise from lr {test.rates[0]:.2g} to {highest}: take more updates"

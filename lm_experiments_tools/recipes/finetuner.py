@@ -1,13 +1,9 @@
-"""Fine-tuning from Python: load, look, freeze, train, evaluate, generate, save.
+"""Fine-tuning from Python, with the flags of run_finetuning.py as settings.
 
-    tuner = FineTuner("t5-small", prefix="summarize: ", data_path="train.jsonl", valid_data_path="valid.jsonl")
-    print(tuner.summary())
-    tuner.freeze("embeddings")
-    tuner.train(epochs=3)
-    print(tuner.evaluate()["rougeL"], tuner.generate_single("A long text ..."))
-    tuner.save("summaries")
-
-Its settings are the flags of run_finetuning.py, under the same names, and what it does is what that script does.
+tuner = FineTuner("t5-small", prefix="summarize: ", data_path="train.jsonl", valid_data_path="valid.jsonl")
+tuner.train(epochs=3)
+print(tuner.evaluate()["rougeL"], tuner.generate_single("A long text ..."))
+tuner.save("summaries")
 """
 
 from __future__ import annotations
@@ -31,6 +27,8 @@ from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.finetuning import (
+    LABEL_TASKS,
+    SENTENCE_TASKS,
     FinetuningArgs,
     InstructionArgs,
     LengthArgs,
@@ -38,8 +36,7 @@ from lm_experiments_tools.config.finetuning import (
     PretrainedArgs,
     TaskArgs,
 )
-from lm_experiments_tools.config.finetuning_notes import LABEL_TASKS, SENTENCE_TASKS
-from lm_experiments_tools.config.suggestions import suggestion
+from lm_experiments_tools.config.help import suggestion
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
 from lm_experiments_tools.data.examples.dataset import encode_examples
 from lm_experiments_tools.data.examples.examples import Example, LabelFields, t5_text
@@ -84,19 +81,13 @@ def _names(*groups: type) -> frozenset[str]:
     return frozenset(name for group in groups for name in group.__annotations__)
 
 
-# what model and backend were made of; later it would change nothing
+# Settings of the model and backend, which cannot change after they are built, and settings of the data.
 _OF_MODEL = _names(PretrainedArgs, MemoryArgs, ModelArgs, PrecisionArgs) | {"model_type", "task", "backend"}
 _OF_DATA = _names(TaskArgs, LengthArgs, InstructionArgs) | {
     "batch_size", "gradient_accumulation_steps", "eval_batch_size", "pad_to_multiple_of", "seed",
 }  # fmt: skip
-_REFUSED = {
-    "init_checkpoint": "give the checkpoint as from_pretrained",
-    "validate_only": "call evaluate()",
-    "find_lr": "it is for run_finetuning.py",
-    "find_micro_batch": "it is for run_finetuning.py",
-    "working_dir": "relative paths start from Python's own folder",
-}
-# of the loop that evaluates the weights as they are: it reads no checkpoint and writes nothing
+_REFUSED = ("init_checkpoint", "validate_only", "find_lr", "find_micro_batch", "working_dir")
+# Settings of a loop that only evaluates: it reads no checkpoint and writes nothing.
 _ONLY_EVALUATION = {
     "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile": None,
     "profile_after": None, "save_in_background": True, "optimize_metric": "loss", "optimize_mode": "min",
@@ -147,8 +138,8 @@ class FineTuner:
         with fast_process(self.args):  # threads of torch take over its settings when they start
             self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
         self._run_folders: set[Path] = set()  # that this object has trained in
-        self._passes = 0  # over the training data, begun so far
-        self._added_rows = False  # to the embedding, which are in no file yet
+        self._epochs = 0  # of training data begun so far
+        self._added_rows = False  # new rows of the embedding, which are in no file yet
 
     @cached_property
     def backend(self) -> Backend:
@@ -164,16 +155,13 @@ class FineTuner:
         return finetuning_data(with_new_tokens(args, self.tokenizer), self.backend, self.tokenizer, self.files)
 
     def _known_labels(self) -> tuple[str, ...]:
-        """Labels of the data, where any is named; else those that a saved classifier brings: it predicts without."""
+        """Labels of the data, if any is named; else those of a saved classifier."""
         args = self.args
         if args.data_path or args.valid_data_path or args.test_data_path:
             return self.data.label_names
         names = self.files.label_names
         if not names and args.model_type == "encoder":
-            raise UserError(
-                "the labels and their order are those of the training data, or of a saved classifier: give data_path, "
-                "or label_names, to FineTuner."
-            )
+            raise UserError("the labels are unknown: give data_path or label_names to FineTuner.")
         return names
 
     def summary(self) -> ModelSummary:
@@ -197,11 +185,7 @@ class FineTuner:
             UserError: the model has an adapter, with which no new row would be trained or saved.
         """
         if is_adapted(self.model):
-            instead = "raise num_virtual_tokens" if self.args.peft == "new_tokens" else "choose peft='new_tokens'"
-            raise UserError(
-                "add_tokens: rows of new tokens would be neither trained nor saved with the adapter: add them to the "
-                f"model without peft, save() that, and put the adapter on what was saved; or {instead}."
-            )
+            raise UserError("add_tokens: an adapter neither trains nor saves new rows: use it without peft.")
         added = self.tokenizer.add_tokens([tokens] if isinstance(tokens, str) else list(tokens))
         if len(self.tokenizer) > self.model.get_input_embeddings().weight.shape[0]:
             self.model.resize_token_embeddings(len(self.tokenizer), pad_to_multiple_of=64)
@@ -213,10 +197,9 @@ class FineTuner:
     def train(self, **settings: Any) -> dict[str, dict[str, float]]:
         """Train on `data_path`; the metrics of each split, as in metrics.json.
 
-        As by the script, the end is an evaluation of the test data, with `save_best` by the best checkpoint, whose
-        weights then stay; and a `model_path` that holds checkpoints is a run to be continued from the last of them.
-        Called again, training goes on from the weights as they are, with a new optimizer and schedule: without
-        `model_path` by another pass over the data, in another order; with it the folder must be another one.
+        Test data is evaluated at the end, with `save_best` by the best checkpoint, whose weights then stay. A
+        `model_path` with checkpoints is resumed. A second call continues with the weights and a new optimizer:
+        without `model_path` by another epoch in another order, with it in another folder.
 
         Args:
             settings: flags of run_finetuning.py to change first, for example epochs=1.
@@ -233,7 +216,7 @@ class FineTuner:
         data = self.data
         per_epoch = data.train.samples_per_epoch
         args = args.with_epochs(per_epoch, self.backend.world_size)
-        data.train.seek(0 if args.model_path else self._passes * per_epoch)
+        data.train.seek(0 if args.model_path else self._epochs * per_epoch)
         tokenizer_dir = save_tokenizer(args, self.backend, self.tokenizer, data)
         seed_worker(args.seed, self.backend.rank)
         optimizer = optimizer_from_args(args, self.model)
@@ -244,7 +227,7 @@ class FineTuner:
             self.args = replace(self.args, resume="auto")  # it has been read, and must not undo what follows
         show_run(args, {}, run, self.backend, self.model, data)
         loop.train()
-        self._passes += ceil(loop.state.consumed_samples / per_epoch)
+        self._epochs += ceil(loop.state.consumed_samples / per_epoch)
         evaluate_last(loop, data)
         loop.save_metrics(args.model_path)
         self.backend.release()
@@ -296,8 +279,8 @@ class FineTuner:
     def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str] | list[list[str]]:
         """The text that the model writes for each text; for an encoder, the label, the labels or the number it gives.
 
-        The model reads what it would read of such a row of data: with the prefix, and for classification by an
-        encoder-decoder with the names of the sentences. There the answer is what it wrote, be it a label or not.
+        The texts are read like rows of data: with the prefix, and for classification by an encoder-decoder with the
+        names of the sentences.
 
         Args:
             texts: single ones, or pairs of sentences; a string is one text.
@@ -341,7 +324,7 @@ class FineTuner:
         on_main(self.backend, write)
 
     def _saved_task(self) -> dict[str, Any]:
-        """For `write_task`: by the data of this object; without any, as the weights have it that it began from."""
+        """For `write_task`: from the data; without any, from the loaded weights."""
         of_sentences = self.args.task in SENTENCE_TASKS
         if "data" in self.__dict__ or (self.args.data_path and of_sentences):
             return saved_task(self.args, self.data)
@@ -384,10 +367,7 @@ class FineTuner:
             rows = read_rows(resolve(path, "train"), bad)
             for names in converted(rows, lambda row: named.texts_of(row.fields), bad):
                 return names
-        raise UserError(
-            "an encoder-decoder reads sentences after the names of their fields: give text_fields, or the data_path "
-            "that has them, to FineTuner."
-        )
+        raise UserError("the names of the sentences' fields are unknown: give text_fields or data_path to FineTuner.")
 
     def _answers(self, rows: dict[str, np.ndarray], options: dict[str, Any]) -> list[str]:
         batch = {name: torch.from_numpy(values) for name, values in rows.items()}
@@ -409,15 +389,12 @@ class FineTuner:
         return [self.label_names[number] for number in logits.argmax(-1).tolist()]
 
     def _change(self, settings: dict[str, Any]) -> None:
-        """Take settings for `train`, and forget data that they change."""
+        """Apply settings of `train`, and drop data that they change."""
         args = _changed(self.args, settings)
         changed = [name for name in settings if getattr(args, name) != getattr(self.args, name)]
         for name in changed:
             if name in _OF_MODEL:
-                raise UserError(
-                    f"train({name}=...) comes too late, as the model is made: give {name} to FineTuner(...)"
-                    f"{', or call freeze()' if name == 'freeze' else ''}."
-                )
+                raise UserError(f"train({name}=...) comes too late for the model: give {name} to FineTuner(...).")
         before, self.args = self.args, args
         if _OF_DATA.isdisjoint(changed):
             return
@@ -428,34 +405,29 @@ class FineTuner:
         if self.data.label_names != self.label_names:
             there, self.args = self.data.label_names, before
             self._forget_data()
-            raise UserError(
-                f"the model was made for the labels {', '.join(self.label_names)}, and this data has "
-                f"{', '.join(there)}: make a new FineTuner with it."
-            )
+            raise UserError(f"the model has the labels {', '.join(self.label_names)}, this data {', '.join(there)}.")
 
     def _check_folder(self, model_path: str | None) -> None:
         if model_path is not None and Path(model_path).resolve() in self._run_folders:
             raise UserError(
-                f"this FineTuner has trained in {model_path}, where its checkpoints would take the place of the "
-                "model as it is now: choose another model_path, or make a new FineTuner to continue that run."
+                f"this FineTuner has trained in {model_path}: choose another model_path, or make a new FineTuner."
             )
 
     def _check_rows(self) -> None:
-        """Refuse an adapter that was put on the model by hand, of which its files would not have all."""
+        """Refuse an adapter put on by hand after `add_tokens`: its files would lack the new rows."""
         if self._added_rows and is_adapted(self.model):
             raise UserError(
-                "the rows that add_tokens() added lie in the base model, and an adapter is saved without it: save() "
-                "the base before an adapter is on it, and make the adapter by FineTuner(folder, peft=...)."
+                "the rows of add_tokens() are in the base model, and an adapter is saved without it: save() the base "
+                "before an adapter is on it, and make the adapter by FineTuner(folder, peft=...)."
             )
 
     def _refuse_few_bits(self, what: str) -> None:
-        """Refuse to train, or to save for good, weights that were made coarse to be used."""
+        """Refuse to train or save weights of few bits."""
         args = self.args
         if args.inference_dtype is not None or (args.quantize is not None and not is_adapted(self.model)):
             flag = "quantize" if args.inference_dtype is None else "inference_dtype"
             raise UserError(
-                f"{what}: {flag}={getattr(args, flag)!r} holds weights of few bits, for evaluate and predict alone: "
-                f"make a FineTuner without it{', or with peft' if flag == 'quantize' else ''}."
+                f"{what}: {flag}={getattr(args, flag)!r} holds weights of few bits, for evaluate and predict alone."
             )
 
     def _forget_data(self) -> None:
@@ -471,9 +443,9 @@ def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> Finetunin
     for name in settings:
         if name not in known:
             raise UserError(f"FineTuner has no setting {name!r}{suggestion(name, known)}")
-    for name, instead in _REFUSED.items():
+    for name in _REFUSED:
         if settings.get(name, known[name].default) != known[name].default:
-            raise UserError(f"FineTuner does not take {name}: {instead}.")
+            raise UserError(f"FineTuner does not take {name}, a setting of run_finetuning.py alone.")
     if settings.get("iters") is not None and settings.get("epochs") is not None:
         raise UserError("iters and epochs exclude each other: both say how long to train.")
     values = {name: _as_flag(name, value, known[name].default) for name, value in settings.items()}

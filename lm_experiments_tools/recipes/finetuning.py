@@ -1,4 +1,4 @@
-"""The loop of fine-tuning, out of arguments, data and model, and the evaluation that it ends with."""
+"""The loop of a fine-tuning run, and the evaluation at its end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at
 
 
 def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> FinetuningArgs:
-    """The same arguments with a prefix that begins with the tokens of `--peft new_tokens`, where there are any."""
+    """The arguments with the tokens of `--peft new_tokens`, if any, before the prefix."""
     new = new_token_prefix(tokenizer)
     return replace(args, prefix=new + args.prefix) if new and args.task != "instructions" else args
 
@@ -56,10 +56,7 @@ def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) ->
 def save_tokenizer(
     args: FinetuningArgs, backend: Backend, tokenizer: PreTrainedTokenizerBase, data: FinetuningData
 ) -> Path | None:
-    """The folder below the run directory with what goes into every checkpoint beside weights: tokenizer and task.
-
-    None for a run that saves nothing.
-    """
+    """The folder with tokenizer and task for every checkpoint; None for a run that saves nothing."""
 
     def write(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
@@ -69,10 +66,7 @@ def save_tokenizer(
 
 
 def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
-    """Settings, and what is of the data, that weights are saved with to give a text the same answer later.
-
-    An encoder's configuration has the labels.
-    """
+    """Settings saved with weights for later predictions; an encoder's configuration has the labels."""
     of_data = {"sentence_names": data.sentence_names}
     if args.model_type != "encoder":
         of_data |= {"label_names": data.label_names, "label_words": data.label_words}
@@ -92,7 +86,7 @@ def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
 
 
 def show_summary(backend: Backend, model: nn.Module) -> None:
-    """Log the parameters by part, as they are before any backend cuts them into slices."""
+    """Log the parameters by part, before a backend shards them."""
     if backend.is_main:
         for line in str(summary(model)).splitlines():
             logger.info("%s", line)
@@ -110,7 +104,7 @@ def finetuning_loop(
     """The loop that trains `model` on `data.train` and evaluates it as `args.metrics` says.
 
     Args:
-        args: with what follows from others put in (`FinetuningArgs.resolved`).
+        args: from `FinetuningArgs.resolved`.
         tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
 
     Raises:
@@ -148,27 +142,20 @@ def finetuning_loop(
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
-    """Look whether `model` keeps the examples of a packed row apart, by a forward pass over three small rows.
+    """Check on three small rows that `model` keeps the examples of a packed row apart.
 
-    They have an example in common, beside others and in another place, of which the logits have to be the same. All
-    stand in one batch, of which 8-bit layers take the scales. It is for the model before a backend cuts it into
-    slices; one whose weights are not here (on the meta device) is not looked at.
+    The rows share one example, next to others and at other positions; its logits must be equal. Call it before a
+    backend shards the model; weights on the meta device are not checked.
 
     Raises:
-        UserError: it does not, or does not take what says where examples begin.
+        UserError: it does not, or does not take the inputs that separate examples.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known, name = forward_names(model), type(base).__name__
     if args.model_type in _PACKING_CLASSES and "segment_ids" not in known:
-        raise UserError(
-            f"--packing: {name} does not take segment_ids, so the examples of a row would see each other; choose "
-            f"--model_cls {_PACKING_CLASSES[args.model_type]}, which loads the same weights."
-        )
+        raise UserError(f"--packing: {name} takes no segment_ids: choose {_PACKING_CLASSES[args.model_type]}.")
     if args.model_type == "decoder" and "position_ids" not in known:
-        raise UserError(
-            f"--packing: {name} does not take position_ids, by which transformers tells the examples of a row apart: "
-            "leave it out, or choose another model."
-        )
+        raise UserError(f"--packing: {name} takes no position_ids, which separate the examples of a row.")
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), None)
     if device is None:
         return
@@ -185,17 +172,11 @@ def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
     if logits is None:
         return
     if logits.dim() < 3 or logits.shape[1] % 2:
-        raise UserError(
-            f"--packing: {name} has logits {list(logits.shape)} for 3 rows of 2 examples, where a row needs some for "
-            "each: leave it out, or choose another --model_cls."
-        )
+        raise UserError(f"--packing: {name} has logits {list(logits.shape)}, which are not one for each example.")
     half = logits.shape[1] // 2
     common = torch.stack([logits[0, half:], logits[1, half:], logits[2, :half]]).float()
     if (common - common[0]).abs().max() > _SAME * common[0].abs().max():
-        raise UserError(
-            f"--packing: in {name} the examples of a row see each other, or know their place in it: leave it out, or "
-            "choose a model that keeps them apart, as GPT-2, GPT-NeoX, Llama and Qwen2 do."
-        )
+        raise UserError(f"--packing: in {name} the examples of a row see each other: choose another --model_cls.")
 
 
 def _probe(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
@@ -211,7 +192,7 @@ def _probe(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Without dropout; afterwards every module is in the mode in which it was."""
+    """Evaluation mode; afterwards every module gets its previous mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

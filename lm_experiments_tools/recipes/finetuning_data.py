@@ -1,8 +1,7 @@
-"""From `--data_path`, `--valid_data_path` and `--test_data_path` to the loaders of a fine-tuning run.
+"""The loaders of a fine-tuning run.
 
-Training data is tokenized once at the start and only its ids are kept; of validation and test data the texts stay too,
-for metrics and predictions. Every worker reads all of it and takes its own rows. The order is a function of (seed,
-sample), so that a run resumes at any place on any number of workers.
+Training data is tokenized once at the start and only its ids are kept in memory; of validation and test data also the
+texts, for metrics and predictions. Every worker reads all of it and takes its own rows.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.source import ModelFiles
-from lm_experiments_tools.config.finetuning_notes import LABEL_TASKS
+from lm_experiments_tools.config.finetuning import LABEL_TASKS
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleDataset, encode_examples
 from lm_experiments_tools.data.examples.examples import (
@@ -146,32 +145,25 @@ class _Reader:
                 data.splits[split] = self._eval_split(split, path, limit)
         if args.task == "instructions" and args.valid_data_path and args.valid_data_path == args.test_data_path:
             logger.warning(
-                "validation and test are the same official test tasks of %s: what is chosen by one (--save_best) is "
-                "not measured fairly by the other", args.valid_data_path,
-            )  # fmt: skip
+                "validation and test are the same tasks of %s: test is no held-out data", args.valid_data_path
+            )
         data.sentence_names = self.sentences.names
         data.objective = data.objective or f"{args.task}, validation only"
         return data
 
     def _labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the labels, and the words for them."""
+        """Names of the labels, and their words."""
         args = self.args
         if args.task not in LABEL_TASKS:
             return (), ()
         names = args.label_names or self._found_labels()
         words = args.label_words or self._saved_words(names) or names
         if len(words) != len(names):
-            raise UserError(
-                f"--label_words has {len(words)} words, but the data has {len(names)} labels ({', '.join(names)}): "
-                "give one for each, in this order."
-            )
+            raise UserError(f"--label_words has {len(words)} words for the {len(names)} labels {', '.join(names)}.")
         if len(set(names)) < len(names):
             raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
         for group in alike(names) if self.backend.is_main and args.model_type == "encoder" else ():
-            logger.warning(
-                "the labels %s differ by case, white space or encoding alone and are %d classes: make them one in the "
-                "data, if they are", ", ".join(map(repr, group)), len(group),
-            )  # fmt: skip
+            logger.warning("the labels %s differ only by case, white space or encoding", ", ".join(map(repr, group)))
         if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
             raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
         if args.model_type == "encoder-decoder":
@@ -179,29 +171,25 @@ class _Reader:
         return names, words
 
     def _saved_words(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The words that the named weights have learned to write for these labels."""
+        """The label words that the loaded weights were trained with."""
         saved = self.files.task
         return tuple(saved.get("label_words", ())) if tuple(saved.get("label_names", ())) == names else ()
 
     def _check_words(self, words: Sequence[str]) -> None:
-        """Refuse words that are one and the same target to the model."""
+        """Refuse words with the same tokens."""
         targets = text_encoder(self.args, self.tokenizer).encode_targets(words)
         known: dict[tuple[int, ...], str] = {}
         for word, ids in zip(words, targets, strict=True):
             other = known.setdefault(tuple(ids), word)
-            if other == word:
-                continue
-            tokens, unknown = self.tokenizer.convert_ids_to_tokens(ids), self.tokenizer.unk_token
-            why = f" within --target_seq_len {self.args.target_seq_len}"
-            if unknown in tokens:
-                why = f", where {unknown} is what the tokenizer does not know"
-            raise UserError(
-                f"the label words {other} and {word} are the same tokens to the model ({' '.join(tokens)}{why}): give "
-                "--label_words that differ."
-            )
+            if other != word:
+                tokens = " ".join(self.tokenizer.convert_ids_to_tokens(ids))
+                raise UserError(
+                    f"the label words {other} and {word} are the same tokens to the model ({tokens}, within "
+                    f"--target_seq_len {self.args.target_seq_len}): give --label_words that differ."
+                )
 
     def _found_labels(self) -> tuple[str, ...]:
-        """Labels of the training data; a trained head numbers them in its own order, and knows them without data."""
+        """Labels of the training data, in the order of a trained head if there is one."""
         args = self.args
         saved = self.files.label_names
         if args.data_path:
@@ -217,15 +205,10 @@ class _Reader:
             if not self.found:
                 raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
             if args.task == "multi_label" and {*self.found} <= {"0", "1"}:
-                raise UserError(
-                    f"the only labels in {', '.join(args.data_path)} are 0 and 1: give the names of the labels that "
-                    "each list says 0 or 1 for by --label_names (--label_names 0 1 if these are the labels)."
-                )
+                raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
             return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
         if not saved:
-            raise UserError(
-                "the labels and their order are those of the training data: give --data_path, or --label_names."
-            )
+            raise UserError("the labels are unknown: give --data_path or --label_names.")
         return saved
 
     def _label_fields(self) -> LabelFields:
@@ -276,7 +259,7 @@ class _Reader:
         return label_examples(path, named, bad, names=names, words=words, with_labels=there, sentences=self.sentences)
 
     def _is_labelled(self, path: str, has_label: Callable[[Row], bool], what: str) -> bool:
-        """True if a row of the test data has a label or target: then each must; if none has, all are predicted only.
+        """True if a row of the test data has a label or target; if none has, all are predicted only.
 
         Raises:
             UserError: none has, and nothing is predicted.
@@ -396,8 +379,8 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
         room -= args.target_seq_len
         if room < 1:
             raise UserError(
-                f"--input_seq_len {args.input_seq_len} is the length of source and target together for a "
-                f"decoder, and --target_seq_len {args.target_seq_len} leaves nothing for the source: raise it."
+                f"--input_seq_len {args.input_seq_len} holds source and target of a decoder, and --target_seq_len "
+                f"{args.target_seq_len} leaves nothing for the source: raise it."
             )
     target_limit = None if args.model_type == "encoder" else args.target_seq_len
     return TextEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
@@ -412,7 +395,7 @@ def chosen(examples: list[Example], limit: int | None) -> list[Example]:
 
 
 def _set_aside(examples: Iterable[Example]) -> Iterator[Example]:
-    """Read all examples into a temporary file; gives them once more without holding them in memory."""
+    """Examples read to the end once and kept in a temporary file, not in memory."""
     file = tempfile.TemporaryFile()  # nobody else can write to it, so pickle is safe
     for example in examples:
         with naming(tempfile.gettempdir()):

@@ -1,7 +1,4 @@
-"""Held-out text as the model writes it: examples of each validation, and the report at the end of a run (`--report`).
-
-The report has losses before and after, blanks filled in, the curve, the files.
-"""
+"""Held-out text as the model writes it: examples of each validation, and the final `--report`."""
 
 from __future__ import annotations
 
@@ -30,16 +27,17 @@ if TYPE_CHECKING:
 NUM_EXAMPLES = 3
 WINDOW = 48  # tokens of text in an example
 NUM_BLANKS = 2
-NUM_OTHERS = 3  # next best first pieces to show
 NUM_MEASURED = 400  # one-word blanks that are counted
 _MEASURED_AT_ONCE = 100
 _PUNCTUATION = ".,;:!?)\"'”’"
 
 
 def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]], share: str | None = None) -> None:
-    """Print the report on rank 0 and write it to report.txt and loss.png of the run; every worker calls it.
+    """Print the report on rank 0 and write it to report.txt and loss.png of the run.
 
-    `examples` are made by `t5_examples` or `fill_in_masked_words`, `share` by `filled_right`.
+    Args:
+        examples: from `t5_examples` or `fill_in_masked_words`.
+        share: from `filled_right`.
     """
     if not trainer.backend.is_main:
         return
@@ -59,16 +57,14 @@ def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]
 
 
 def t5_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """Held-out text as the model generates it, by its `--task`: continued, or with blanks filled in."""
-    args = trainer.args
-    objective = args.objective()
-    if objective.report == "continuation":
+    """Held-out text, continued or with blanks filled in, as `--task` teaches; every worker calls it."""
+    if trainer.args.objective().report == "continuation":
         return continued_examples(trainer, data)
     return fill_in_examples(trainer, data, _mode(trainer, data))
 
 
 def _mode(trainer: TrainingLoop, data: PretrainingData) -> list[int]:
-    """Ids in front of an input with blanks: UL2's mode of short spans, where the run has modes."""
+    """Ids before an input with blanks: UL2's mode of short spans, if the run has modes."""
     from lm_experiments_tools.data.objectives.ul2 import mode_ids
 
     has_mode = "mode_tokens" in trainer.args.objective().reads and trainer.args.mode_tokens
@@ -76,11 +72,10 @@ def _mode(trainer: TrainingLoop, data: PretrainingData) -> list[int]:
 
 
 def filled_right(trainer: TrainingLoop, data: PretrainingData) -> str | None:
-    """The number of one-word blanks in held-out text, of up to 400, that the model fills right; every worker calls it.
+    """Accuracy on up to 400 one-word blanks in held-out text; every worker calls it.
 
-    Words are of letters only and drawn at random, each of the held-out text as likely as any other; an input of
-    `input_seq_len` tokens has one blank. The answer is generated greedily and has to be the word and no more.
-    None for a run that fills no blanks, or whose held-out text is shorter than one input.
+    Words of letters are drawn at random, one blank per input of `input_seq_len` tokens. The answer is generated
+    greedily and must be exactly the word. None for a run that fills no blanks, or without long enough text.
     """
     vocabulary, args = data.vocabulary, trainer.args
     if args.objective().report == "continuation":
@@ -107,10 +102,7 @@ def filled_right(trainer: TrainingLoop, data: PretrainingData) -> str | None:
 
 
 def _one_word_blanks(tokens: IndexedDataset, vocabulary: Vocabulary, length: int) -> list[tuple[list[int], list[int]]]:
-    """(text of `length` tokens with a sentinel in its middle, the word's pieces) for words at random places.
-
-    Places are drawn and those where no word begins are passed over, so that all words are equally likely.
-    """
+    """(text of `length` tokens with a sentinel in its middle, the word's subwords) for words at random positions."""
     size, half, blanks = len(tokens.tokens), length // 2, []
     places = range(half, size - length)  # room on both sides
     for place in random.Random(0).sample(places, min(len(places), 20 * NUM_MEASURED)):
@@ -126,7 +118,7 @@ def _one_word_blanks(tokens: IndexedDataset, vocabulary: Vocabulary, length: int
 
 
 def _word_at(ids: list[int], vocabulary: Vocabulary) -> int:
-    """Number of pieces of the word of letters that begins here, punctuation behind it left out; 0 if none does."""
+    """Number of subwords of the word of letters that begins here, without punctuation; 0 if none begins."""
     if not vocabulary.starts_word(ids[0]):
         return 0
     end = next((i for i in range(1, len(ids)) if vocabulary.starts_word(ids[i])), len(ids))
@@ -137,7 +129,7 @@ def _word_at(ids: list[int], vocabulary: Vocabulary) -> int:
 
 
 def _first_blank(ids: Sequence[int], vocabulary: Vocabulary) -> str:
-    """The text that a generated target, with its start token, has for the first blank."""
+    """The text for the first blank in a generated target with its start token."""
     special = set(vocabulary.special_ids)
     begin = 2 if len(ids) > 1 and ids[1] == vocabulary.sentinel_ids[0] else 1
     end = next((i for i in range(begin, len(ids)) if ids[i] in special), len(ids))
@@ -145,11 +137,10 @@ def _first_blank(ids: Sequence[int], vocabulary: Vocabulary) -> str:
 
 
 class WrittenExamples:
-    """The first rows of a validation, shown with what the model writes for them (training.metrics.Collector).
+    """The first `number` rows of a validation with what the model writes for them (training.metrics.Collector).
 
     Args:
-        trainer: gives the loop, which is made with the function that makes this.
-        number: `--show_valid_examples`.
+        trainer: returns the loop, which does not exist yet.
     """
 
     def __init__(self, trainer: Callable[[], TrainingLoop], split: str, vocabulary: Vocabulary, number: int) -> None:
@@ -157,14 +148,14 @@ class WrittenExamples:
         self.rows: list[tuple[list[int], list[int]]] = []
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        """Keep inputs and targets, without padding, until there are enough."""
+        """Collect inputs and targets without padding."""
         pad = self.vocabulary.pad_id
         for i in range(min(len(batch["labels"]), self.number - len(self.rows))):
             source, target = batch["input_ids"][i].tolist(), batch["labels"][i].tolist()
             self.rows.append(([id for id in source if id != pad], [id for id in target if id >= 0]))
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Show rank 0's rows; every worker writes, as a sharded model needs all of them."""
+        """Show rank 0's rows; every worker generates, because a sharded model needs all of them."""
         trainer, examples = self.trainer(), []
         for number, (source, target) in enumerate(backend.broadcast(self.rows)):
             ids = torch.tensor([source], device=backend.device)
@@ -208,10 +199,7 @@ def _generate(trainer: TrainingLoop, input_ids: Tensor, **options: Any) -> Any:
 
 
 def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
-    """The beginnings of a few documents that are long enough, evenly from all of them, int64[WINDOW] each.
-
-    The index is read twice, block by block: first to count them.
-    """
+    """The beginnings of a few documents that are long enough, evenly spaced, int64[WINDOW] each."""
 
     def long_documents() -> Iterator[np.ndarray]:
         for bounds in map(tokens.offsets, tokens.document_bounds()):
@@ -229,28 +217,29 @@ def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
 def fill_in_examples(
     trainer: TrainingLoop, data: PretrainingData, before: Sequence[int] = ()
 ) -> list[tuple[str, str, str]]:
-    """(text with numbered blanks, the words that stood there, the model's) for a few validation documents.
+    """(text with numbered blanks, the hidden words, the model's) for a few validation documents.
 
-    `before`: ids put in front of the input.
+    Args:
+        before: ids before each input.
     """
     vocabulary = data.vocabulary
     examples = []
     for window in _windows(data.valid_tokens):
         inputs, spans = hide_words(window, vocabulary)
         ids = torch.tensor([[*before, *inputs.tolist(), vocabulary.eos_id]], device=trainer.backend.device)
-        scored = {"output_scores": True, "return_dict_in_generate": True}
-        output = _generate(trainer, ids, max_new_tokens=12 * NUM_BLANKS, **scored)
-        guesses = read_guesses(output.sequences[0].tolist(), output.scores, vocabulary)
-        examples.append((
-            _numbered(vocabulary.decode(inputs.tolist())),
-            _in_a_row(vocabulary.decode(span.tolist()) for span in spans),
-            _in_a_row(guesses.get(i, "(nothing)") for i in range(len(spans))),
-        ))  # fmt: skip
+        output = _generate(trainer, ids, max_new_tokens=12 * NUM_BLANKS)
+        guesses = read_guesses(output[0].tolist(), vocabulary)
+        text = vocabulary.decode(inputs.tolist())
+        for blank in range(NUM_BLANKS):
+            text = text.replace(f"<extra_id_{blank}>", f" [{blank + 1}] ")
+        truths = _in_a_row(vocabulary.decode(span.tolist()) for span in spans)
+        answers = _in_a_row(guesses.get(i, "(nothing)") for i in range(len(spans)))
+        examples.append((" ".join(text.split()), truths, answers))
     return examples
 
 
 def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> list[tuple[str, str, str]]:
-    """`fill_in_examples` of a model that fills in masked pieces, each by itself."""
+    """`fill_in_examples` of a masked language model, which fills in each subword by itself."""
     tokenizer, backend = data.tokenizer, trainer.backend
     backend.model.eval()
     examples = []
@@ -264,19 +253,11 @@ def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> li
         ids = torch.tensor([[tokenizer.cls, *masked, tokenizer.sep]], device=backend.device)
         with torch.no_grad():
             outputs = backend.model(input_ids=ids)
-        logits = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"][0, 1:-1]
-        examples.append((
-            " ".join([*text, tokenizer.decode(window[done:])]),
-            _in_a_row(tokenizer.decode(window[begin:end]) for begin, end in words),
-            _in_a_row(_best_pieces(logits[begin:end], tokenizer.decode) for begin, end in words),
-        ))  # fmt: skip
+        best = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"][0, 1:-1].argmax(-1)
+        truths = _in_a_row(tokenizer.decode(window[begin:end]) for begin, end in words)
+        answers = _in_a_row(tokenizer.decode(best[begin:end].tolist()) for begin, end in words)
+        examples.append((" ".join([*text, tokenizer.decode(window[done:])]), truths, answers))
     return examples
-
-
-def _best_pieces(logits: Tensor, decode: Callable[[Any], str]) -> str:
-    """The likeliest piece for each place of a word, and the next best for the first; logits [pieces, ids]."""
-    _, *others = logits[0].topk(NUM_OTHERS + 1).indices.tolist()
-    return f"{decode(logits.argmax(-1).tolist())} (or: {' | '.join(decode([i]) for i in others)})"
 
 
 def _in_a_row(texts: Iterable[str]) -> str:
@@ -285,7 +266,8 @@ def _in_a_row(texts: Iterable[str]) -> str:
 
 def _two_words(window: np.ndarray, starts: Sequence[int], decode: Callable[[Any], str]) -> list[tuple[int, int]]:
     """Ranges of the words nearest to one third and two thirds of a token window, in order."""
-    words = [(begin, end) for begin, end in pairwise(starts) if _is_word(decode(window[begin:end]))]
+    texts = ((begin, end, decode(window[begin:end]).strip()) for begin, end in pairwise(starts))
+    words = [(begin, end) for begin, end, text in texts if text.isalpha() and len(text) > 1]
     chosen: list[tuple[int, int]] = []
     for blank in range(NUM_BLANKS):
         middle = (blank + 1) * len(window) / (NUM_BLANKS + 1)
@@ -295,11 +277,7 @@ def _two_words(window: np.ndarray, starts: Sequence[int], decode: Callable[[Any]
 
 
 def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Replace the words nearest to one third and two thirds of a token window by sentinels.
-
-    Returns:
-        The window with sentinels, and the hidden pieces in order.
-    """
+    """The window with sentinels for the words nearest to one and two thirds of it, and the hidden subwords."""
     starts = [i for i in range(len(window)) if vocabulary.starts_word(int(window[i]))]
     pieces, spans, done = [], [], 0
     for blank, (begin, end) in enumerate(_two_words(window, starts, vocabulary.decode)):
@@ -309,40 +287,17 @@ def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, 
     return np.concatenate([*pieces, window[done:]]).astype(np.int64), spans
 
 
-def _is_word(text: str) -> bool:
-    """Letters only: nobody learns much from a model that guesses a comma."""
-    return text.strip().isalpha() and len(text.strip()) > 1
-
-
-def read_guesses(ids: list[int], scores: Sequence[Tensor], vocabulary: Vocabulary) -> dict[int, str]:
-    """The text that a generated target has for each blank, and the next best pieces for its first.
-
-    Args:
-        ids: the target, with its start token.
-        scores: float[1, vocabulary] before each of ids[1:].
-    """
+def read_guesses(ids: list[int], vocabulary: Vocabulary) -> dict[int, str]:
+    """The text for each blank in a generated target with its start token."""
     number = {int(sentinel): i for i, sentinel in enumerate(vocabulary.sentinel_ids)}
-    pieces: dict[int, list[int]] = {}
-    others: dict[int, list[str]] = {}
+    subwords: dict[int, list[int]] = {}
     blank = None
-    for token, score in zip(ids[1:], scores, strict=False):
+    for token in ids[1:]:
         if token == vocabulary.eos_id:
             break
         if token in number:
             blank = number[token]
-            pieces.setdefault(blank, [])
+            subwords.setdefault(blank, [])
         elif blank is not None:
-            if not pieces[blank]:
-                likely = [i for i in score[0].topk(NUM_OTHERS + 1).indices.tolist() if i != token]
-                others[blank] = [vocabulary.decode([i]) for i in likely[:NUM_OTHERS]]
-            pieces[blank].append(token)
-    return {
-        i: f"{vocabulary.decode(found)} (or: {' | '.join(others[i])})" if found else "(nothing)"
-        for i, found in pieces.items()
-    }
-
-
-def _numbered(text: str) -> str:
-    for blank in range(NUM_BLANKS):
-        text = text.replace(f"<extra_id_{blank}>", f" [{blank + 1}] ")
-    return " ".join(text.split())
+            subwords[blank].append(token)
+    return {i: vocabulary.decode(found) if found else "(nothing)" for i, found in subwords.items()}

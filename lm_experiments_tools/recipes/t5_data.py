@@ -1,4 +1,4 @@
-"""From `--data_path` and `--valid_data_path` to the loaders of a T5 pre-training run."""
+"""Loaders, loss and metrics of a T5 pre-training run, and checks that its model can learn the objective."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.registry import (
@@ -18,7 +21,9 @@ from lm_experiments_tools.data.objectives.registry import (
     objective_dataset,
 )
 from lm_experiments_tools.data.tokens.cold import read_at_random
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.models.build import check_vocabulary
 from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
@@ -31,9 +36,16 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+    from lm_experiments_tools.recipes.common import ModelSource
     from lm_experiments_tools.recipes.t5_sources import T5Sources
 
 logger = logging.getLogger(__name__)
+
+_EXAMPLE_OF = {
+    "encoder-decoder": "transformers:T5ForConditionalGeneration",
+    "decoder": "transformers:GPT2LMHeadModel",
+    "encoder": "transformers:BertForMaskedLM",
+}
 
 
 @dataclass
@@ -70,8 +82,9 @@ def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) ->
 
 
 def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
-    """A `batch_transform_fn` that leaves out an `attention_mask` of ones, which a model that takes its fast step need
-    not add to the scores of each layer. It looks at the loader's batch, on the CPU: no device is waited for.
+    """A `batch_transform_fn` that drops an all-ones `attention_mask` for a model on its fused path.
+
+    It looks at the loader's batch on the CPU, so no device is waited for.
     """
     if not getattr(model, "is_fast", False):
         return None
@@ -86,7 +99,7 @@ def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mappin
 
 
 def pretraining_loss(args: T5PretrainingArgs, backend: Backend, model: nn.Module) -> Loss:
-    """The model's own; of masked tokens, where its head can do so, it scores no others."""
+    """The model's own loss, for masked language models on masked positions only where the head can do so."""
     if args.task != "mlm":
         return MODEL_LOSS
     tokens, probability = args.input_seq_len, args.mlm_probability
@@ -121,8 +134,8 @@ def pretraining_data(
         on_all(backend, lambda: check_objective(context))  # before hours of tokenizing
     if args.task == "mlm" and backend.is_main:
         logger.warning(
-            "--task mlm has no [CLS] and no [SEP] in its rows, and documents that share a row attend to each other; "
-            "run_bert_pretraining.py makes BERT's rows"
+            "--task mlm has no [CLS] and [SEP], and documents of a row attend to each other; for BERT's rows use "
+            "run_bert_pretraining.py"
         )
     tokenizer_dir = save_tokenizer(args, backend, vocabulary.save_tokenizer)  # refused before hours of tokenizing
     valid: ValidSource | None = None
@@ -161,3 +174,47 @@ def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDa
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
     rows = args.rows_per_worker() * backend.shares
     return ValidLoader(dataset, rows, backend.rank, backend.world_size, num_samples=args.valid_samples)
+
+
+def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: int) -> None:
+    """Refuse a model that cannot learn the objective.
+
+    Raises:
+        UserError: another kind of model is needed, or one with more positions or a larger embedding.
+    """
+    kind, kinds = model.kind, args.objective().models
+    if args.task in OBJECTIVES and kind not in kinds:
+        raise UserError(
+            f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, --model_cls {args.model_cls} is "
+            f"of kind {kind}: choose a class such as {_EXAMPLE_OF[kinds[0]]}, or another --task."
+        )
+    check_vocabulary(model.config, vocabulary_size)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and args.input_seq_len > positions:
+        raise UserError(
+            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions "
+            "(max_position_embeddings)."
+        )
+
+
+def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
+    """Refuse a decoder that sees the tokens it is to predict, as BERT's LM head does unless told not to.
+
+    Raises:
+        UserError: the prediction at the first position changes with a later token.
+    """
+    if "decoder" not in args.objective().models or getattr(model.config, "is_encoder_decoder", False):
+        return
+    ids = torch.arange(num_tokens)[None]
+    other = ids.clone()
+    other[0, -1] = 0
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        first, second = (model(input_ids=row)["logits"][0, 0] for row in (ids, other))
+    model.train(training)
+    if not torch.equal(first, second):
+        raise UserError(
+            f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it is to predict; set is_decoder to "
+            "true in its configuration, or choose a class such as transformers:GPT2LMHeadModel."
+        )

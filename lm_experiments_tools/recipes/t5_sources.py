@@ -1,7 +1,6 @@
-"""The vocabulary and the data paths of a T5 pre-training run, each read once.
+"""Vocabulary and data paths of a T5 pre-training run, each read once.
 
-Nothing here imports torch or transformers, which takes many times longer than to see that a token file was made with
-another vocabulary.
+Nothing here imports torch or transformers, so that a wrong vocabulary is reported immediately.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ class T5Sources:
         self._opened: dict[str, IndexedDataset] = {}
         self.vocabulary = load_vocabulary(self._named() if args.vocab else self._recorded())
         if is_given(args, "append_eos") and len(self._records) == len(set(paths)):
-            raise UserError(
-                f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized, by `lmtools tokenize` with "
-                "--append_eos or without: leave it out"
-            )
+            raise UserError(f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized.")
         for path, record in self._records.items():
             check_vocabulary(self.prefix(path), record, self.vocabulary)
 
@@ -95,13 +91,9 @@ class T5Sources:
         warn_unrecorded(prefix, record)
         if self._args.objective().parts_documents and record.get("append_eos") is False:
             logger.warning(
-                "%s has no EOS between its documents, and --task %s reads on over their borders: `lmtools tokenize "
-                "--input %s --vocab %s --output %s-eos --append_eos` makes tokens that have",
+                "%s has no EOS between its documents, which --task %s needs: tokenize again with --append_eos",
                 prefix,
                 self._args.task,
-                " ".join(record.get("input", ())) or "TEXT",
-                self.vocabulary.path,
-                prefix,
             )
         return open_checked(prefix, record)
 
@@ -121,7 +113,7 @@ class T5Sources:
         if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier
             raise UserError(
                 f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than the {limit} that "
-                "--max_bad_lines allows; mend them, or raise the limit"
+                "--max_bad_lines allows"
             )
         return tokens
 
@@ -139,26 +131,16 @@ class T5Sources:
         path = self._args.data_path[0]
         if path not in self._records:
             if not os.path.exists(self._from_anywhere(path)):
-                raise UserError(
-                    f"--data_path {path}: there is neither a token prefix (.idx, .bin) nor text of this name"
-                )
+                raise UserError(f"--data_path {path}: there is neither a token prefix (.idx, .bin) nor text.")
             if os.path.isfile(usual := self._from_anywhere(USUAL_VOCABULARY)):
                 return Path(usual)
             raise UserError(
-                f"--vocab is missing, and {path} is not a token prefix that records one; give a SentencePiece .model "
-                f"file (`lmtools vocab` trains one; t5-experiments' {USUAL_VOCABULARY} is not here), the folder of a "
-                "tokenizer, or bytes"
+                f"--vocab is missing, and {path} records none: give a SentencePiece .model file (`lmtools vocab` "
+                "trains one), the folder of a tokenizer, or bytes."
             )
         record = Path(f"{self.prefix(path)}.json")
         made_with = self._records[path].get("vocab_file")
-        if made_with is None:
-            raise UserError(
-                f"--vocab is missing, and {record} does not exist or names none: give the vocabulary "
-                f"that made the tokens {path}"
-            )
-        found = recorded_vocabulary(self.prefix(path), self._records[path])
-        if found is not None:
-            return found
-        raise UserError(
-            f"--vocab is missing, and the vocabulary that {record} names ({made_with}) is not there; give --vocab"
-        )
+        found = None if made_with is None else recorded_vocabulary(self.prefix(path), self._records[path])
+        if found is None:
+            raise UserError(f"--vocab is missing, and the vocabulary of {record} ({made_with}) is not there.")
+        return found

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from lm_experiments_tools.config import cli
-from lm_experiments_tools.config.arguments import flags_of
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import flags_of
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 
@@ -178,16 +178,16 @@ def test_mistake_on_the_command_line_is_one_sentence(argv, words):
         ("seed: 1\nitres: 5", ["run.yaml line 2", "'itres'", "did you mean iters?"]),
         ("iters: many", ["run.yaml line 1: iters takes a whole number, not 'many'"]),
         ("iters: null", ["run.yaml line 1: iters has no value"]),
-        ("iters: [1, 2]", ["line 1: iters is a list"]),
+        ("iters: [1, 2]", ["line 1: iters takes a whole number"]),
         ("model:\n  lr: 1", ["line 1", "'model'"]),
-        ("vocab: {a: b}", ["line 1: vocab is a mapping"]),
+        ("vocab: {a: b}", ["line 1: vocab takes text or none"]),
         ("fp16: maybe", ["fp16", "true or false", "run.yaml line 1"]),
         ("lr: 1\nlr: 2", ["line 2: lr is set a second time", "line 1"]),
-        ("- lr", ["must hold lines of `name: value`", "a list"]),
+        ("- lr", ["must hold lines of `name: value`"]),
         ("lr", ["must hold lines of `name: value`"]),
         ("lr: [1", ["is not valid YAML"]),
-        ("a: 1\nb: - c: d", ["line 2 is not valid YAML"]),
-        ("[a, b]: 1", ["name cannot be a list"]),
+        ("a: 1\nb: - c: d", ["is not valid YAML", "line 2"]),
+        ("[a, b]: 1", ["line 1: unknown setting"]),
         ("config: other.yaml", ["unknown setting 'config'"]),
         ("fp16: true\nbf16: true", ["fp16 is set in", "line 1", "bf16 is set in", "line 2"]),
         ("iters: 0", ["--iters is 0", "iters is set in"]),
@@ -346,7 +346,8 @@ def test_five_hundred_random_edits_never_start_a_run_and_never_show_a_traceback(
         name = rng.choice(names)
         if rng.random() < 0.6:
             written, value = typo(name, rng), rng.choice(["1", "x", "true"])
-            if cli._named(written, flags)[0] is not None:
+            other = written.replace("-", "_")
+            if other in flags or other.removeprefix("no_") in flags:
                 continue  # the slip made another flag's name, or none at all
             num_typos += 1
         else:

@@ -109,36 +109,30 @@ def test_a_flag_of_another_adapter_is_refused(flag):
         if kind in kinds:
             make(peft=kind, **{flag: value})
         else:
-            with pytest.raises(
-                UserError,
-                match=f"--{flag} is read by --peft .* alone, .*: (add --peft .*, or leave --{flag} out|leave it out)",
-            ):
+            with pytest.raises(UserError, match=f"^--{flag} needs --peft "):
                 make(peft=kind, **{flag: value})
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"min_new_tokens": 12, "max_new_tokens": 3}, "--min_new_tokens 12 is more than --max_new_tokens 3: raise"),
-        ({"min_new_tokens": 129}, "--min_new_tokens 129 is more than --target_seq_len 128"),
-        ({"task": "instructions", "num_pos_examples": 0, "add_explanation": True}, "--num_neg_examples are 0"),
-        ({"metrics": ("chrf",), "bleu_tokenize": "zh"}, "--bleu_tokenize is of --metrics bleu: add it, or leave"),
-        ({"metrics": ("none",), "show_valid_examples": 2}, "--show_valid_examples shows predictions"),
-        ({"metrics": ("none",), "num_beams": 2}, "--num_beams is about generated text, and no metric looks"),
-        ({"valid_data_path": None, "metrics": ("bleu",)}, "--metrics is about evaluation: add --valid_data_path or"),
-        ({"valid_data_path": None, "num_beams": 2}, "--num_beams is about evaluation"),
-        ({"valid_data_path": None, "eval_batch_size": 2}, "--eval_batch_size is about evaluation"),
-        (
-            {"valid_data_path": None, "test_data_path": "z", "optimize_metric": "rougeL"},
-            "--optimize_metric is about validation: give --valid_data_path",
-        ),
+        ({"min_new_tokens": 12, "max_new_tokens": 3}, "--min_new_tokens 12 .*--max_new_tokens"),
+        ({"min_new_tokens": 129}, "--min_new_tokens 129 .*--target_seq_len"),
+        ({"task": "instructions", "num_pos_examples": 0, "add_explanation": True}, "--add_explanation .*--num_neg"),
+        ({"metrics": ("chrf",), "bleu_tokenize": "zh"}, "--bleu_tokenize .*--metrics bleu"),
+        ({"metrics": ("none",), "show_valid_examples": 2}, "--show_valid_examples"),
+        ({"metrics": ("none",), "num_beams": 2}, "--num_beams"),
+        ({"valid_data_path": None, "metrics": ("bleu",)}, "--metrics .*--valid_data_path"),
+        ({"valid_data_path": None, "num_beams": 2}, "--num_beams .*--valid_data_path"),
+        ({"valid_data_path": None, "eval_batch_size": 2}, "--eval_batch_size .*--valid_data_path"),
+        ({"valid_data_path": None, "test_data_path": "z", "optimize_metric": "rougeL"}, "--optimize_metric .*--valid"),
         (
             {"task": "instructions", "valid_data_path": None, "tk_instruct": True, "num_pos_examples": 1},
-            "--num_pos_examples is of evaluation's prompts where --tk_instruct",
+            "--num_pos_examples .*--tk_instruct",
         ),
-        ({"keep_checkpoints": 2}, "--keep_checkpoints is about the checkpoints in --model_path"),
-        ({"resume": "never"}, "--resume is about the checkpoints in --model_path"),
-        ({"from_pretrained": None, "model_cfg": "c", "allow_pickle": True}, "none are named"),
+        ({"keep_checkpoints": 2}, "--keep_checkpoints .*--model_path"),
+        ({"resume": "never"}, "--resume .*--model_path"),
+        ({"from_pretrained": None, "model_cfg": "c", "allow_pickle": True}, "--allow_pickle"),
     ],
 )
 def test_what_other_flags_leave_without_effect_is_refused(settings, sentence):
@@ -169,7 +163,7 @@ def test_the_default_rate_is_of_the_optimizer(settings, rate):
 )  # fmt: skip
 def test_a_rate_that_nobody_knows_is_asked_for(settings):
     kind = settings.get("peft") or settings.get("model_type") or "encoder-decoder"
-    with pytest.raises(UserError, match=f"--lr is missing: .* --optimizer {settings['optimizer']} .*{kind}: give one"):
+    with pytest.raises(UserError, match=f"--lr is missing: --optimizer {settings['optimizer']} .*{kind}"):
         make(**settings)
     make(**settings, validate_only=True)
 
@@ -185,18 +179,11 @@ def test_generation_flags_are_for_predict_of_a_fine_tuner_too():
 @pytest.mark.parametrize(
     ("placed", "sentence"),
     [
-        (
-            {"nosuch": "cpu"},
-            "T5ForConditionalGeneration has no module nosuch; it has shared, encoder, decoder, lm_head",
-        ),
-        ({"": "cpu", "encoder.block.9": "cpu"}, "has no module encoder.block.9"),
+        ({"nosuch": "cpu"}, "has no device for shared.weight"),
         ({"shared": "cpu", "encoder": "cpu"}, "has no device for decoder.embed_tokens.weight"),
-        ({"": "cuda:17"}, "there is no device 'cuda:17' for weights here, only cpu"),
-        ({"": 17}, "there is no device 17"),
-        ({"": "disk"}, "there is no device 'disk'"),
     ],
 )
-def test_a_map_of_devices_that_is_not_of_this_model_or_machine_is_refused(placed, sentence, tmp_path):
+def test_a_map_of_devices_that_leaves_out_weights_is_refused(placed, sentence, tmp_path):
     path = tmp_path / "map.json"
     path.write_text(json.dumps(placed))
     with pytest.raises(UserError, match=sentence):

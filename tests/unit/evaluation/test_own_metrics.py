@@ -143,14 +143,14 @@ def test_function_that_cannot_be_a_metric_is_refused_before_anything_is_predicte
     [
         ({"metrics": ("rogue",)}, "there are bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls, or none, "),
         ({"metrics": ("my_metrics:f",), "optimize_metric": "f"}, "--optimize_metric f is none of loss: where it is"),
-        ({"metrics": ("my_metrics:f", "none")}, "none means none besides the loss"),
+        ({"metrics": ("my_metrics:f", "none")}, "none means the loss alone"),
         (
             {"metrics": ("my_metrics:f", "exact_match"), "optimize_metric": "exact_match", "optimize_mode": "min"},
-            "would keep the worst model",
+            "would select the worst",
         ),
         (
             {"metrics": ("my_metrics:f",), "task": "causal_lm", "model_type": "decoder"},
-            "--metrics my_metrics:f is not a metric of --task causal_lm: there are perplexity, or none.",
+            "--metrics my_metrics:f is not for --task causal_lm, which has perplexity, none.",
         ),
     ],
 )  # fmt: skip

@@ -167,7 +167,7 @@ def test_an_adapter_that_peft_cannot_make_is_a_sentence(setting, bases, tmp_path
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | setting))
     for read in (lambda: open_saved(str(tmp_path)), lambda: made(toy_args(tmp_path, tokenizer=str(bases["decoder"])))):
-        with pytest.raises(UserError, match=f"{file}: peft cannot make the adapter that it describes") as refusal:
+        with pytest.raises(UserError, match=f"{file}: peft cannot build the adapter that it describes") as refusal:
             read()
         assert "\n" not in str(refusal.value)
 
@@ -193,7 +193,7 @@ def test_an_adapter_of_other_shapes_or_cut_short_is_not_merged(bases, tmp_path):
     save_model(tmp_path, model)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 2}))
-    with pytest.raises(UserError, match=f"{file}: peft cannot make the adapter .*size mismatch"):
+    with pytest.raises(UserError, match=f"{file}: peft cannot build the adapter .*size mismatch"):
         open_saved(str(tmp_path))
     truncate("adapter_model.safetensors", 0.5)(tmp_path)
     with pytest.raises(UserError, match="adapter_model.safetensors cannot be read .*truncated or corrupt"):

@@ -48,7 +48,7 @@ def test_labels_of_a_trained_head_keep_their_order(bases, adapters, tmp_path, ca
     batch = toy_batch("encoder")
     oracle = BertForSequenceClassification.from_pretrained(bases["classifier"]).eval()
     assert torch.equal(made(args, ("good", "not good")).eval()(**batch).logits, oracle(**batch).logits)
-    sentence = "the order good, not good, this run in the order not good, good: give --label_names good 'not good'"
+    sentence = "give --label_names good 'not good'"
     with pytest.raises(UserError, match=sentence):
         made(args, ("not good", "good"))
     with pytest.raises(UserError, match=sentence):
@@ -86,7 +86,7 @@ def test_labels_of_a_configuration_are_texts_by_number(bases, tmp_path, id2label
     if sentence is None:
         assert find_source(str(tmp_path)).label_names == names
         assert set(made(args, names).config.id2label.values()) == set(names)
-        with pytest.raises(UserError, match="has the labels in the order 3, 4.5, this run in the order 4.5, 3"):
+        with pytest.raises(UserError, match="--label_names 3 4.5"):
             made(args, names[::-1])
         return
     for read in (
@@ -103,7 +103,7 @@ def test_labels_of_a_configuration_are_texts_by_number(bases, tmp_path, id2label
 
 def test_an_adapter_on_weights_that_lie_nowhere_is_refused(bases, adapters):
     config, words = str(bases["encoder-decoder"] / "config.json"), str(bases["encoder-decoder"])
-    with pytest.raises(UserError, match="--peft lora saves the adapter without the random weights of --model_cfg"):
+    with pytest.raises(UserError, match="--peft lora needs --from_pretrained"):
         made(toy_args(None, model_cfg=config, tokenizer=words, peft="lora"))
     with pytest.raises(UserError, match="--peft lora saves the adapter without the weights of --init_checkpoint"):
         made(toy_args(None, init_checkpoint=words, peft="lora"))
@@ -145,7 +145,7 @@ def test_settings_that_a_saved_adapter_has_not_are_refused(adapter, flags, sente
 def test_a_class_that_is_named_decides_what_kind_of_model_it_is(bases):
     model = made(toy_args(bases["encoder-decoder"], "encoder", model_cls=T5_CLASSIFIER))
     assert model(**toy_batch("encoder")).logits.shape == (4, 2)
-    with pytest.raises(UserError, match="--model_type encoder does not fit the weights"):
+    with pytest.raises(UserError, match="--model_type encoder does not fit"):
         made(toy_args(bases["encoder-decoder"], "encoder", model_cls="transformers:T5ForConditionalGeneration"))
 
 

@@ -61,7 +61,6 @@ def test_off_is_plain():
 
 
 def test_compiling_has_to_pay():
-    """The smallest run that is compiled takes hours; shorter ones never wait for it."""
     pays = [iters for iters in (10, 100, 1000, 10**4, 10**5) if chosen(*t5(iters=iters, batch_size=16))[0][3]]
     assert pays == [10**4, 10**5]
     assert not chosen(*t5(validate_only=True, valid_data_path="v"))[0][3]
@@ -76,8 +75,7 @@ def test_what_is_not_there_is_replaced_and_its_cost_said(machine):
     args, origins = choose_speed(*t5())
     line = describe_speed(args, origins, modeling_t5.T5Model(modeling_t5.T5Config(**SIZES)))
     assert (args.bf16, args.compile) == (False, False)
-    assert "fp32 (this CPU has no bfloat16: about 2 times slower" in line
-    assert "not compiled (there is no C++ compiler g++, so each step takes about 1.1 times as long)" in line
+    assert "fp32 (this CPU has no bfloat16)" in line and "not compiled (there is no C++ compiler g++)" in line
 
 
 def test_what_is_not_there_is_refused_where_it_was_asked_for(machine):
@@ -143,7 +141,7 @@ def test_a_run_goes_on_as_it_recorded(tmp_path, machine):
     machine.setattr(speed, "has_bf16", lambda device: False)  # another machine
     found, origins = chosen(*t5(model_path=run, iters=10))
     assert found == ("auto", THEIRS, True, True)
-    assert origins["bf16"] == "--speed auto: as the run was begun"
+    assert origins["bf16"] == "--speed auto: as the run recorded"
     machine.setattr(speed, "lacks_compiler", lambda device: "there is no triton")
     found, origins = chosen(*t5(model_path=run))
     assert found[3] is False and "there is no triton" in origins["compile"]
@@ -160,7 +158,7 @@ def test_workers_that_chose_differently_are_refused():
         return SimpleNamespace(gather=lambda mine: [mine, next(given)], is_main=True, world_size=2)
 
     check_agreement(ours, backend_of(others[0]))
-    with pytest.raises(UserError, match="rank 0 takes model_cls modeling_t5:.*, others transformers:.*: give --model"):
+    with pytest.raises(UserError, match="workers choose model_cls differently: give --model_cls"):
         check_agreement(ours, backend_of(others[1], ("there", None)))
     with pytest.raises(UserError, match=f"^on there: {lacks}"):  # why it chose otherwise
         check_agreement(ours, backend_of(others[1], ("there", (True, lacks))))

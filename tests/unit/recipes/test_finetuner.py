@@ -125,7 +125,7 @@ def test_an_encoder_predicts_labels_by_name(folder):
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"learning_rate": 1}, "'learning_rate': here it is called lr"),
+        ({"learning_rate": 1}, "'learning_rate': did you mean lr"),
         ({"task": "causal_lm"}, "--task causal_lm is not for --model_type encoder-decoder"),
         ({"from_pretrained": "no/such/folder"}, "no such file or folder"),
     ],
@@ -187,7 +187,7 @@ def test_what_the_model_is_made_of_is_no_setting_of_train(folder, sets, settings
 def test_other_labels_are_no_setting_of_train(folder):
     path = str(folder / "labels.tsv")
     tuner = FineTuner(folder / "bert", model_type="encoder", task="classification", data_path=path, input_seq_len=32)
-    with pytest.raises(UserError, match="made for the labels bad, good, and this data has good, bad"):
+    with pytest.raises(UserError, match="has the labels bad, good, this data good, bad"):
         tuner.train(label_names=("good", "bad"))
     assert tuner.data.label_names == ("bad", "good")
 

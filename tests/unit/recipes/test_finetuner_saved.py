@@ -57,7 +57,7 @@ def test_a_saved_classifier_predicts_and_evaluates_by_itself(folder, saved):
 
 
 def test_labels_that_are_nowhere_are_asked_for(folder):
-    with pytest.raises(UserError, match="give data_path, or label_names"):
+    with pytest.raises(UserError, match="give data_path or label_names"):
         FineTuner(folder / "encoder", **CLASSES)
     writer = FineTuner(folder / "encoder-decoder", task="classification", text_fields=("sentence",), target_seq_len=8)
     assert len(writer.predict(TEXTS)) == 4  # it writes, whatever labels there are
@@ -80,7 +80,7 @@ def test_test_data_alone_is_evaluated_or_predicted(folder, saved, tmp_path):
     lines = [json.loads(line) for line in (run / "predictions" / "test.jsonl").read_text().splitlines()]
     assert [line["prediction"] for line in lines] == answers
     flags[-1] = str(folder / "encoder")
-    with pytest.raises(UserError, match="give --data_path, or --label_names"):
+    with pytest.raises(UserError, match="give --data_path or --label_names"):
         main([*flags, "--validate_only", "--test_data_path", str(folder / "texts.tsv")])
 
 
@@ -108,7 +108,7 @@ def test_an_adapter_on_added_tokens_loads_again(folder, kind, tmp_path):
 
 def test_tokens_that_an_adapter_would_lose_are_refused(folder, tmp_path):
     peft = pytest.importorskip("peft")
-    with pytest.raises(UserError, match="add them to the model without peft"):
+    with pytest.raises(UserError, match="use it without peft"):
         FineTuner(folder / "encoder-decoder", peft="lora").add_tokens("<date>")
     with pytest.raises(UserError, match="or raise num_virtual_tokens") as refused:
         FineTuner(folder / "encoder-decoder", peft="new_tokens", num_virtual_tokens=2).add_tokens("<date>")

@@ -54,10 +54,7 @@ def test_windows_begin_long_documents_evenly_whatever_the_blocks(tmp_path, monke
 
 
 def test_guesses_are_read_between_sentinels_up_to_eos():
-    scores = [torch.zeros(1, 91) for _ in range(6)]
-    scores[1][0, [6, 3, 4, 7]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    guesses = read_guesses([0, 90, 6, 3, 89, 1, 7], scores, Words())
-    assert guesses == {0: "sat the (or: the | cat | on)", 1: "(nothing)"}
+    assert read_guesses([0, 90, 6, 3, 89, 1, 7], Words()) == {0: "sat the", 1: "(nothing)"}
 
 
 class Answering(torch.nn.Module):

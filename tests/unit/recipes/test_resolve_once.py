@@ -185,14 +185,14 @@ def test_the_vocabulary_that_the_tokens_record_is_taken_also_from_beside_them(wo
 @pytest.mark.parametrize(
     ("path", "record", "sentence"),
     [
-        ("nowhere", None, "--data_path nowhere: there is neither a token prefix .* nor text of this name"),
-        ("text.jsonl", None, r"--vocab is missing, and text\.jsonl is not a token prefix that records one"),
-        ("train", None, r"--vocab is missing, and train\.json does not exist or names none"),
-        ("train", {}, r"--vocab is missing, and train\.json does not exist or names none"),
+        ("nowhere", None, "--data_path nowhere: there is neither a token prefix .* nor text"),
+        ("text.jsonl", None, r"--vocab is missing, and text\.jsonl records none"),
+        ("train", None, r"--vocab is missing, and the vocabulary of train\.json \(None\)"),
+        ("train", {}, r"--vocab is missing, and the vocabulary of train\.json \(None\)"),
         (
             "train",
             {"vocab_file": "/no/x.model"},
-            r"the vocabulary that train\.json names \(/no/x\.model\) is not",
+            r"the vocabulary of train\.json \(/no/x\.model\) is not",
         ),
         ("train", [1], r"train\.json"),
     ],

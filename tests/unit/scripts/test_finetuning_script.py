@@ -163,7 +163,7 @@ def test_the_command_line_beats_a_file_also_where_names_differ():
         (from_file, COMMAND_LINE): 2.0, (default, from_file): 2.0, (default, default): 2.0,
     }  # fmt: skip
     for (iters, epochs), left in kept.items():
-        assert args.without_epochs_beside_iters({"iters": iters, "epochs": epochs}).epochs == left
+        assert args.resolved({"iters": iters, "epochs": epochs}).epochs == left
 
 
 def test_a_trained_classifier_brings_its_labels(folder, tmp_path):
@@ -213,9 +213,9 @@ REFUSED = {
     "a field that is missing": ({"data_path": "nothing.jsonl"}, "nothing.jsonl"),
     "an empty target": ({"data_path": "empty.jsonl"}, "empty.jsonl"),
     "a file that is not there": ({"data_path": "no.jsonl"}, "no.jsonl"),
-    "a metric not produced": ({"optimize_metric": "rouge"}, "--optimize_metric rouge is not produced by validation"),
-    "a metric of another task": ({"metrics": "accuracy"}, "--metrics accuracy is not a metric of --task text_to_text"),
-    "the wrong direction": ({"optimize_metric": "rougeL", "optimize_mode": "min"}, "would keep the worst model"),
+    "a metric not produced": ({"optimize_metric": "rouge"}, "--optimize_metric rouge is not one of"),
+    "a metric of another task": ({"metrics": "accuracy"}, "--metrics accuracy is not for --task text_to_text"),
+    "the wrong direction": ({"optimize_metric": "rougeL", "optimize_mode": "min"}, "would select the worst"),
     "a LoRA target that matches nothing": ({"peft": "lora", "lora_targets": "nonsense"}, "--lora_targets nonsense"),
     "8 bits without an adapter": ({"quantize": "int8"}, "add --peft lora"),
     "a part that is not there": ({"freeze": "nonsense"}, "--freeze nonsense"),

@@ -80,6 +80,6 @@ def test_a_refused_pickle_is_not_said_to_be_loaded_with_weights_only_false(tmp_p
             return os.getpid, ()
 
     torch.save({"shared.weight": Calls()}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="have them written as safetensors") as refusal:
+    with pytest.raises(UserError, match="use safetensors") as refusal:
         pretrained_model(toy_args(folder), transformers.AutoTokenizer.from_pretrained(folder))
     assert "weights_only" not in str(refusal.value)

@@ -83,7 +83,7 @@ def test_a_packed_run_is_a_padded_one(kind, task, changes, folder, tmp_path):
     [
         ({"model_cls": "transformers:BertForSequenceClassification"}, "--model_cls modeling_bert:BertForSequenceCla"),
         ({"bucket_rows": 4}, "--bucket_rows"),
-        ({"peft": "prompt_tuning"}, "behind the prompt of --peft prompt_tuning"),
+        ({"peft": "prompt_tuning"}, "--packing and --peft prompt_tuning"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(flags, words_of_it, folder, tmp_path):

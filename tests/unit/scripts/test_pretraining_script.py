@@ -93,7 +93,7 @@ def test_no_such_data(work, vocab):
 
 
 def test_no_vocabulary(work, vocab):
-    refused(None, r"--vocab is missing.*t5-experiments' ./vocabs/sentencepiece.model is not here")
+    refused(None, r"--vocab is missing.*")
 
 
 def test_raw_text_takes_the_vocabulary_that_lies_where_the_ancestors_default_says(work, vocab):
@@ -284,7 +284,7 @@ def test_rows_are_shown_as_transformers_writes_them_and_losses_stay(work, vocab,
 def test_rows_that_cannot_be_shown(work, vocab):
     refused(vocab, "--show_valid_examples needs validation data", show_valid_examples=2)
     flags = {"valid_data_path": "text.jsonl", "show_valid_examples": 2, **OBJECTIVES["causal_lm"]}
-    refused(vocab, "--show_valid_examples is about .* has no targets", **flags)
+    refused(vocab, "--show_valid_examples .*has none of its own", **flags)
 
 
 @pytest.mark.parametrize("objective", ["prefix_lm", "ul2", "causal_lm", "causal_lm of a decoder"])
@@ -380,9 +380,7 @@ def test_tokens_whose_documents_run_into_each_other_are_named_with_the_remedy(wo
     start(vocab, data_path="without", iters=1, model_path=None)
     assert "--append_eos" not in caplog.text
     start(vocab, **flags, data_path="without")
-    assert (
-        f"lmtools tokenize --input {work}/text.jsonl --vocab {vocab} --output without-eos --append_eos" in caplog.text
-    )
+    assert "without has no EOS" in caplog.text and "--append_eos" in caplog.text
     refused(
         vocab,
         "--no_append_eos is about raw text, and without is tokenized",
@@ -439,11 +437,11 @@ def test_exit_codes_of_the_real_process(work, vocab):
         ({"lr_scheduler": "my_schedules:nothing"}, "my_schedules"),
         ({"optimizer_options": "beta=0.9,0.98"}, "AdamW has no option 'beta'; did you mean 'betas'"),
         ({"optimizer_options": "betas=0.9,1.98"}, "AdamW refuses its settings: Invalid beta"),
-        ({"optimizer_options": "lr=1"}, "lr is no option but has a flag of its own, --lr"),
+        ({"optimizer_options": "lr=1"}, "lr is not an option; set it by --lr"),
         ({"lr_scheduler": "linear", "num_warmup_steps": 3}, "--num_warmup_steps 3 is more than the 2 updates"),
         (
             {"lr_scheduler": "linear", "num_warmup_steps": 1, "lr_scheduler_options": "num_warmup_steps=3"},
-            "num_warmup_steps is no option but has a flag of its own",
+            "num_warmup_steps is not an option",
         ),
     ],
 )

@@ -187,10 +187,10 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
     ("flags", "message"),
     [
         (("--suite", "lm_eval"), "measures --tasks: name at least one"),
-        (("--tasks", "a", "--valid_data_path", "x"), "--tasks is about --suite"),
+        (("--tasks", "a", "--valid_data_path", "x"), "--tasks needs --suite"),
         (("--suite", "sts", "--tasks", "nowhere.jsonl"), "nowhere.jsonl: there is no such file"),
         (("--suite", "glue", "--tasks", "nowhere"), "nowhere: there is no such file"),
-        (("--suite", "sts", "--tasks", "a", "--limit", "3"), "--limit is read by --suite lm_eval alone"),
+        (("--suite", "sts", "--tasks", "a", "--limit", "3"), "--limit needs --suite lm_eval"),
         (("--suite", "sts", "--tasks", "a", "--lr", "3"), "--lr is not read by --suite sts"),
         (("--suite", "glue", "--tasks", "a", "--valid_data_path", "x"), "brings its own data"),
     ],

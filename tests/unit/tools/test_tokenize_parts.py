@@ -135,9 +135,9 @@ def test_parts_of_something_else_are_left_alone(tokenize, by_hand):
     [
         ({"on": "local"}, "takes --shards N"),
         ({"on": "local", "shards": 2, "shard": "0/2"}, "makes them all: no --shard"),
-        ({"shards": 2}, "--shards is about --on"),
+        ({"shards": 2}, "--shards needs --on"),
         ({"on": "slurm", "shards": 2}, "--on slurm needs --partition"),
-        ({"on": "local", "shards": 2, "partition": "p"}, "--partition is read by --on slurm alone"),
+        ({"on": "local", "shards": 2, "partition": "p"}, "--partition needs --on slurm"),
         ({"on": "local", "shards": 0}, "--shards is 0"),
         ({"on": "spark", "shards": 2}, "local, slurm, ray"),
     ],

@@ -104,15 +104,15 @@ def test_more_bad_rows_than_allowed_are_refused_with_the_first(tmp_path):
         (LABEL, {**CLASSES, "label_names": ("a", "a")}, "--label_names a, a names a label twice"),
         (LABEL, {**CLASSES, "input_seq_len": 2}, "a source needs more than 2 tokens: raise --input_seq_len"),
         (LABEL, {"task": "classification", "label_words": ("yes", "no"), "optimize_metric": "loss"}, "--label_words "
-         "has 2 words, but the data has 1 labels (a)"),
+         "has 2 words for the 1 labels a"),
         (LABEL, {"task": "classification", "label_names": ("a", "b"), "label_words": ("no", "No"),
                  "optimize_metric": "loss"}, "the label words no, No do not differ"),
         (LABEL, {"task": "classification", "label_names": ("a", "b", "c"), "label_words": ("w1", "正面", "负面"),
                  "optimize_metric": "loss"}, "the label words 正面 and 负面 are the same tokens to the model (<unk> "
-         "</s>, where <unk> is what the tokenizer does not know): give --label_words that differ."),
+         "</s>, within --target_seq_len"),
         (LABEL, {"task": "classification", "label_names": ("a", "b"), "label_words": ("w1 w2", "w1 w3"),
                  "optimize_metric": "loss", "target_seq_len": 2}, "the label words w1 w2 and w1 w3 are the same "
-         "tokens to the model (w1 </s> within --target_seq_len 2)"),
+         "tokens to the model (w1 </s>, within --target_seq_len 2)"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_the_data_are_a_sentence(content, flags, reason, tmp_path):
@@ -169,7 +169,7 @@ def test_an_id_with_two_sources_is_named(tmp_path):
 
 def test_labels_of_no_training_data_must_be_named(tmp_path):
     valid = write(tmp_path / "b.jsonl", LABEL)
-    with pytest.raises(UserError, match="give --data_path, or --label_names"):
+    with pytest.raises(UserError, match="give --data_path or --label_names"):
         read(word_tokenizer(), valid_data_path=valid, validate_only=True, **CLASSES)
 
 

@@ -317,15 +317,18 @@ def test_settings_that_t5_would_treat_wrongly_in_silence(vocab, settings, senten
     [
         ({"data_path": ("text.txt",)}, "--data_path is not read"),
         ({"valid_data_path": "text.txt"}, "--valid_data_path is not read"),
-        ({"data_pipeline": "native"}, "--data_pipeline native reads text by itself"),
-        ({"streaming": True}, "--streaming reads text by itself"),
+        ({"data_pipeline": "native"}, "--data_pipeline native is not for"),
+        ({"streaming": True}, "--streaming is not for"),
         ({"vocab": None}, "needs --vocab"),
         ({"report": True, "model_path": "run"}, "--report"),
         ({"task": "span_corruption"}, "--data_path is missing"),
-        ({"task": "ul2", "data_path": ("a",), "data_pipeline": "seqio"}, "--data_pipeline seqio has no --task ul2"),
+        (
+            {"task": "ul2", "data_path": ("a",), "data_pipeline": "seqio"},
+            "--data_pipeline seqio does not support --task ul2",
+        ),
         (
             {"task": "prefix_lm", "data_path": ("a",), "data_pipeline": "seqio", "streaming": True},
-            "--streaming is of --data_pipeline native",
+            "--streaming needs --data_pipeline native",
         ),
     ],
 )
