@@ -148,14 +148,15 @@ class BertDataset:
         self, short_seq_prob: float, num_epochs: int | None, max_num_samples: int | None, max_ngram: int
     ) -> None:
         counts = {"num_epochs": num_epochs, "max_num_samples": max_num_samples, "max_ngram": max_ngram}
-        is_in_range = {
-            "max_seq_length": self.max_seq_length >= 5,
-            "masked_lm_prob": 0 < self.masked_lm_prob < 1,
-            "short_seq_prob": 0 <= short_seq_prob <= 1,
-            **{name: value is None or value >= 1 for name, value in counts.items()},
+        rules = {
+            "max_seq_length": (self.max_seq_length >= 5, "at least 5"),
+            "masked_lm_prob": (0 < self.masked_lm_prob < 1, "between 0 and 1"),
+            "short_seq_prob": (0 <= short_seq_prob <= 1, "between 0 and 1"),
+            **{name: (value is None or value >= 1, "at least 1") for name, value in counts.items()},
         }
-        if wrong := next((name for name, is_valid in is_in_range.items() if not is_valid), None):
-            raise UserError(f"{wrong} is out of its range.")
+        for name, (is_valid, rule) in rules.items():
+            if not is_valid:
+                raise UserError(f"{name} must be {rule}.")
 
     def _check_data(self) -> None:
         tokens, prefix = self.tokens, self.tokens.prefix

@@ -383,7 +383,9 @@ def _class_number(name: str, numbers: dict[str, int]) -> int:
 def _number(value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
+    except (TypeError, ValueError):
         raise BadRow(f"the label {value!r} is not a number") from None
     if not abs(number) <= _LARGEST or number == IGNORED_LABEL:  # also nan
         raise BadRow(f"the label {value!r} cannot be predicted: give finite float32 values other than {IGNORED_LABEL}")

@@ -77,7 +77,7 @@ def test_a_splitter_that_does_not_exist_or_changes_the_text_is_one_sentence():
     for function, message in [
         (upper, "changed the text: its sentence 1, 'ONE TWO', does not follow ''"),
         (drops_the_end, "lost the end of a text: 'two'"),
-        (numbers, "returned a int as sentence 1, not a string"),
+        (numbers, "returned a int as a sentence"),
     ]:
         with pytest.raises(UserError, match=message):
             SentenceSplitter(f"{__name__}:{function.__name__}")("one two")

@@ -51,8 +51,7 @@ def write(path, text):
          "sentence), where "),
         ("c.jsonl", '{"text": "w1", "label": "b"}', NUMBERS, ":2: the label 'b' is not a number"),
         ("c.jsonl", '{"text": "w1", "label": NaN}', NUMBERS, ":2: the label nan"),
-        ("c.jsonl", '{"text": "w1", "label": 1%s}' % ("0" * 400), NUMBERS, ":2: the label -4e+38, the "
-         "largest number of float32"),
+        ("c.jsonl", '{"text": "w1", "label": 1%s}' % ("0" * 400), NUMBERS, ":2: the label 1"),
         ("c.jsonl", '{"text": "w1", "label": -4e38}', NUMBERS, ":2: the label -4e+38"),
     ],
 )  # fmt: skip
