@@ -95,8 +95,8 @@ def _on_data(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
 
     for name in args.checkpoints:
         on_newest(name, lambda name=name: find_source(name, "--checkpoints"))
-    tool_flags = {field.name for field in fields(CheckpointsArgs)}
-    settings = {name: value for name, value in given.items() if name not in tool_flags}
+    own = {field.name for field in fields(CheckpointsArgs)}
+    settings = {name: value for name, value in given.items() if name not in own}
     for name in args.checkpoints:
         yield from on_newest(name, lambda name=name: _evaluated(name, settings))
 
@@ -114,16 +114,14 @@ def _evaluated(name: str, settings: Mapping[str, Any]) -> list[Row]:
 
 
 def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each checkpoint; one for the newest if the run has removed all of them."""
+    """A row for each checkpoint; for a run that has removed them all meanwhile, one for its newest."""
     from lm_experiments_tools.checkpoint.source import on_newest
     from lm_experiments_tools.tools.suites import Suite, checkpoints_of, measured
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "HOROVOD_RANK" in os.environ:
         raise UserError("--suite is measured by one process: start it without torchrun, horovodrun or accelerate.")
-    tool_flags = {field.name for field in fields(CheckpointsArgs)} | {"model_cls", "eval_batch_size"}
-    settings = {
-        name: value for name, value in given.items() if name not in tool_flags or name in ("num_fewshot", "limit")
-    }
+    own = {field.name for field in fields(CheckpointsArgs)} | {"model_cls", "eval_batch_size"}
+    settings = {name: value for name, value in given.items() if name not in own or name in ("num_fewshot", "limit")}
     if args.suite != "glue" and (ignored := sorted(set(settings) - {"num_fewshot", "limit"})):
         raise UserError(f"--{ignored[0]} is not read by --suite {args.suite}: leave it out.")
     suite = Suite(args.suite, args.tasks, settings, args.eval_batch_size or 8, args.model_cls)
@@ -137,7 +135,7 @@ def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
                 if Path(name).exists() or names == [run]:
                     raise
                 num_removed += 1
-                logger.warning("%s is left out: its run has removed it", name)
+                logger.warning("%s is left out: its run has removed it meanwhile", name)
         if num_removed == len(names):
             yield {"checkpoint": run, **on_newest(run, lambda run=run: measured(run, suite))}
 

@@ -36,6 +36,7 @@ _INSTALL = {
     "mteb": "pip install 'mteb>=2'",
 }
 _ENCODERS = "sentence_transformers"
+_FIELDS = ("sentence1", "sentence2", "score")
 _SETTINGS = ("num_fewshot", "limit")
 
 
@@ -64,8 +65,8 @@ class Suite:
         """Raise UserError if a package, a file or a task is missing, before any model is loaded."""
         for package in {"lm_eval": ["lm_eval"], "mteb": ["mteb", _ENCODERS], "sts": [_ENCODERS]}.get(self.name, ()):
             _package(package)
-        files = [task for task in self.tasks if self.name in ("sts", "glue") or task.endswith((".yaml", ".yml"))]
-        if missing := [file for file in files if not Path(file).exists()]:
+        missing = [task for task in self.tasks if not Path(task).exists()]
+        if self.name in ("sts", "glue") and missing:
             raise UserError(f"--tasks {missing[0]}: there is no such file or folder.")
         if self.name == "lm_eval":
             _lm_eval_tasks(self.tasks)
@@ -138,14 +139,20 @@ def _lm_eval_tasks(tasks: Sequence[str]) -> tuple[Any, dict[str, str]]:
     _package("lm_eval")
     from lm_eval.tasks import TaskManager
 
-    files = {task: Path(task) for task in tasks if task.endswith((".yaml", ".yml"))}
-    names = {task: task for task in tasks}
-    for task, file in files.items():
+    names, folders = {}, []
+    for task in tasks:
+        file = Path(task)
+        names[task] = task
+        if file.suffix not in (".yaml", ".yml"):
+            continue
+        if not file.is_file():
+            raise UserError(f"--tasks {task}: there is no such file.")
         named = re.search(r"(?m)^(?:task|group):\s*['\"]?([^\s'\"#]+)", file.read_text(encoding="utf-8"))
         if named is None:
             raise UserError(f"--tasks {task}: the file names no task (a line `task: NAME`).")
         names[task] = named[1]
-    folders, in_library = [str(file.resolve().parent) for file in files.values()], len(files) < len(names)
+        folders.append(str(file.resolve().parent))
+    in_library = any(task == name for task, name in names.items())
     manager = TaskManager(include_path=folders or None, include_defaults=in_library)
     for task, name in names.items():
         if name not in manager.all_tasks:
@@ -161,7 +168,9 @@ def _lm_eval(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[st
     opened = open_saved(name, suite.model_cls, "--checkpoints")
     backend = {"encoder-decoder": "seq2seq", "decoder": "causal"}.get(opened.kind)
     if backend is None:
-        raise UserError(f"{name}: lm_eval measures models that generate, not a {type(opened.model).__name__}.")
+        raise UserError(
+            f"{name}: lm_eval measures models that generate, not a {type(opened.model).__name__}: choose mteb."
+        )
     import torch
 
     opened.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -198,7 +207,9 @@ def _encoder(name: str, model_cls: str | None) -> Any:
     """The model as sentence-transformers loads it: mean of the last hidden states."""
     source = find_source(name, "--checkpoints")
     if source.is_adapter or source.is_file or model_cls is not None:
-        raise UserError(f"{name}: sentence-transformers reads folders of whole models. Make one by lmtools export.")
+        raise UserError(
+            f"{name}: sentence-transformers reads whole models in folders: write one by lmtools export --to."
+        )
     from sentence_transformers import SentenceTransformer
 
     from lm_experiments_tools.checkpoint.conversion import quiet_loading
@@ -228,11 +239,18 @@ def _sts(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, d
 def _pairs(task: str) -> tuple[list[str], list[str], list[float]]:
     """sentence1, sentence2 and score of the rows of a file. Raises UserError."""
     rows = [row.fields for row in read_rows(resolve(task, "valid"), BadRows(0))]
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in _FIELDS if name not in row]:
+            raise UserError(f"--tasks {task}: row {number} has no {', '.join(missing)}: give {', '.join(_FIELDS)}.")
     try:
-        first, second = ([str(row[name]) for row in rows] for name in ("sentence1", "sentence2"))
-        return first, second, [float(row["score"]) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"--tasks {task}: rows need sentence1, sentence2 and a number score ({error}).") from error
+        scores = [float(row["score"]) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--tasks {task}: a score is no number ({first_line(error)}).") from error
+    if len(set(scores)) < 2:
+        raise UserError(
+            f"--tasks {task}: its {len(rows)} rows do not have two different scores to be correlated with."
+        )
+    return [str(row["sentence1"]) for row in rows], [str(row["sentence2"]) for row in rows], scores
 
 
 def _mteb_tasks(tasks: Sequence[str]) -> dict[str, Any]:
@@ -242,8 +260,8 @@ def _mteb_tasks(tasks: Sequence[str]) -> dict[str, Any]:
         try:
             found[task] = resolve_name(task)() if ":" in task else mteb.get_task(task)
         except KeyError as error:  # its message suggests a name
-            reason = str(error.args[0]).removeprefix("KeyError: ")
-            raise UserError(f"--tasks {task}: mteb has no such task ({reason}): see mteb.get_tasks().") from error
+            said = str(error.args[0]).removeprefix("KeyError: ")
+            raise UserError(f"--tasks {task}: mteb has no such task ({said}): see mteb.get_tasks().") from error
     return found
 
 

@@ -264,7 +264,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_out(run_of, monkeyp
     monkeypatch.setattr(suites.Suite, "check", lambda self: None)
     assert evaluate(run, "--suite", "lm_eval", "--tasks", "a") == 0
     assert [record["step"] for record in records(run, "lm_eval")] == [4]
-    assert "step_000002 is left out: its run has removed it" in caplog.text
+    assert "step_000002 is left out: its run has removed it meanwhile" in caplog.text
 
 
 def test_a_run_without_checkpoints_and_several_workers(tmp_path, capsys, monkeypatch):
