@@ -6,8 +6,8 @@ import importlib
 import re
 import typing
 
-from lm_experiments_tools.config.arguments import Flag, describe, flags_of, help_texts
 from lm_experiments_tools.config.cli import ConfigArgs
+from lm_experiments_tools.config.flags import Flag, describe, flags_of, help_texts
 from lm_experiments_tools.config.help import UNITS
 from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.tools.main import COMMANDS

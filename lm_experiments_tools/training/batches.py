@@ -45,6 +45,9 @@ class BatchStream:
         loader: yields dicts of tensors with equal first dimension.
         sampler: optional; its `set_epoch` is called at the start of each epoch.
         transforms: batches are then changed by a function that may draw random numbers.
+
+    Raises:
+        UserError: the loader draws from generators that no checkpoint can hold.
     """
 
     def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None, *, transforms: bool = False) -> None:
@@ -59,6 +62,14 @@ class BatchStream:
         self._knows_position = not self._seeks and hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
         self._generators = Generators(None if self._seeks else loader)
         self._workers_stay = bool(getattr(inner, "persistent_workers", False))
+        held = [
+            path for path in self._generators.held if path.startswith(("dataset", "collate_fn", "base_dataloader.d"))
+        ]
+        if self._workers_stay and held and not self._knows_position:
+            raise UserError(
+                f"the training data loader's workers draw from copies of {held[0]}, which live on from epoch to epoch "
+                "out of a checkpoint's reach: set persistent_workers=False"
+            )
 
     @property
     def fingerprint(self) -> str | None:

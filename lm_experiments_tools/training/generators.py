@@ -1,21 +1,25 @@
-"""Random states of the process and of a data loader's generators: captured, restored, seeded."""
+"""Random states of the process and of the generators that a loader holds: captured, restored, seeded."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from contextlib import contextmanager, suppress
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.names import is_of_user
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_COUNTERS = ("epoch", "iteration", "initial_seed")  # samplers derive their order from these
-_NOT_ENTERED = (type, ModuleType, FunctionType, torch.Tensor, torch.nn.Module)
+_COUNTERS = ("epoch", "iteration", "initial_seed")  # what torch's, Accelerate's and most samplers derive an order from
+_NOT_ENTERED = (str, bytes, bytearray, type, ModuleType, torch.Tensor, torch.nn.Module, np.ndarray)
+_MOST_OBJECTS, _MOST_ITEMS = 2000, 64  # rows of a dataset are no place for generators
 
 
 def random_state() -> dict[str, Any]:
@@ -44,7 +48,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_all(*key: int) -> None:
-    """Seed every generator of `random_state` with a hash of non-negative integers."""
+    """Seed every generator of `random_state` with a hash of some numbers that are not negative."""
     first, second, third, fourth = np.random.SeedSequence(key).generate_state(4).tolist()
     torch.manual_seed(first << 32 | second)  # GPUs too
     np.random.seed(third)
@@ -53,7 +57,7 @@ def seed_all(*key: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Restore the random states on exit."""
+    """Restore the random states at the end, so that a validation draws nothing from training's."""
     state = random_state()
     try:
         yield
@@ -62,42 +66,97 @@ def preserved_random_state() -> Iterator[None]:
 
 
 class Generators:
-    """Random generators and epoch counters of a data loader, by path: `batch_sampler.sampler.generator`.
+    """Generators and epoch counters in the attributes of an object, by path: `batch_sampler.sampler.generator`.
 
-    Found are generators in attributes of the loader, at any depth of attributes (`vars`), and the `epoch`, `iteration`
-    and `initial_seed` from which samplers derive an order.
+    Counters are the `epoch`, `iteration` and `initial_seed` that samplers derive an order from. The user's functions
+    and methods are searched for what they draw from: closures, defaults, and generators and functions among their
+    globals. In containers of more than 64 entries, only the entries that are generators are found.
+
+    Raises:
+        UserError: a generator has no state that could be saved.
     """
 
     def __init__(self, root: Any) -> None:
         self.held: dict[str, Any] = {}
-        self.counters: dict[str, tuple[Any, str]] = {}
+        self.counting: dict[str, tuple[Any, str]] = {}
         seen, todo = {id(root)}, [("", root)]
-        for path, owner in todo:  # breadth first: the path to each generator is the shortest
-            for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+        for path, value in todo:  # breadth first, so that the path to each is the shortest
+            if isinstance(value, random.SystemRandom):
+                raise UserError(
+                    f"the training data loader draws from {path}, a random.SystemRandom, which has no state: a "
+                    "resumed run would read other rows; use random.Random(seed)"
+                )
+            if isinstance(value, _GENERATORS):
+                self.held[path] = value
+                continue
+            for name, part in _parts(value):
                 inner = f"{path}.{name}" if path else name
-                if name in _COUNTERS and type(value) is int:
-                    self.counters[inner] = (owner, name)
-                if id(value) in seen or isinstance(value, _NOT_ENTERED) or name == "_iterator":
-                    continue
-                seen.add(id(value))
-                if isinstance(value, _GENERATORS):
-                    self.held[inner] = value
-                else:
-                    todo.append((inner, value))
+                if name in _COUNTERS and type(part) is int:
+                    self.counting[inner] = (value, name)
+                if id(part) not in seen and len(todo) < _MOST_OBJECTS:
+                    seen.add(id(part))
+                    todo.append((inner, part))
 
     def state(self) -> dict[str, Any]:
-        """State of each generator and counter, by path."""
-        counts = {path: getattr(owner, name) for path, (owner, name) in self.counters.items()}
+        """State of each, by path."""
+        counts = {path: getattr(owner, name) for path, (owner, name) in self.counting.items()}
         return {**{path: _state_of(generator) for path, generator in self.held.items()}, **counts}
 
     def restore(self, state: Mapping[str, Any]) -> set[str]:
-        """Restore what `state` returned. Returns the paths that only one of the two has."""
+        """The inverse of `state`. Returns the paths that only one of the two has: a part may be made later."""
         for path in state.keys() & self.held.keys():
             _set_state(self.held[path], state[path])
-        for path in state.keys() & self.counters.keys():
-            owner, name = self.counters[path]
+        for path in state.keys() & self.counting.keys():
+            owner, name = self.counting[path]
             setattr(owner, name, state[path])
-        return state.keys() ^ (self.held.keys() | self.counters.keys())
+        return state.keys() ^ (self.held.keys() | self.counting.keys())
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Attributes or items of a value that may hold generators."""
+    if isinstance(value, _NOT_ENTERED):
+        return []
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        is_short = len(value) <= _MOST_ITEMS
+        return [(str(key), item) for key, item in items if is_short or isinstance(item, _GENERATORS)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if (owner := getattr(value, "__self__", None)) is not None:  # a method
+        return [("__self__", owner)]
+    if isinstance(value, FunctionType):
+        return list(_parts_of_function(value)) if is_of_user(value) else []
+    attributes = getattr(value, "__dict__", None)  # the iterator of a loader holds queues and processes
+    held = [item for item in attributes.items() if item[0] != "_iterator"] if isinstance(attributes, dict) else []
+    return held + [part for cls in type(value).__mro__ if is_of_user(cls) for part in _parts_of_class(cls, value)]
+
+
+def _parts_of_class(cls: type, instance: Any) -> Iterator[tuple[str, Any]]:
+    """Values in `__slots__`, attributes of the class and its methods."""
+    for name, part in vars(cls).items():
+        if isinstance(part, MemberDescriptorType):
+            yield name, getattr(instance, name, None)
+        elif isinstance(part, (staticmethod, classmethod, FunctionType, *_GENERATORS)):
+            yield f"{cls.__name__}.{name}", getattr(part, "__func__", part)
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Values of the closure and of defaults; generators and functions among the globals that the code names."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    yield from ((str(i), value) for i, value in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+    for name in sorted(_names(code)):
+        if isinstance(value := function.__globals__.get(name), (FunctionType, *_GENERATORS)):
+            yield name, value
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names of globals and attributes in a function's code and in that of the functions inside it."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _state_of(generator: Any) -> Any:

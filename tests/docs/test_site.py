@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm_experiments_tools.config.arguments import flags_of
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import flags_of
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.tools.main import COMMANDS
 from scripts.build_site import MOVED, collect_pages, page_of, with_site_links

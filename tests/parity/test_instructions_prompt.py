@@ -21,8 +21,8 @@ from lm_experiments_tools.data.examples.dataset import ExampleDataset, encode_ex
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     InstructionData,
+    LengthLimit,
     PromptParts,
-    Room,
     instruction_examples,
     prompt_text,
 )
@@ -80,17 +80,17 @@ def test_examples_are_left_out_from_the_first_that_does_not_fit(kept):
     assert prompt == DEFINITION + "".join(pieces) + QUESTION
 
 
-def test_room_agrees_with_the_count_of_the_whole_text():
+def test_the_limit_agrees_with_the_count_of_the_whole_text():
     counted = []
 
     def count(text):
         counted.append(text)
         return len(text.split()) + 1
 
-    room = Room(count, 13)
-    assert room(["a b", " ", "c d"]) and counted[-1] != "a b c d"  # far below the limit: no need
-    assert room(["a b c", " ", "d e f", " g h"]) and counted[-1] == "a b c d e f g h"
-    assert not room(["a b c d e f", " ", "g h i j k l m"])
+    fits = LengthLimit(count, 13)
+    assert fits(["a b", " ", "c d"]) and counted[-1] != "a b c d"  # far below the limit: no need
+    assert fits(["a b c", " ", "d e f", " g h"]) and counted[-1] == "a b c d e f g h"
+    assert not fits(["a b c d e f", " ", "g h i j k l m"])
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +126,10 @@ def test_rows_are_those_of_tk_instructs_collator(parts, limit, tokenizer, refere
     encoder = TextEncoder(tokenizer, limit, 32)
     for name in names:
         task = {**json.loads((DATA / "sni" / "tasks" / f"{name}.json").read_text()), "Task": name}
-        room = Room(encoder.num_tokens, limit)
+        fits = LengthLimit(encoder.num_tokens, limit)
         some = task["Instances"][:6]
         official += [{**task, "Instance": {**instance, "output": instance["output"][:1]}} for instance in some]
-        examples += [prompt_text(task, instance["input"], parts, room) for instance in some]
+        examples += [prompt_text(task, instance["input"], parts, fits) for instance in some]
     collator = reference(tokenizer, max_source_length=limit, max_target_length=32, text_only=True, **asdict(parts))
     theirs = collator(official)
     ours = encoder.encode_sources(examples)["input_ids"]

@@ -13,7 +13,7 @@ import run_t5_pretraining
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.config.help import ESSENTIAL, help_topic, wrapped
+from lm_experiments_tools.config.help import ESSENTIAL, UNITS, help_topic, wrapped
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import ModelArgs
 from lm_experiments_tools.errors import UserError
@@ -80,7 +80,7 @@ def test_help_alone_shows_what_matters(args_class, capsys, monkeypatch):
 
 def test_help_of_one_group(capsys, monkeypatch):
     text = shown(T5PretrainingArgs, capsys, monkeypatch, "schedule")
-    assert "--lr_drop_eps FLOAT" in text and "schedule options" in text and "--batch_size" not in text
+    assert "--lr_drop_eps RATE" in text and "schedule options" in text and "--batch_size" not in text
     assert shown(T5PretrainingArgs, capsys, monkeypatch, "lr_drop_eps") == text, "a flag shows its group"
     assert shown(T5PretrainingArgs, capsys, monkeypatch, "--lr-drop-eps".lstrip("-")) == text
     assert "--vocab_file" in shown(BertPretrainingArgs, capsys, monkeypatch, "data"), "bert_data"
@@ -104,6 +104,18 @@ def test_help_about_what_does_not_exist(topic, words):
 def test_where_help_is_asked_for():
     assert help_topic(["--lr", "1", "-h", "all"]) == "all" and help_topic(["--help=run"]) == "run"
     assert help_topic(["--help", "--lr", "1"]) == "" and help_topic(["--lr", "1"]) is None
+
+
+@pytest.mark.parametrize("args_class", SCRIPTS.values())
+def test_every_flag_is_in_one_group_and_every_number_has_a_unit(args_class, capsys, monkeypatch):
+    names = [name for group in help_groups(args_class) for name in inspect.get_annotations(group)]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(args_class))
+    text = shown(args_class, capsys, monkeypatch, "all")
+    assert text.count("(default: ") + text.count("(required)") >= len(names) + 2  # those of --config
+    for name, kind in typing.get_type_hints(args_class).items():
+        if {int, float} & {kind, *typing.get_args(kind)}:
+            assert name in UNITS, f"--{name} is a number: name its unit in config/help.py"
+            assert f"--{name} {UNITS[name].upper()} " in text, name
 
 
 def test_evaluate_shows_its_own_flags_and_what_matters(capsys, monkeypatch):
@@ -159,7 +171,7 @@ def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypat
     assert "--model_cls STR Model class, as module:Class. None: transformers' class for --model_type" in words
     assert "--optimize_metric is better. None: as the metric is. (default: None)" in words
     assert "down to a multiple of this. None: never. (default: 8)" in words
-    assert "--num_beams INT Beams of a beam search; 1 decodes greedily. (default: 4)" in words
+    assert "--num_beams BEAMS Beams of a beam search; 1 decodes greedily. (default: 4)" in words
     assert "--odd INT As argparse and HfArgumentParser have it. (default: 5)" in words
 
 

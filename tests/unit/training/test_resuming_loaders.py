@@ -23,17 +23,17 @@ ROWS, STEPS = 13, 10  # of 4 rows: two and a half epochs
 
 
 class DrawnOrder:
-    """A user's sampler that draws from a generator in its attribute."""
+    """A sampler of one's own: an order from `draw`, and a place in it that a fresh one lacks."""
 
-    def __init__(self, generator, draw):
-        self.generator, self.draw = generator, draw
+    def __init__(self, draw):
+        self.draw = draw
 
     def __len__(self):
         return ROWS
 
     def __iter__(self):
         for _ in range(ROWS):
-            yield int(getattr(self.generator, self.draw)(ROWS))
+            yield int(self.draw(ROWS))
 
 
 class EpochOrder:
@@ -97,8 +97,58 @@ def prepared(data, seedable=True):
     return Accelerator(cpu=True, dataloader_config=configuration).prepare(DataLoader(data, batch_size=4, shuffle=True))
 
 
-def in_batches(generator, draw):
-    return lambda data: DataLoader(data, batch_sampler=BatchSampler(DrawnOrder(generator(), draw), 4, drop_last=False))
+def in_batches(draw):
+    return lambda data: DataLoader(data, batch_sampler=BatchSampler(DrawnOrder(draw()), 4, drop_last=False))
+
+
+def draw_from_the_module(count):
+    return ORDER.integers(count)
+
+
+def from_the_module():
+    global ORDER
+    ORDER = np.random.default_rng(3)
+    return draw_from_the_module
+
+
+def from_a_closure():
+    rng = random.Random(3)
+    return lambda count: [rng.randrange(count) for _ in range(1)][0]
+
+
+class Slotted:
+    __slots__ = ("rng",)
+
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+
+    def __call__(self, count):
+        return self.rng.integers(count)
+
+
+class OneOfMany:
+    def __init__(self):
+        self.rngs = [random.Random(seed) for seed in range(100)]
+
+    def __call__(self, count):
+        return self.rngs[70].randrange(count)
+
+
+def of_a_class():
+    class Draw:
+        rng = random.Random(3)
+
+        def __call__(self, count):
+            return self.rng.randrange(count)
+
+    return Draw()
+
+
+def of_a_default():
+    def draw(count, rng=np.random.default_rng(3)):  # noqa: B008
+        return rng.integers(count)
+
+    return draw
 
 
 LOADERS = {
@@ -107,9 +157,15 @@ LOADERS = {
     "with replacement": lambda data: DataLoader(
         data, batch_size=4, sampler=RandomSampler(data, replacement=True, num_samples=70, generator=generator())
     ),
-    "numpy's": in_batches(lambda: np.random.default_rng(3), "integers"),
-    "numpy's old": in_batches(lambda: np.random.RandomState(3), "randint"),
-    "Python's": in_batches(lambda: random.Random(3), "randrange"),
+    "numpy's": in_batches(lambda: np.random.default_rng(3).integers),
+    "numpy's old": in_batches(lambda: np.random.RandomState(3).randint),
+    "Python's": in_batches(lambda: random.Random(3).randrange),
+    "a module's": in_batches(from_the_module),
+    "a closure's": in_batches(from_a_closure),
+    "in __slots__": in_batches(Slotted),
+    "in a long list": in_batches(OneOfMany),
+    "a class's": in_batches(of_a_class),
+    "a default's": in_batches(of_a_default),
     "its own epochs": lambda data: DataLoader(data, batch_size=4, sampler=EpochOrder()),
     "a collate function's": lambda data: DataLoader(data, batch_size=4, shuffle=True, collate_fn=NoisyCollate()),
     "persistent workers": lambda data: DataLoader(
@@ -175,6 +231,23 @@ def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_
     seen, continued = run(tmp_path / "parts", LOADERS[name], 8, noisy)
     assert seen == whole[at:]
     assert all(torch.equal(weights[n], continued[n]) for n in weights)
+
+
+def test_a_loader_that_draws_from_the_system_is_refused_by_name(tmp_path):
+    loader = in_batches(lambda: random.SystemRandom().randrange)(RaggedPairs(ROWS))
+    with pytest.raises(UserError, match=r"batch_sampler\.sampler\.draw\.__self__, a random\.SystemRandom"):
+        run(tmp_path, lambda data: loader, 2)
+
+
+def test_workers_that_keep_a_datasets_generator_over_epochs_are_refused(tmp_path):
+    class Noisy(RaggedPairs):
+        rng = None
+
+    data = Noisy(ROWS)
+    data.rng = np.random.default_rng(3)
+    loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+    with pytest.raises(UserError, match=r"copies of dataset\.rng"):
+        run(tmp_path, lambda data: loader, 2)
 
 
 def test_a_loaders_state_that_no_checkpoint_can_hold_is_named_at_the_first_save(tmp_path):
