@@ -54,6 +54,12 @@ _UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
 Log = Callable[[int, str], None]
 
 
+def limit_threads(num_threads: int) -> None:
+    """Limit TensorFlow's threads in this process. Call it before TensorFlow computes anything."""
+    tf.config.threading.set_inter_op_parallelism_threads(num_threads)
+    tf.config.threading.set_intra_op_parallelism_threads(num_threads)
+
+
 class TaskExamples:
     """The examples of a job: training's endless stream, and the validation split.
 
@@ -63,8 +69,6 @@ class TaskExamples:
 
     def __init__(self, job: Job, log: Log) -> None:
         self.job, self._log = job, log
-        tf.config.threading.set_inter_op_parallelism_threads(job.threads)
-        tf.config.threading.set_intra_op_parallelism_threads(job.threads)
         self.vocabulary = Vocabulary.load(job.vocab_path)
         self._text: TextSource | None = None
         if ":" in job.task:

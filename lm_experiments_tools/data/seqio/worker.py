@@ -108,8 +108,9 @@ def import_triton() -> None:
 def serve(job: Job, hub: Hub) -> None:
     """Make the task, then batches without end."""
     import_triton()
-    from lm_experiments_tools.data.seqio.tasks import TaskExamples
+    from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 
+    limit_threads(job.threads)
     examples = TaskExamples(job, hub.log)
     validation = None
     if job.validation:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import subprocess
 import sys
 import typing
@@ -13,6 +14,7 @@ import run_t5_pretraining
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import help_groups
 from lm_experiments_tools.config.help import ESSENTIAL, UNITS, help_topic, wrapped
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import ModelArgs
