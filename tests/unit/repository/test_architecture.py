@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its names exist, and each recipe, carried out on a copy of the project, works."""
+"""The names in docs/architecture.md exist, and each recipe of docs/extending.md works on a copy of the project."""
 
 import ast
 import json
@@ -15,10 +15,11 @@ from tests.helpers import ROOT
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 JOURNEYS = PAGE.partition("## Six journeys")[2].partition("\n## ")[0]
 RECIPES = {
     name.lower(): text
-    for name, text in re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
+    for name, text in re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", EXTENDING, flags=re.MULTILINE | re.DOTALL)
 }
 # file=PATH behind a fence's language: a file to write, or, of a diff, lines to add to one
 BLOCK = re.compile(r"^```(python|diff|bash)(?: file=(\S+))?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
