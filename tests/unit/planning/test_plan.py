@@ -49,25 +49,29 @@ def estimated(args, **hardware):
     return estimate_memory(args, PlanningArgs(device="cpu", **hardware), GIVEN)
 
 
+CASES = [
+    (T5, {}),
+    (T5, {"cls": OWN_T5, "speed": "auto", "gradient_accumulation_steps": 2}),
+    (BERT, {"cls": OWN_BERT, "speed": "auto", "optimizer": "SGD"}),
+    (T5, {"peft": "lora", "lora_targets": ("all-linear",), "lora_dropout": 0.1}),
+    (GPT2, {"model_type": "decoder", "task": "causal_lm"}),
+]
+MORE_CASES = [
+    (T5, {"gradient_checkpointing": True, "optimizer": "Adafactor"}),
+    (T5_GATED, {"cls": OWN_T5, "speed": "auto", "bf16": True, "dropout_rate": 0.1}),
+    (T5, {"batch_size": 1, "input_seq_len": 32, "optimizer": "AdamWScale", "gradient_accumulation_steps": 2}),
+    ({**T5, **LAYOUT}, {"cls": OWN_T5, "input_seq_len": 1024, "batch_size": 1}),
+    (BERT, {"mlm_positions": "all"}),
+    ({**BERT, **LAYOUT, **LONG}, {"input_seq_len": 1024, "batch_size": 1}),
+    (ROTARY, {"cls": OWN_BERT, "bf16": True, "gradient_checkpointing": True, "batch_size": 8}),
+    (T5, {"freeze": ("embeddings", "encoder"), "target_seq_len": 128}),
+    (T5, {"freeze": (), "task": "classification", "target_seq_len": 8}),
+    (BERT, {"model_type": "encoder", "peft": "lora"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("config", "flags"),
-    [
-        (T5, {}),
-        (T5, {"gradient_checkpointing": True, "optimizer": "Adafactor"}),
-        (T5, {"cls": OWN_T5, "speed": "auto", "gradient_accumulation_steps": 2}),
-        (T5_GATED, {"cls": OWN_T5, "speed": "auto", "bf16": True, "dropout_rate": 0.1}),
-        (T5, {"batch_size": 1, "input_seq_len": 32, "optimizer": "AdamWScale", "gradient_accumulation_steps": 2}),
-        ({**T5, **LAYOUT}, {"cls": OWN_T5, "input_seq_len": 1024, "batch_size": 1}),
-        (BERT, {"mlm_positions": "all"}),
-        (BERT, {"cls": OWN_BERT, "speed": "auto", "optimizer": "SGD"}),
-        ({**BERT, **LAYOUT, **LONG}, {"input_seq_len": 1024, "batch_size": 1}),
-        (ROTARY, {"cls": OWN_BERT, "bf16": True, "gradient_checkpointing": True, "batch_size": 8}),
-        (T5, {"peft": "lora", "lora_targets": ("all-linear",), "lora_dropout": 0.1}),
-        (T5, {"freeze": ("embeddings", "encoder"), "target_seq_len": 128}),
-        (T5, {"freeze": (), "task": "classification", "target_seq_len": 8}),
-        (BERT, {"model_type": "encoder", "peft": "lora"}),
-        (GPT2, {"model_type": "decoder", "task": "causal_lm"}),
-    ],
+    ("config", "flags"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)]
 )
 def test_an_estimate_is_within_4_percent_of_the_allocator(tmp_path, config, flags):
     if "peft" in flags:
@@ -79,6 +83,7 @@ def test_an_estimate_is_within_4_percent_of_the_allocator(tmp_path, config, flag
     assert estimated(args).total == total
 
 
+@pytest.mark.slow
 def test_a_fit_keeps_the_rows_of_an_update_and_stays_below(tmp_path):
     args = settings(tmp_path, T5, batch_size=32, input_seq_len=256)
     peak = estimated(args).total

@@ -70,6 +70,7 @@ def measure(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_workers_hold_what_is_estimated_within_15_percent(tmp_path, monkeypatch):
     """A peak varies by 10 to 20 % with the order in which collectives end, hence the largest of three."""

@@ -21,6 +21,7 @@ def test_two_steps_take_what_adam_holds_and_more(tmp_path):
     assert 4 * estimate.parts["parameters"] < try_steps(args, "cpu") < estimate.total + 2**30
 
 
+@pytest.mark.slow
 def test_torch_is_refused_memory_that_is_too_little(tmp_path):
     args, estimate = resolved(tmp_path, batch_size=64)
     assert try_steps(args, "cpu", memory=4 * estimate.parts["parameters"]) is None

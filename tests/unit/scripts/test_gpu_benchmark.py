@@ -37,6 +37,7 @@ def check_parts(folder, parts):
     return {row["name"]: row for row in rows if "name" in row}, page.read_text()
 
 
+@pytest.mark.slow
 def test_every_part_without_training_leaves_rows_and_resumes(tmp_path):
     found, page = check_parts(tmp_path, "environment,attention,pytest,memory,tiles,launchers")
     assert found["triton"]["skipped"] == found["Horovod with NCCL"]["skipped"] == "needs CUDA"
