@@ -143,7 +143,7 @@ def load_state(
 
 def _check_reproducible(path: Path, backend: Backend, tree: dict[str, Any]) -> None:
     """A run keeps `--reproducible` and its number of virtual ranks (fixed: of workers)."""
-    then, threads = tree["reproducible"], tree["threads"]
+    then, threads = tree.get("reproducible", ["off", None]), tree.get("threads")
     if then != backend.reproducible:
         was, now = (f"{how} with {ranks} ranks" if ranks else how for how, ranks in (then, backend.reproducible))
         raise UserError(

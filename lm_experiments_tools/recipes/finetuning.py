@@ -153,7 +153,9 @@ def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known, name = forward_names(model), type(base).__name__
     if args.model_type in _PACKING_CLASSES and "segment_ids" not in known:
-        raise UserError(f"--packing: {name} takes no segment_ids: choose {_PACKING_CLASSES[args.model_type]}.")
+        raise UserError(
+            f"--packing: {name} takes no segment_ids: choose --model_cls {_PACKING_CLASSES[args.model_type]}."
+        )
     if args.model_type == "decoder" and "position_ids" not in known:
         raise UserError(f"--packing: {name} takes no position_ids, which separate the examples of a row.")
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), None)

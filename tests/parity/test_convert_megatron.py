@@ -144,4 +144,4 @@ def test_bad_checkpoints_are_refused_in_a_sentence(bert, tmp_path, case, monkeyp
 
 def test_settings_are_those_of_the_checkpoint(bert, tmp_path, capsys):
     assert main(["convert", str(bert), "--to", str(tmp_path / "out"), "--model_cfg", "t5-small"]) == 2
-    assert "--model_cfg: leave it out" in capsys.readouterr().err
+    assert "leave --model_cfg and --model_cls out" in capsys.readouterr().err

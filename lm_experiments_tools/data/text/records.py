@@ -150,7 +150,8 @@ class RejectedRecords:
 
 def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     """The error for inputs without a single document."""
-    details = f" (the first: {rejected.first}; see {rejected.path})" if rejected.first else ""
+    listed = f"; see {rejected.path}" if rejected.path else ""
+    details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
     lacks_key = rejected.names_key_flag and f": {NO_KEY} " in rejected.first
     remedy = ": name the key of the text by --text_key" if lacks_key else ""

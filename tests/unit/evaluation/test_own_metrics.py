@@ -141,8 +141,8 @@ def test_function_that_cannot_be_a_metric_is_refused_before_anything_is_predicte
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"metrics": ("rogue",)}, "there are bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls, or none, "),
-        ({"metrics": ("my_metrics:f",), "optimize_metric": "f"}, "--optimize_metric f is none of loss: where it is"),
+        ({"metrics": ("rogue",)}, "which has bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls, none"),
+        ({"metrics": ("my_metrics:f",), "optimize_metric": "f"}, "--optimize_metric f is not one of loss"),
         ({"metrics": ("my_metrics:f", "none")}, "none means the loss alone"),
         (
             {"metrics": ("my_metrics:f", "exact_match"), "optimize_metric": "exact_match", "optimize_mode": "min"},

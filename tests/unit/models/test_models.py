@@ -281,7 +281,7 @@ def test_attention_that_a_configuration_names_is_what_the_model_gets(tmp_path, v
         ({"attn_implementation": "flash_attention_2"}, "T5ForConditionalGeneration refuses this T5Config"),
         ({"attn_implementation": "sdpa", "sparse_config_cls": "BigBird"}, 'sdpa" would ignore sparse_config_cls'),
         ({"sparse_config_cls": "BigBrd"}, "no sparsity configuration 'BigBrd': did you mean BigBirdSparsityConfig"),
-        ({"sparse_config_cls": 5}, "sparse_config_cls=5 must be the name"),
+        ({"sparse_config_cls": 5}, "sparse_config_cls=5 must be a name"),
         ({"sparse_config_cls": "BigBird", "sparse_attention": [4]}, r"sparse_attention=\[4\] an object"),
         ({"sparse_config_cls": "BigBird", "sparse_attention": {"blok": 4}}, "no setting 'blok': did you mean 'block'"),
         ({"sparse_config_cls": "BigBird", "sparse_attention": {"num_heads": 3}}, "for 3 heads, but T5.* has 4"),

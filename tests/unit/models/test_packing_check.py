@@ -100,7 +100,7 @@ def test_encoder_decoders_are_looked_at_too():
     config = {**t5_config().to_dict(), "model_type": modeling_t5.T5Config.model_type}
     model = modeling_t5.T5ForConditionalGeneration(modeling_t5.T5Config.from_dict(config))
     check_packing(model, arguments("encoder-decoder"))
-    with pytest.raises(UserError, match="T5ForConditionalGeneration does not take segment_ids"):
+    with pytest.raises(UserError, match="T5ForConditionalGeneration takes no segment_ids"):
         check_packing(tr.T5ForConditionalGeneration(t5_config()), arguments("encoder-decoder"))
 
     class Deaf(modeling_t5.T5ForConditionalGeneration):

@@ -57,7 +57,7 @@ def test_labels_of_a_trained_head_keep_their_order(bases, adapters, tmp_path, ca
     assert "was trained for the labels good, not good" in caplog.text
     for name in ("classifier", "classifiers"):
         assert made(toy_args(adapters[name], "encoder"), ("good", "bad")).config.id2label == {0: "good", 1: "bad"}
-        with pytest.raises(UserError, match="in the order good, bad, this run .*: give --label_names good bad"):
+        with pytest.raises(UserError, match="give --label_names good bad"):
             made(toy_args(adapters[name], "encoder"), ("bad", "good"))
     assert whole_model(find_source(str(adapters["classifier"]))).config.id2label == {0: "good", 1: "bad"}
     config = bases["classifier"] / "config.json"
@@ -105,7 +105,7 @@ def test_an_adapter_on_weights_that_lie_nowhere_is_refused(bases, adapters):
     config, words = str(bases["encoder-decoder"] / "config.json"), str(bases["encoder-decoder"])
     with pytest.raises(UserError, match="--peft lora needs --from_pretrained"):
         made(toy_args(None, model_cfg=config, tokenizer=words, peft="lora"))
-    with pytest.raises(UserError, match="--peft lora saves the adapter without the weights of --init_checkpoint"):
+    with pytest.raises(UserError, match="--peft lora needs --from_pretrained"):
         made(toy_args(None, init_checkpoint=words, peft="lora"))
     for name in ("lora", "prompts"):
         with pytest.raises(UserError, match="--init_checkpoint .* holds an adapter: name it by --from_pretrained"):

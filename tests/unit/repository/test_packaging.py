@@ -57,6 +57,7 @@ def test_wheel_holds_the_packages_the_presets_and_nothing_else(wheel):
         or re.fullmatch(r"run_\w+\.py", name)
     }
     expected |= {f"lm_experiments_tools/{name}" for name in tracked_files() if re.fullmatch(r"scripts/\w+\.py", name)}
+    expected |= {f"{package}/py.typed" for package in ("lm_experiments_tools", "modeling_bert", "modeling_t5")}
     assert files == expected
     assert "lm_experiments_tools/training/trainer.py" in files and "models_configs/t5_configs/t5-small.json" in files
 

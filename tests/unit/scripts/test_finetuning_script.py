@@ -216,7 +216,7 @@ REFUSED = {
     "a metric not produced": ({"optimize_metric": "rouge"}, "--optimize_metric rouge is not one of"),
     "a metric of another task": ({"metrics": "accuracy"}, "--metrics accuracy is not for --task text_to_text"),
     "the wrong direction": ({"optimize_metric": "rougeL", "optimize_mode": "min"}, "would select the worst"),
-    "a LoRA target that matches nothing": ({"peft": "lora", "lora_targets": "nonsense"}, "--lora_targets nonsense"),
+    "a LoRA target that matches nothing": ({"peft": "lora", "lora_targets": "nonsense"}, "--lora_targets"),
     "8 bits without an adapter": ({"quantize": "int8"}, "add --peft lora"),
     "a part that is not there": ({"freeze": "nonsense"}, "--freeze nonsense"),
     "a prefix longer than the limit": ({"prefix": "w1 " * 40}, "prefix"),

@@ -323,7 +323,7 @@ def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
 def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
     start(vocab, **OBJECTIVES["prefix_lm"], gradient_accumulation_steps=2)
     flags = {**OBJECTIVES["prefix_lm"], "batch_size": 16, "iters": 4}
-    refused(vocab, "steps of 8 rows .* steps of 16, .* --mix_rows 8", **flags, resume="run/last")
+    refused(vocab, "--bucket_rows or --mix_rows are not those", **flags, resume="run/last")
     start(vocab, **flags, mix_rows=8, resume="run/last")
 
 
@@ -337,14 +337,14 @@ def test_a_run_of_when_a_step_was_one_bucket_is_refused_with_the_flag_that_conti
     del recorded["mix_rows"]
     config.write_text(json.dumps({**recorded, "bucket_rows": None}))
     more = {**flags, "iters": 4}
-    refused(vocab, "buckets of 4 rows .* mixed steps of 4, .* --bucket_rows 4", **more)
+    refused(vocab, "--bucket_rows or --mix_rows are not those", **more)
     start(vocab, **more, bucket_rows=4)
 
 
 def test_several_sources_are_mixed(work, vocab, caplog):
     caplog.set_level("INFO")
     (work / "other.jsonl").write_text((work / "text.jsonl").read_text().replace("token", "number"))
-    with pytest.raises(UserError, match="--data_weights has 1 numbers for 2 of --data_path"):
+    with pytest.raises(UserError, match="--data_weights has another length than --data_path"):
         main(["--data_path", "text.jsonl", "other.jsonl", "--data_weights", "2", "--model_cfg", "tiny.json", "--lr=1"])
     flags = ["--data_path", "text.jsonl", "other.jsonl", "--data_weights", "2", "1", "--task", "ul2", "--iters", "2"]
     flags += ["--input_seq_len", "32", "--target_seq_len", "32", "--batch_size", "4", "--lr", "1e-3", "--model_cfg"]
@@ -392,16 +392,16 @@ def test_tokens_whose_documents_run_into_each_other_are_named_with_the_remedy(wo
 
 def test_an_objective_wants_its_kind_of_model(work, vocab):
     causal, masked = OBJECTIVES["causal_lm of a decoder"], OBJECTIVES["mlm"]
-    kinds = "is for encoder-decoders, and"
-    refused(vocab, f"prefix_lm {kinds} .*GPT2LMHeadModel is a decoder", **{**causal, "task": "prefix_lm"})
-    refused(vocab, f"ul2 {kinds} .*BertForMaskedLM is an encoder", **{**masked, "task": "ul2"})
-    t5 = "mlm is for encoders, and .*T5ForConditionalGeneration is an encoder-decoder"
+    kinds = "is for encoder-decoders, .*"
+    refused(vocab, f"prefix_lm {kinds}GPT2LMHeadModel is of kind decoder", **{**causal, "task": "prefix_lm"})
+    refused(vocab, f"ul2 {kinds}BertForMaskedLM is of kind encoder", **{**masked, "task": "ul2"})
+    t5 = "mlm is for encoders, .*T5ForConditionalGeneration is of kind encoder-decoder"
     refused(vocab, t5, task="mlm", target_seq_len=None)
     refused(vocab, "causal_lm is for decoders and encoder-decoders", **{**masked, "task": "causal_lm"})
     refused(vocab, "--input_seq_len 65 is more than the 64 positions", **causal, input_seq_len=65)
 
 
-def test_masked_lm_scores_labels_alone_unless_the_run_was_begun_before_it_could(work, vocab, monkeypatch):
+def test_masked_lm_scores_masked_positions_only(work, vocab, monkeypatch):
     scored = scored_tokens(monkeypatch, BERT["vocab_size"])
     masked = OBJECTIVES["mlm"]
     start(vocab, **masked, iters=4)
@@ -409,15 +409,6 @@ def test_masked_lm_scores_labels_alone_unless_the_run_was_begun_before_it_could(
     assert scored == tried + counted + 4 * [44]
     start(vocab, **masked, iters=4, model_path="all", mlm_positions="all")
     assert dict(losses("run")) == pytest.approx(dict(losses("all")), rel=1e-5)
-    start(vocab, **masked, model_path="before")
-    config = work / "before" / "config.json"
-    recorded = json.loads(config.read_text())
-    del recorded["mlm_positions"]
-    config.write_text(json.dumps(recorded))
-    for iters in (3, 4):
-        scored.clear()
-        start(vocab, **masked, model_path="before", iters=iters)
-        assert scored == 4 * [4 * 32]  # two passes find which labels count, one counts operations, one trains
 
 
 def test_exit_codes_of_the_real_process(work, vocab):
@@ -431,7 +422,7 @@ def test_exit_codes_of_the_real_process(work, vocab):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"lr_scheduler": "liner", "num_warmup_steps": 1}, "did you mean linear"),
+        ({"lr_scheduler": "liner", "num_warmup_steps": 1}, "did you mean .linear"),
         ({"optimizer": "AdmW"}, "did you mean .*AdamW"),
         ({"optimizer": "my_optimizers:Nothing"}, "my_optimizers"),
         ({"lr_scheduler": "my_schedules:nothing"}, "my_schedules"),

@@ -42,6 +42,6 @@ class TaskExamples:
 def work(caller):
     """The real worker process, given these examples."""
     tasks = types.ModuleType("lm_experiments_tools.data.seqio.tasks")
-    tasks.TaskExamples = TaskExamples
+    tasks.TaskExamples, tasks.limit_threads = TaskExamples, lambda num_threads: None
     sys.modules[tasks.__name__] = tasks
     seqio_worker.work(caller)

@@ -315,8 +315,8 @@ def test_settings_that_t5_would_treat_wrongly_in_silence(vocab, settings, senten
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"data_path": ("text.txt",)}, "--data_path is not read"),
-        ({"valid_data_path": "text.txt"}, "--valid_data_path is not read"),
+        ({"data_path": ("text.txt",)}, "--data_path is not for --task tasks:numbers"),
+        ({"valid_data_path": "text.txt"}, "--valid_data_path is not for --task tasks:numbers"),
         ({"data_pipeline": "native"}, "--data_pipeline native is not for"),
         ({"streaming": True}, "--streaming is not for"),
         ({"vocab": None}, "needs --vocab"),

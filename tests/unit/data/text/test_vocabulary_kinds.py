@@ -131,7 +131,7 @@ def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
         "broken.json": "cannot be loaded",
         "plain.json": "has no eos_token or sep_token",
         "slow": "CanineTokenizer in Python",
-        "config": "holds list, not an object",
+        "config": "holds a JSON list, not an object",
         "t5": "has no tokens but special ones",
         "added": "save it without added tokens",
     }.items():
