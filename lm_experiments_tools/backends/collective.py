@@ -6,7 +6,6 @@ import logging
 import platform
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-_BEAT = 10.0  # seconds between two collectives while some workers are busy
+_BEAT = 10.0  # seconds between two looks at who is still at work
 
 
 def on_all(
@@ -26,19 +25,16 @@ def on_all(
 ) -> T | None:
     """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
 
-    Otherwise a full disk on one worker would leave the others waiting in a barrier forever. The message names the
-    machine unless all have the same error.
+    Without this a full disk on one worker would leave the others waiting in a barrier forever. The sentence names the
+    machine where it is not that of all.
 
     Args:
-        takes_long: it may take some workers minutes or hours longer than others (see `_wait_for_all`); it then runs
-            in a thread and may not use the backend.
+        takes_long: it may take some workers minutes or hours longer than others (see `_Beats`); it may then not use
+            the backend.
     """
     if takes_long and backend.world_size > 1:
-        work, only_main = function if backend.is_main or not only_main else lambda: None, False
-
-        def function() -> T | None:
-            return _wait_for_all(backend, work)
-
+        function = _Beats(backend).around(function if backend.is_main or not only_main else lambda: None)
+        only_main = False
     result, failure = None, None
     if backend.is_main or not only_main:
         try:
@@ -70,27 +66,53 @@ def on_main(backend: Backend, function: Callable[[], T], *, takes_long: bool = F
     return backend.broadcast(on_all(backend, function, only_main=True, takes_long=takes_long))
 
 
-def _wait_for_all(backend: Backend, function: Callable[[], T]) -> T:
-    """Result of `function`, which runs in a thread, once it has ended on every worker.
+class _Beats:
+    """Counts the workers that are still at work, every few seconds, until there are none.
 
-    Horovod, NCCL and gloo end a job in which a worker waits in one collective for half an hour. So the workers count
-    every few seconds how many of them are still busy.
+    Horovod, NCCL and gloo end a job in which a worker waits in a collective for half an hour. Who is done first waits
+    here: in one short collective after the other, made in a thread, so that the work itself need not be interrupted.
     """
-    future: Future[T] = Future()
 
-    def run() -> None:
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._done, self._error = backend, threading.Event(), None
+        self._given_up = False
+        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
+
+    def around(self, function: Callable[[], T]) -> Callable[[], T]:
+        """The same function, which returns, or raises what `on_all` handles, when all workers are done."""
+
+        def run() -> T:
+            self._thread.start()
+            try:
+                result = function()
+            except (UserError, OSError, RunError):
+                self._wait()
+                raise
+            except BaseException:  # this worker ends, and with it those that wait for it
+                self._given_up = True
+                self._done.set()
+                raise
+            self._wait()
+            return result
+
+        return run
+
+    def _wait(self) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _beat(self) -> None:
         try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="long work", daemon=True).start()
-    busy, beats = backend.world_size, 0
-    while busy:
-        beats += not wait([future], timeout=_BEAT).not_done
-        if future.done() and not isinstance(future.exception(), (UserError, OSError, RunError, type(None))):
-            break  # a bug: this worker ends, and the others lose it
-        if backend.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
-            logger.info("waiting for %d of %d workers", busy, backend.world_size)
-        busy = int(backend.sum(torch.tensor([int(not future.done())])))
-    return future.result()
+            working, beats = self._backend.world_size, 0
+            while working:
+                waits = self._done.wait(_BEAT)
+                beats += waits
+                if self._given_up:
+                    return
+                if waits and self._backend.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
+                    logger.info("waiting for %d of %d workers", working, self._backend.world_size)
+                working = int(self._backend.sum(torch.tensor([0 if self._done.is_set() else 1])))
+        except (RuntimeError, OSError) as error:  # of a worker that is gone, raised where it is expected
+            self._error = error

@@ -186,9 +186,10 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
     from huggingface_hub import snapshot_download
 
     try:
-        check_untrusted(Path(snapshot_download(name, allow_patterns=[CONFIG, INDEXES])))
+        folder = snapshot_download(name, allow_patterns=[CONFIG, INDEXES])
     except OSError:  # reported where the model is loaded
-        pass
+        return Source(name)
+    check_untrusted(Path(folder))
     return Source(name)
 
 

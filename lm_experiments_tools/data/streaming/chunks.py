@@ -230,7 +230,7 @@ class ChunkFeed:
     def close(self) -> None:
         """Stop the workers, which are killed after some seconds."""
         self._errors = dict.fromkeys(self._workers, OSError("the streams are closed"))
-        pending = [future for stream in self.streams.values() for future in stream.pending.values()]
+        pending = [future for stream in self.streams.values() for future in list(stream.pending.values())]
         is_stuck = bool(futures.wait(pending, _SECONDS_TO_STOP).not_done)
         for worker in self._workers:
             if is_stuck:
