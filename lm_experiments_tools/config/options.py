@@ -1,15 +1,19 @@
-"""Settings of an optimizer or a schedule, written NAME=VALUE; standard library only."""
+"""Settings of an optimizer or a schedule, written NAME=VALUE and checked against what takes them; standard library."""
 
 import ast
 import contextlib
 import inspect
 import json
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import nearest_names
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}
 
 
 def read_options(flag: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -23,8 +27,12 @@ def read_options(flag: str, texts: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        if not name.isidentifier() or not value or name in options:
-            raise UserError(f"--{flag} {text!r}: write each NAME=VALUE once, without spaces, such as betas=0.9,0.98.")
+        if not name.isidentifier() or not value:
+            raise UserError(
+                f"--{flag} {text!r} is not NAME=VALUE: write betas=0.9,0.98 without spaces, in YAML in quotes."
+            )
+        if name in options:
+            raise UserError(f"--{flag} gives {name} twice: {options[name]!r} and {value!r}.")
         options[name] = _value(value)
     return options
 
@@ -39,17 +47,21 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(function: Callable) -> dict[str, Parameter]:
-    """The named parameters of `function`; none for builtins without a signature."""
+    """The parameters that `function` names, with types instead of their names where these can be found.
+
+    Some builtins have no signature, and so name none.
+    """
     parameters: Mapping[str, Parameter] = {}
-    with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(function).parameters
+    for with_types in (False, True):
+        with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError, ValueError):
+            parameters = inspect.signature(function, eval_str=with_types).parameters
     return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def checked_options(
     said: str, options: Mapping[str, Any], known: Mapping[str, Parameter] | None, flags: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options with lists as tuples, and whole numbers as floats where the default is one.
+    """The options as the parameters want them: a list as a tuple, a whole number as a float.
 
     Args:
         said: what errors begin with, e.g. "--optimizer AdamW".
@@ -57,28 +69,54 @@ def checked_options(
         flags: parameter -> the flag that sets it, which is no option.
 
     Raises:
-        UserError: an unknown name, one that a flag sets, or a value of another type than the default.
+        UserError: an unknown name, one that a flag sets, or a value of another type.
     """
-    checked = {}
-    for name, value in options.items():
+    for name in options:
         if name in flags:
-            raise UserError(f"{said}: {name} is not an option; set it by --{flags[name]}.")
+            raise UserError(f"{said}: {name} is no option but has a flag of its own, --{flags[name]}: give that.")
         if known is not None and name not in known:
-            takes = f"; it takes {', '.join(k for k in known if k not in flags) or 'none'}"
-            raise UserError(f"{said} has no option '{name}'{nearest_names(name, known) or takes}.")
-        checked[name] = value if known is None else _fitted(f"{said}: {name}", value, known[name].default)
-    return checked
+            takes = (
+                nearest_names(name, known) or f"; it takes {', '.join(k for k in known if k not in flags) or 'none'}"
+            )
+            raise UserError(f"{said} has no option '{name}'{takes}.")
+    return {
+        name: value if known is None else _fitted(f"{said}: {name}", value, known[name])
+        for name, value in options.items()
+    }
 
 
-def _fitted(said: str, value: Any, default: Any) -> Any:
-    """`value` with the type of the parameter's default."""
-    value = tuple(value) if isinstance(value, list) else value
-    if default in (None, Parameter.empty) or value is None or not isinstance(default, (bool, int, float, str, tuple)):
-        return value
-    if type(value) is int and type(default) is float:
-        return float(value)
-    kinds = {int: (int, float), tuple: tuple}.get(type(default), type(default))
-    fits = isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
-    if not fits or (isinstance(value, tuple) and len(value) != len(default)):
-        raise UserError(f"{said} is {value!r}, but it takes a value such as {default!r}.")
+def _fitted(said: str, value: Any, parameter: Parameter) -> Any:
+    kinds, default = _kinds(parameter), parameter.default
+    example = "" if default in (None, Parameter.empty) else f", such as {default!r}"
+    if isinstance(value, list) and list not in kinds:
+        value = tuple(value)
+    if type(value) is int and float in kinds and int not in kinds:
+        value = float(value)
+    fits = object in kinds or type(value) in kinds or (isinstance(value, kinds) and not isinstance(value, bool))
+    if not fits:
+        takes = " or ".join(_WORDS[kind] for kind in _WORDS if kind in kinds) or "a list"
+        raise UserError(f"{said} is {value!r}, but it takes {takes}{example}.")
+    if isinstance(value, tuple) and isinstance(default, tuple):
+        if len(value) != len(default) or not all(isinstance(part, (int, float, type(None))) for part in value):
+            raise UserError(f"{said} is {value!r}, but it takes {len(default)} numbers{example}.")
     return value
+
+
+def _kinds(parameter: Parameter) -> tuple[type, ...]:
+    """The types that a parameter is annotated with, else that of its default; object for any."""
+    if isinstance(parameter.annotation, str) or parameter.annotation is Parameter.empty:
+        if parameter.default in (None, Parameter.empty):
+            return (object,)
+        kind = type(parameter.default)
+        return (int, float) if kind in (int, float) else (kind,)
+    found = _plain(parameter.annotation)
+    return (*found, type(parameter.default)) if parameter.default is not Parameter.empty else found
+
+
+def _plain(hint: Any) -> tuple[type, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(kind for part in typing.get_args(hint) for kind in _plain(part))
+    if typing.get_origin(hint) is typing.Literal:
+        return tuple(map(type, typing.get_args(hint)))
+    kind = typing.get_origin(hint) or hint
+    return (kind,) if isinstance(kind, type) else (object,)

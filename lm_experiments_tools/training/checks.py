@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OF_VALIDATION = ("save_best", "early_stopping_patience", "use_lr_drop")
-_COMPARED_ROWS = 8  # rows of each worker that are compared with those of the others
+_SURE_BITS = 20.0  # equal rows are by accident in less than one of 2^20 runs
 
 
 def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, train: Any, valid: Any) -> None:
@@ -79,59 +81,88 @@ def check_elastic_loader(args: TrainerArgs, loader: Any) -> None:
 
 
 class LoaderCheck:
-    """Checks the first batches of a loader without `seek`: their size, and that workers read different rows."""
+    """Checks the first batches of a loader; those with `seek` know their worker and are not checked."""
 
     def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
         self._stream, self._backend, self._args = stream, backend, args
-        self._rows: list[bytes] = []
+        self._seen = _SeenRows()
         self._first_epoch = stream.epoch
-        self._num_left = 0 if hasattr(stream.loader, "seek") else -(-_COMPARED_ROWS // args.rows_per_worker())
+        self._is_first = self._compares = not hasattr(stream.loader, "seek")
 
     def __call__(self, batch: Any) -> None:
-        """Check the next batch; collective for the last of the first ones.
+        """Check the next batch; collective for the first ones.
 
         Raises:
             UserError: two workers read the same rows.
         """
-        if self._num_left == 0:
-            return
-        if not self._rows:
+        if self._is_first:
+            self._is_first = False
+            self._compares = self._backend.world_size > 1
             _check_size(batch, self._backend, self._args)
-        self._rows += _row_hashes(batch)
-        self._num_left -= 1
-        if self._num_left == 0 and self._backend.world_size > 1:
-            self._compare_workers()
-
-    def _compare_workers(self) -> None:
-        # Equal rows of a toy data set prove nothing. Samplers repeat rows in an epoch with fewer rows than workers.
-        is_proof = len(set(self._rows)) > 1 and self._stream.epoch == self._first_epoch
-        reports = self._backend.gather(self._rows if is_proof else None)
-        first_rank: dict[tuple[bytes, ...], int] = {}
-        for rank, rows in enumerate(reports):
-            if rows and first_rank.setdefault(tuple(rows), rank) != rank:
-                raise UserError(
-                    f"workers {first_rank[tuple(rows)]} and {rank} train on the same rows: give the DataLoader a "
-                    "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
-                    "seed=seed), and the trainer the same as train_sampler"
-                )
+        if self._compares:
+            self._seen.add(_rows(batch))
+            self._compares = _may_be_equal(self._backend, self._seen, ended=self._stream.epoch != self._first_epoch)
 
 
 def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
-    num_rows, expected = len(_row_hashes(batch)), args.rows_per_worker()
-    if backend.is_main and num_rows != expected:
+    rows, wanted = len(_rows(batch)), args.rows_per_worker()
+    if backend.is_main and rows != wanted:
         logger.warning(
             "the training data gives %d rows a batch, but a step takes one batch of batch_size %d x "
             "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
-            num_rows, args.batch_size, args.gradient_accumulation_steps, expected,
+            rows, args.batch_size, args.gradient_accumulation_steps, wanted,
         )  # fmt: skip
+
+
+class _SeenRows:
+    """The rows that a worker has read: their digest, and how often each occurs."""
+
+    def __init__(self) -> None:
+        self._digest, self._counts = hashlib.blake2b(digest_size=16), Counter()
+
+    def add(self, rows: Sequence[bytes]) -> None:
+        """Add the hashes of more rows."""
+        self._digest.update(b"".join(rows))
+        self._counts.update(rows)
+
+    def digest(self) -> str | None:
+        """Hash of all rows in their order; None without any."""
+        return self._digest.hexdigest() if self._counts else None
+
+    def bits(self) -> float:
+        """Minus the log2 of the chance that as many rows, drawn from these, are the same in the same order."""
+        number = self._counts.total()
+        return -number * math.log2(sum((count / number) ** 2 for count in self._counts.values())) if number else 0.0
+
+
+def _may_be_equal(backend: Backend, seen: _SeenRows, ended: bool) -> bool:
+    """True if two workers have read equal rows that are too few to be sure; one small collective.
+
+    Rows of a toy data set that are all equal prove nothing; neither does an epoch with fewer rows than workers, to
+    which samplers add rows.
+    """
+    reports = backend.gather((seen.digest(), seen.bits(), ended))
+    if any(ended for _, _, ended in reports):
+        return False
+    first: dict[str, int] = {}
+    rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(reports) if digest is not None]
+    repeated = [(first[d], rank, bits) for rank, d, bits in rows if first.setdefault(d, rank) != rank]
+    for one, other, bits in repeated:
+        if bits >= _SURE_BITS:
+            raise UserError(
+                f"workers {one} and {other} train on the same rows: give the DataLoader a "
+                "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
+                "seed=seed), and the trainer the same as train_sampler"
+            )
+    return bool(repeated)
 
 
 def rows_digest(batch: Any) -> str:
     """A hash of all rows of a batch."""
-    return hashlib.blake2b(b"".join(_row_hashes(batch)), digest_size=16).hexdigest()
+    return hashlib.blake2b(b"".join(_rows(batch)), digest_size=16).hexdigest()
 
 
-def _row_hashes(batch: Any) -> list[bytes]:
+def _rows(batch: Any) -> list[bytes]:
     """A hash of each row of a batch: of its tensors that have as many rows as the first one."""
     values = [batch[name] for name in sorted(batch)] if isinstance(batch, Mapping) else batch
     values = values if isinstance(values, (list, tuple)) else [values]

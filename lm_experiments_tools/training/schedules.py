@@ -10,26 +10,26 @@ A user's function is `module:function`, either a multiplier or written like tran
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import nearest_names, resolve_name
+from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     from lm_experiments_tools.checkpoint.train_state import TrainState
     from lm_experiments_tools.config.training import TrainerArgs
 
 Schedule = Callable[[int], float]
-# Arguments of schedules that flags set.
+# Arguments of schedules that flags give.
 FLAGS = {"num_warmup_steps": "num_warmup_steps", "num_training_steps": "num_training_steps", "base_lr": "lr"}
 FLAGS |= {"min_lr_ratio": "lr_min_ratio", "min_lr_rate": "lr_min_ratio"}
 _BY_RESULTS = ("greedy", "reduce_lr_on_plateau")  # schedules of transformers that are not functions of the step
@@ -60,7 +60,7 @@ def get_schedule(
         A pure function of an int >= 0.
 
     Raises:
-        UserError: unknown name or option, a missing number, or a setting the schedule would ignore.
+        UserError: unknown name or option, a missing or senseless number, or a setting the schedule would ignore.
     """
     factory, accepted = _find(name)
     if num_warmup_steps is None and "warmup" not in name and _is_required(accepted.get("num_warmup_steps")):
@@ -71,34 +71,21 @@ def get_schedule(
         "min_lr_ratio": min_lr_ratio,
         "base_lr": base_lr,
     }
-    specific = {key: parameter for key, parameter in accepted.items() if key not in general}
-    options = checked_options(f"--lr_scheduler {name}", options, specific, FLAGS)
-    if name == "warmup_stable_decay" and num_training_steps and "num_decay_steps" not in options:
-        options["num_decay_steps"] = math.ceil(0.1 * num_training_steps)  # MiniCPM, arXiv 2404.06395
+    own = {key: parameter for key, parameter in accepted.items() if key not in general}
+    options = checked_options(f"--lr_scheduler {name}", options, own, FLAGS)
     for key, parameter in accepted.items():
         if _is_required(parameter) and {**general, **options}.get(key) is None:
-            flag = f"--lr_scheduler_options {key}=VALUE" if key not in general else f"--{FLAGS[key]}"
-            raise UserError(f"--lr_scheduler {name} needs {flag}.")
-    _check_used(name, accepted, general)
+            flag, problem = "--lr" if key == "base_lr" else f"--{key}", "which is not set"
+            if key not in general:
+                flag, problem = f"--lr_scheduler_options {key}=VALUE", "which is not given"
+            raise UserError(f"--lr_scheduler {name} needs {flag}, {problem}.")
+    _check_numbers(name, accepted, general)
     arguments = {key: value for key, value in general.items() if key in accepted and value is not None}
     return factory(**arguments, **options)
 
 
 def _is_required(parameter: Parameter | None) -> bool:
     return parameter is not None and parameter.default is Parameter.empty
-
-
-def _check_used(name: str, accepted: Mapping[str, Parameter], general: Mapping[str, Any]) -> None:
-    """Raise UserError for a warm-up longer than the schedule, and for numbers that it would ignore."""
-    warmup, total = general["num_warmup_steps"], general["num_training_steps"]
-    if {"num_warmup_steps", "num_training_steps"} <= set(accepted) and None not in (warmup, total) and warmup > total:
-        raise UserError(
-            f"--num_warmup_steps {warmup} is more than the {total} updates of the schedule (--num_training_steps, "
-            "default --iters): shorten the warm-up."
-        )
-    for key in ("num_warmup_steps", "min_lr_ratio"):
-        if general[key] and key not in accepted:
-            raise UserError(f"--{FLAGS[key]} has no effect with --lr_scheduler {name}: drop one of them.")
 
 
 def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
@@ -111,21 +98,24 @@ def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
         function = resolve_name(name, said=f"--lr_scheduler {name}")
     elif (function := _transformers_schedules().get(name)) is None:
         known = list(dict.fromkeys([*SCHEDULES, *_transformers_schedules()]))
-        raise UserError(
-            f"--lr_scheduler {name} is unknown{nearest_names(name, known)}. Known: {', '.join(known)}; or "
-            "module:function."
-        )
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
     if not (parameters := parameters_of(function)):
         raise UserError(f"--lr_scheduler {name} names no argument: its first must be the step, or optimizer.")
     first, *others = parameters.values()
     if first.name != "optimizer":
         return partial(partial, function), {p.name: p for p in others}
+    return partial(_multiplier, name, function), _arguments_of(others)
+
+
+def _arguments_of(others: Sequence[Parameter]) -> dict[str, Parameter]:
+    """Arguments after the optimizer of a schedule written like transformers', by our names."""
     accepted = {p.name.replace("min_lr_rate", "min_lr_ratio"): p for p in others if p.name != "last_epoch"}
     if "min_lr_ratio" in accepted:
         accepted.pop("min_lr", None)  # the same as an absolute rate
-    default = Parameter.empty if name == "polynomial" else None  # whose lr_end is an absolute rate
-    accepted["base_lr"] = Parameter("base_lr", Parameter.KEYWORD_ONLY, default=default)
-    return partial(_multiplier, name, function), accepted
+    accepted["base_lr"] = Parameter("base_lr", Parameter.KEYWORD_ONLY, default=None)
+    return accepted
 
 
 def _transformers_schedules() -> dict[str, Callable]:
@@ -144,14 +134,99 @@ def _multiplier(name: str, function: Callable, base_lr: float | None = None, **a
         arguments["min_lr_rate"] = arguments.pop("min_lr_ratio", 0.0)
     try:
         scheduler = function(torch.optim.SGD([torch.zeros(())], lr=base_lr or 1.0), **arguments)
-        return scheduler.lr_lambdas[0]
-    except (ValueError, AttributeError) as error:  # refused settings; not a LambdaLR
-        raise UserError(f"--lr_scheduler {name} cannot be used: {error}.") from error
+    except ValueError as error:
+        raise UserError(f"--lr_scheduler {name} refuses its settings: {error}.") from error
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        raise UserError(
+            f"--lr_scheduler {name} makes a {type(scheduler).__name__}, not a LambdaLR: only a schedule that depends "
+            "on the step alone can be used."
+        )
+    return scheduler.lr_lambdas[0]
+
+
+def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mapping[str, Any]) -> None:
+    warmup, total = general["num_warmup_steps"], general["num_training_steps"]
+    if warmup is not None and warmup < 0:
+        raise UserError(f"--num_warmup_steps is {warmup}: a number of updates cannot be negative.")
+    if total is not None and total < 1:
+        raise UserError(f"--num_training_steps is {total}: a schedule needs at least one update.")
+    if {"num_warmup_steps", "num_training_steps"} <= set(accepted) and None not in (warmup, total) and warmup > total:
+        raise UserError(
+            f"--num_warmup_steps {warmup} is more than the {total} updates of the schedule (--num_training_steps, or "
+            f"--iters where that is not set): shorten the warm-up."
+        )
+    if warmup and "num_warmup_steps" not in accepted:
+        raise UserError(f"--num_warmup_steps {warmup} has no effect with --lr_scheduler {name}: drop one of them.")
+    if not 0.0 <= general["min_lr_ratio"] <= 1.0:
+        raise UserError(f"--lr_min_ratio is {general['min_lr_ratio']}: it is a fraction of --lr, from 0 to 1.")
+    if general["min_lr_ratio"] and "min_lr_ratio" not in accepted:
+        known = dict.fromkeys([*SCHEDULES, *_transformers_schedules()])
+        floored = ", ".join(key for key in known if "min_lr_ratio" in _find(key)[1])
+        raise UserError(f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {floored}.")
+    if general["base_lr"] is not None and general["base_lr"] <= 0 and _is_required(accepted.get("base_lr")):
+        raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {general['base_lr']}.")
 
 
 def constant() -> Schedule:
-    """lr, always; without importing transformers."""
+    """lr, always."""
     return lambda step: 1.0
+
+
+def polynomial(
+    num_warmup_steps: int, num_training_steps: int, base_lr: float, lr_end: float = 1e-7, power: float = 1.0
+) -> Schedule:
+    """Linear warm-up from 0, then lr_end + (lr - lr_end) * remaining ** power; lr_end is an absolute rate."""
+    if not base_lr > lr_end:
+        raise UserError(f"--lr_scheduler polynomial ends at lr_end={lr_end}, so --lr {base_lr} must be larger.")
+    no_decay = num_warmup_steps == num_training_steps  # whose length transformers would divide by
+    length = num_training_steps - int(no_decay)
+    return _of_transformers(
+        "polynomial", base_lr, num_warmup_steps, num_training_steps=length, lr_end=lr_end, power=power
+    )
+
+
+def inverse_sqrt(num_warmup_steps: int, timescale: int | None = None) -> Schedule:
+    """Linear warm-up from 0, then sqrt(timescale / (step - warmup + timescale)).
+
+    timescale defaults to the warm-up, or 10,000 without one.
+    """
+    if timescale is not None and timescale <= 0:
+        raise UserError(f"--lr_scheduler inverse_sqrt needs a positive timescale, not {timescale}.")
+    return _of_transformers("inverse_sqrt", None, num_warmup_steps, timescale=timescale)
+
+
+def warmup_stable_decay(
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_decay_steps: int | None = None,
+    num_stable_steps: int | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    num_cycles: float = 0.5,
+) -> Schedule:
+    """Warm-up from min_lr_ratio, a plateau at 1, then a decay to min_lr_ratio.
+
+    num_decay_steps defaults to a tenth of the run (rounded up), as MiniCPM (arXiv 2404.06395) recommends, and
+    num_stable_steps to what is left. Types: linear, cosine, 1-sqrt.
+    """
+    decay = math.ceil(0.1 * num_training_steps) if num_decay_steps is None else num_decay_steps
+    stable = num_training_steps - num_warmup_steps - decay if num_stable_steps is None else num_stable_steps
+    if stable < 0 or decay < 0:
+        raise UserError(
+            f"--lr_scheduler warmup_stable_decay: {num_warmup_steps} warm-up and {decay} decay updates do "
+            f"not fit into {num_training_steps}."
+        )
+    shape = {"warmup_type": warmup_type, "decay_type": decay_type, "num_cycles": num_cycles}
+    lengths = {"num_decay_steps": decay, "num_stable_steps": stable}
+    return _of_transformers(
+        "warmup_stable_decay", None, num_warmup_steps, **lengths, min_lr_ratio=min_lr_ratio, **shape
+    )
+
+
+def _of_transformers(name: str, base_lr: float | None, num_warmup_steps: int, **arguments: Any) -> Schedule:
+    schedule = _transformers_schedules()[name]
+    return _multiplier(name, schedule, base_lr, num_warmup_steps=num_warmup_steps, **arguments)
 
 
 def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
@@ -160,7 +235,11 @@ def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
     The multiplier is the paper's absolute rate, so `--lr 1.0` gives the paper's 0.01 for the first 10,000 updates;
     another lr scales it. The rate is flat, not rising, during the warm-up.
     """
-    return lambda step: 1.0 / math.sqrt(max(step, num_warmup_steps, 1))
+    if num_warmup_steps < 1:
+        raise UserError(
+            f"--lr_scheduler t5_inverse_sqrt starts at 1 / sqrt(--num_warmup_steps), which is {num_warmup_steps}."
+        )
+    return lambda step: 1.0 / math.sqrt(max(step, num_warmup_steps))
 
 
 def legacy(num_training_steps: int, base_lr: float) -> Schedule:
@@ -168,16 +247,16 @@ def legacy(num_training_steps: int, base_lr: float) -> Schedule:
 
     The rates are absolute: the multiplier is divided by base_lr, so the result does not depend on --lr (as in nanoT5).
     """
-    decay_start = math.ceil(num_training_steps * 0.9)
+    turn = math.ceil(num_training_steps * 0.9)
 
     def rate(step: int) -> float:
         return min(1e-2, 1.0 / math.sqrt(step)) if step else 1e-2
 
     def multiplier(step: int) -> float:
-        if step < decay_start:
+        if step < turn:
             return rate(step) / base_lr
         remaining = num_training_steps - step
-        return max(0.0, remaining / max(1, num_training_steps - decay_start)) * rate(decay_start) / base_lr
+        return max(0.0, remaining / max(1, num_training_steps - turn)) * rate(turn) / base_lr
 
     return multiplier
 
@@ -199,17 +278,19 @@ def cosine_with_floor(
     return multiplier
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    factory.__name__: factory for factory in (constant, t5_inverse_sqrt, legacy, cosine_with_floor)
-}
+_OURS = constant, polynomial, inverse_sqrt, warmup_stable_decay, t5_inverse_sqrt, legacy, cosine_with_floor
+SCHEDULES: dict[str, Callable[..., Schedule]] = {factory.__name__: factory for factory in _OURS}
 
 
 class PlateauDrop:
     """torch's ReduceLROnPlateau as a multiplier of `base_lr`, with a state that is JSON.
 
+    torch's scheduler drives an optimizer that holds only a learning rate.
+
     Args:
-        base_lr: the learning rate being multiplied; `min_lr` and `eps` are absolute rates.
-        settings: of `torch.optim.lr_scheduler.ReduceLROnPlateau`; patience and cooldown count calls of `update`.
+        base_lr: the learning rate being multiplied; `min_lr` and `eps` are absolute rates and are compared with it.
+        settings: of `torch.optim.lr_scheduler.ReduceLROnPlateau`: mode, factor, patience, threshold, threshold_mode,
+            cooldown, min_lr, eps; patience and cooldown count calls of `update`.
 
     Raises:
         UserError: base_lr is not positive, or torch refuses a setting.
@@ -221,13 +302,11 @@ class PlateauDrop:
         import torch
 
         if not base_lr or base_lr <= 0:
-            raise UserError(f"--use_lr_drop multiplies --lr and needs it positive, not {base_lr}.")
+            raise UserError(f"--use_lr_drop lowers --lr step by step and needs it positive, not {base_lr}.")
         self._base_lr = base_lr
         self._optimizer = torch.optim.SGD([torch.zeros(())], lr=base_lr)
         try:
-            self._scheduler: ReduceLROnPlateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                self._optimizer, **settings
-            )
+            self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self._optimizer, **settings)
         except ValueError as error:
             raise UserError(f"--use_lr_drop with these --lr_drop_* settings is refused by torch: {error}") from error
 
@@ -236,19 +315,21 @@ class PlateauDrop:
         """Factor of `base_lr` now: 1.0 before the first drop."""
         return self._optimizer.param_groups[0]["lr"] / self._base_lr
 
-    def update(self, metric: float) -> None:
-        """Report a validation result."""
+    def update(self, metric: float) -> bool:
+        """Report a validation result; True when the learning rate has just been dropped."""
+        before = self.multiplier
         self._scheduler.step(float(metric))
+        return self.multiplier < before
 
     def state_dict(self) -> dict:
-        """JSON scalars; `best` is None before the first result."""
+        """Plain JSON scalars; `best` is None before the first result."""
         best = self._scheduler.best
         counters = {name: getattr(self._scheduler, name) for name in self._COUNTERS}
         rates = {"lr": self._optimizer.param_groups[0]["lr"], "base_lr": self._base_lr}
         return {**rates, "best": None if math.isinf(best) else best, **counters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state_dict()`; the settings and `base_lr` stay those of the constructor."""
+        """Continue from `state_dict()`; the settings stay those of the constructor, `base_lr` among them."""
         self._optimizer.param_groups[0]["lr"] = state["lr"] * (self._base_lr / state["base_lr"])
         self._scheduler.best = self._scheduler.mode_worse if state["best"] is None else state["best"]
         for name in self._COUNTERS:
@@ -305,19 +386,22 @@ class LearningRate:
         steps = state.step - state.schedule_start, args.iters - 1 - state.schedule_start
         curves = {then: self._schedule(then), now: self.schedule}
         if all(curves[then](step) == curves[now](step) for step in steps):
-            return None  # a schedule without end
-        end, other = (then, now) if args.num_training_steps is None else (now, then)
-        self.length, curve = end, curves[end]
+            return None  # a schedule that has no end
+        self.length = then if args.num_training_steps is None else now
+        curve, end = curves[self.length], self.length
         self.schedule = lambda step: curve(min(step, end))
-        first, last = (self.base[0] * self.schedule(step) for step in steps)
-        if self.base[0] and not (first or last):
+        curves[end] = self.schedule
+        rates = {length: [self.base[0] * curves[length](step) for step in steps] for length in curves}
+        if self.base[0] and not any(rates[end]):
             raise UserError(
                 f"the learning-rate schedule has ended after {end} updates at 0, and updates up to --iters "
                 f"{args.iters} would change nothing: stretch it by --num_training_steps {args.iters}."
             )
+        shown = {length: f"{first:.3g} now and {last:.3g} at the end" for length, (first, last) in rates.items()}
+        other = then if end == now else now
         return (
-            f"the learning-rate schedule is {end} updates long ({first:.3g} now and {last:.3g} at the end), not "
-            f"{other} as in the {'new' if end == then else 'old'} settings: see --num_training_steps"
+            f"the learning-rate schedule is {end} updates long ({shown[end]}); of {other} updates "
+            f"(--num_training_steps {other}) it would be {shown[other]}"
         )
 
     def resume(self, plateau: dict) -> None:
