@@ -198,8 +198,8 @@ def attention_forward(
         UserError: attention weights, soft capping or sinks are requested, or the layout does not fit.
     """
     for option in ("output_attentions", "softcap", "s_aux"):
-        value = kwargs.get(option)
-        if value is not None and value is not False:
+        requested = kwargs.get(option)
+        if requested is not None and requested is not False:
             raise UserError(
                 f'Block-sparse attention has no {option}. Load the model with attn_implementation="eager".'
             )

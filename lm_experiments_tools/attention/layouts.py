@@ -77,7 +77,8 @@ class SparsityConfig:
             if value is not None and "Sequence[int]" in str(setting.type):
                 setattr(self, setting.name, tuple(value))
             least = 1 if setting.name in self._positive else 0
-            if setting.name.startswith(("num_", "block", "layer_idx")) and value < least:
+            is_count = isinstance(value, int) and setting.name.startswith(("num_", "block", "layer_idx"))
+            if is_count and value < least:
                 raise self._error(f"{setting.name}={value} must be at least {least}")
         if self.attention not in _DIRECTIONS:
             raise self._error(f"attention={self.attention!r} is neither {' nor '.join(map(repr, _DIRECTIONS))}")

@@ -146,7 +146,10 @@ def _version(layout: AnyLayout) -> object:
     """Changes when the blocks of a layout are written to or its settings are changed."""
     blocks = layout.blocks if isinstance(layout, Layout) else layout
     if not isinstance(blocks, Tensor):
-        return repr(getattr(layout, "__dict__", None))
+        values = getattr(layout, "__dict__", None)
+        if values is None:
+            return repr(layout)
+        return repr({name: (id(x), _version(x)) if isinstance(x, Tensor) else x for name, x in values.items()})
     return (blocks != 0).cpu().numpy().tobytes() if blocks.is_inference() else blocks._version
 
 

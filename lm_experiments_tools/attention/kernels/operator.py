@@ -33,7 +33,8 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs, Attenti
 
 _BIASES = None, T5Bias, AlibiBias  # kinds of bias, by number; None is a matrix or no bias
 
-_layouts: dict[int, AnyLayout] = {}  # of all graphs, by id; never deleted, because compiled code refers to them
+_layouts: list[AnyLayout] = []  # of all graphs; never deleted, because compiled code refers to them by number
+_numbers: dict[int, int] = {}  # id of a layout -> its number, equal in all processes, as cached graphs need
 
 
 def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
@@ -54,8 +55,10 @@ def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
 @torch.compiler.assume_constant_result  # evaluated once a graph, which is guarded by the identity of the layout
 def number_of_layout(layout: AnyLayout) -> int:
     """The number of a layout in graphs; `attend_in_graph` takes it instead of the layout."""
-    _layouts[id(layout)] = layout
-    return id(layout)
+    if id(layout) not in _numbers:
+        _numbers[id(layout)] = len(_layouts)
+        _layouts.append(layout)
+    return _numbers[id(layout)]
 
 
 def _bias_arguments(bias: Bias | None) -> tuple[Tensor | None, int, list[int]]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import layout_cache
@@ -409,3 +410,20 @@ def test_a_layout_made_in_inference_mode_serves():
         assert (block_sparse_attention(q, k, v, blocks) == 0).all()
         blocks[:] = True
         assert (block_sparse_attention(q, k, v, blocks) != 0).all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_the_same_dropout(reentrant):
+    q, k, v = tensors(1, 2, 50, 8)
+
+    def call(q: Tensor) -> Tensor:
+        return block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), dropout_p=0.4, backend="gather")
+
+    torch.manual_seed(0)
+    (plain,) = torch.autograd.grad(call(q).square().sum(), q)
+    torch.manual_seed(0)
+    if reentrant:
+        checkpoint(call, q, use_reentrant=True).square().sum().backward()
+    else:
+        q.grad = torch.autograd.grad(checkpoint(call, q, use_reentrant=False).square().sum(), q)[0]
+    assert torch.equal(plain, q.grad)

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -114,3 +115,41 @@ def test_rows_opened_for_gpus_may_be_closed_by_the_bias():
     expected = block_sparse_attention(q, k, v, bias=bias, backend="reference")
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     assert all(x.isfinite().all() for x in torch.autograd.grad(output.sum(), [q, k, v]))
+
+
+class OldStyle:
+    """As written for DeepSpeed: settings are attributes, nothing says what they are."""
+
+    def __init__(self, num_heads: int, width: int) -> None:
+        self.num_heads, self.block, self.width = num_heads, 4, width
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        place = torch.arange(seq_len // self.block)
+        return ((place[:, None] - place).abs() <= self.width).long().expand(self.num_heads, -1, -1)
+
+
+class OfTensor(OldStyle):
+    def __init__(self, blocks: Tensor) -> None:
+        self.num_heads, self.block, self.table = 2, 4, blocks
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        return self.table
+
+
+@pytest.mark.parametrize("change", ["attribute", "tensor", "another tensor"])
+def test_a_layout_that_is_changed_is_made_anew(change):
+    layout = (
+        OldStyle(2, 0)
+        if change == "attribute"
+        else OfTensor(torch.eye(80, dtype=torch.int64).expand(2, -1, -1).clone())
+    )
+    before = layout_cache.resolve_layout(layout, 2, 320, 320)
+    assert layout_cache.resolve_layout(layout, 2, 320, 320) is before
+    if change == "attribute":
+        layout.width = 1
+    elif change == "tensor":
+        layout.table[:, 40, 41] = 1
+    else:
+        layout.table = layout.table.clone()
+        layout.table[:, 40, 41] = 1
+    assert layout_cache.resolve_layout(layout, 2, 320, 320).blocks.sum() > before.blocks.sum()
