@@ -212,7 +212,7 @@ def _verify_listed(folder: Path, names: Sequence[str] | None) -> None:
     key = (str(folder), manifest["manifest_sha256"], *names)
     key += tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
     if key not in _verified:
-        _check_files(folder, manifest, found, [n for n in names if n not in found or found[n].name != _EDITABLE])
+        _check_files(folder, manifest, found, names, editable=_EDITABLE)
         _verified.add(key)
 
 
@@ -221,8 +221,13 @@ def _check_step(checkpoint: Path, manifest: dict[str, Any], step: int | None) ->
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is of step {manifest.get('step')}, the directory is not")
 
 
-def _check_files(checkpoint: Path, manifest: dict[str, Any], found: dict[str, Path], names: Sequence[str]) -> None:
-    """Compare the files `names` with the manifest; `found` are those of the directory. Raises CheckpointDamaged."""
+def _check_files(
+    checkpoint: Path, manifest: dict[str, Any], found: dict[str, Path], names: Sequence[str], editable: str = ""
+) -> None:
+    """Compare the files `names` with the manifest; `found` are those of the directory. Raises CheckpointDamaged.
+
+    A file called `editable` may have other content, with a warning.
+    """
     listed = manifest["files"]
     for name in names:
         if name not in listed:
@@ -238,7 +243,9 @@ def _check_files(checkpoint: Path, manifest: dict[str, Any], found: dict[str, Pa
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         for name, description in zip(names, pool.map(describe, names), strict=True):
-            if description != listed[name]:
+            if description != listed[name] and found[name].name == editable:
+                logger.warning("%s is not as it was saved: %s was edited", checkpoint, name)
+            elif description != listed[name]:
                 raise CheckpointDamaged(checkpoint, f"the content of {name} does not match its sha256")
 
 

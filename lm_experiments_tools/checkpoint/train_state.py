@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,8 @@ def load_state(
             number of workers.
     """
     tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
+    if unknown := sorted(set(tree["state"]) - {field.name for field in fields(TrainState)}):
+        raise UserError(f"{path} has {', '.join(unknown)}, which a newer version wrote: update lm_experiments_tools.")
     state, workers = TrainState(**tree["state"]), tree["workers"]
     if not initial:
         _check_reproducible(path, backend, tree)
@@ -143,7 +145,7 @@ def load_state(
 
 def _check_reproducible(path: Path, backend: Backend, tree: dict[str, Any]) -> None:
     """A run keeps `--reproducible` and its number of virtual ranks (fixed: of workers)."""
-    then, threads = tree.get("reproducible", ["off", None]), tree.get("threads")
+    then, threads = tree.get("reproducible", ["off", None]), tree.get("threads", torch.get_num_threads())
     if then != backend.reproducible:
         was, now = (f"{how} with {ranks} ranks" if ranks else how for how, ranks in (then, backend.reproducible))
         raise UserError(

@@ -65,7 +65,8 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
         else:
             chosen = [every[name] for name in fnmatch.filter(every, pattern)]
         if not chosen:
-            near = difflib.get_close_matches(pattern, [*PARTS, *every], n=_NEAR, cutoff=0.0)
+            present = sorted({*parts.values(), *every})
+            near = difflib.get_close_matches(pattern, present, n=_NEAR, cutoff=0.0)
             raise UserError(
                 f"--freeze {pattern} matches nothing in {type(model).__name__}; near it are {', '.join(near)}."
             )

@@ -137,7 +137,8 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
     package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
     found = getattr(importlib.import_module(package), named, None) if isinstance(named, str) else None
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        raise UserError(f"{source.name}: config.json names no class of {package} ({named}): give --model_cls.")
+        problem = f"the class {named} of config.json is not in {package}" if named else "config.json names no class"
+        raise UserError(f"{source.name}: {problem}: give --model_cls.")
     return found
 
 

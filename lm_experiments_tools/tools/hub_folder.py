@@ -28,6 +28,7 @@ from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tools.compare import read_run
 
 _OURS = ("lm_experiments_tools", "modeling_bert", "modeling_t5")
+_SECONDS = 600  # for the loading check
 _SITES = ("site-packages", "dist-packages")  # folders of installed packages
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 _AUTO = {"encoder-decoder": "Seq2SeqLM", "decoder": "CausalLM", "encoder": "MaskedLM"}
@@ -234,10 +235,13 @@ def _failure(loading: Loading, folder: Path, inputs: dict[str, Tensor], expected
         environment["PYTHONPATH"] = os.pathsep.join([str(packages), *map(os.path.abspath, paths)])
         program = _PROGRAM.format(code=loading.code, outputs=_OUTPUTS)
         # -S: the .pth file of an editable install would put the folder of the user's code on the path
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", program, str(folder.resolve()), str(inputs_file), str(logits_file)],
-            cwd=other, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-S", "-c", program, str(folder.resolve()), str(inputs_file), str(logits_file)],
+                cwd=other, env=environment, capture_output=True, text=True, timeout=_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"was not loaded within {_SECONDS} s"
         if done.returncode != 0:
             return f"cannot be loaded ({(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]})"
         return difference(torch.load(logits_file), expected)

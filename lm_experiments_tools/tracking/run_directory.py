@@ -372,7 +372,8 @@ def describe_environment() -> dict[str, Any]:
 
 def _cpu_model() -> str:
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
         return found[1] if found else platform.machine()
     return platform.processor() or platform.machine()
 

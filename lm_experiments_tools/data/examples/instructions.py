@@ -184,7 +184,10 @@ def _task_files(data: InstructionData, names_file: str) -> list[Path]:
             f"{data.folder} is no folder of Super-Natural-Instructions: it needs tasks/ and splits/{data.split}/"
             f"{names_file} (--sni_split)."
         )
-    names = listing.read_text(encoding="utf-8").split()
+    try:
+        names = listing.read_text(encoding="utf-8").split()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{listing} is not UTF-8 at byte {error.start}: copy it again.") from None
     paths = [tasks / f"{name}.json" for name in names]
     absent = [path.stem for path in paths if not path.is_file()]
     if len(absent) == len(names):

@@ -45,7 +45,9 @@ def load_streaming(item: str, column: str = "") -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"to read {item} as a Hugging Face dataset: pip install datasets") from None
+        raise UserError(
+            f"there is no file or folder {item}; to read it as a Hugging Face dataset: pip install datasets"
+        ) from None
     name, config, split = split_name(item)
     try:
         builder = datasets.load_dataset_builder(*_source(item), **_files(item))
@@ -56,7 +58,8 @@ def load_streaming(item: str, column: str = "") -> Any:
     except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such config or split, or a script
         if os.path.isfile(name):
             raise UserError(f"{item} is damaged or not of its ending ({first_line(error)}): copy it again") from None
-        raise UserError(f"the Hugging Face dataset {item} cannot be loaded: {first_line(error)}") from None
+        absent = "" if os.path.exists(name) else f"there is no file or folder {name}, and "
+        raise UserError(f"{absent}the Hugging Face dataset {item} cannot be loaded: {first_line(error)}") from None
 
 
 def _source(item: str) -> tuple[str, str | None]:

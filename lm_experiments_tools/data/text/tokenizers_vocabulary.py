@@ -23,12 +23,14 @@ import tokenizers
 
 from lm_experiments_tools.data.text.fast_tokenizer import WORD_MARKS, FastTokenizer, open_pretrained
 from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+_RARE = "\U00013080"  # a hieroglyph
 
 _NAMES = {
     "pad_token": ("<pad>", "[PAD]", "<|padding|>"),
@@ -108,6 +110,7 @@ class TokenizersVocabulary(Vocabulary):
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> TokenizersVocabulary:
         """The vocabulary of a tokenizer of transformers. Raises UserError if no token ends a text."""
+        _check_unknown(pretrained, path)
         eos = pretrained.eos_token_id if pretrained.eos_token_id is not None else pretrained.sep_token_id
         if eos is None:
             raise UserError(f"vocabulary {path} has no eos_token or sep_token: set one in its tokenizer_config.json")
@@ -171,6 +174,19 @@ class TokenizersVocabulary(Vocabulary):
 
     def __reduce__(self) -> tuple:
         return TokenizersVocabulary, (self.path, self._tokenizer.content, self._roles, self.sentinel_ids)
+
+
+def _check_unknown(pretrained: PreTrainedTokenizerBase, path: Path) -> None:
+    """Refuse a tokenizer that fails at an unknown character; warn of one that drops it."""
+    try:
+        found = pretrained.backend_tokenizer.encode(_RARE, add_special_tokens=False).ids
+    except Exception as error:  # tokenizers raises plain ones
+        raise UserError(
+            f"vocabulary {path} has no token for what it does not know, and ends at the first such word "
+            f"({first_line(error)}): give it an unk_token in its model"
+        ) from error
+    if not found:
+        logger.warning("vocabulary %s has no token for characters that it does not know, and leaves them out", path)
 
 
 def _without_forged(tokenizer: FastTokenizer, special: set[int]) -> FastTokenizer:

@@ -179,11 +179,18 @@ def test_generation_flags_are_for_predict_of_a_fine_tuner_too():
 @pytest.mark.parametrize(
     ("placed", "sentence"),
     [
-        ({"nosuch": "cpu"}, "has no device for shared.weight"),
+        (
+            {"nosuch": "cpu"},
+            "T5ForConditionalGeneration has no module nosuch; it has shared, encoder, decoder, lm_head",
+        ),
+        ({"": "cpu", "encoder.block.9": "cpu"}, "has no module encoder.block.9"),
         ({"shared": "cpu", "encoder": "cpu"}, "has no device for decoder.embed_tokens.weight"),
+        ({"": "cuda:17"}, "there is no device 'cuda:17' for weights here, only cpu"),
+        ({"": 17}, "there is no device 17"),
+        ({"": "disk"}, "there is no device 'disk'"),
     ],
 )
-def test_a_map_of_devices_that_leaves_out_weights_is_refused(placed, sentence, tmp_path):
+def test_a_map_of_devices_that_is_not_of_this_model_or_machine_is_refused(placed, sentence, tmp_path):
     path = tmp_path / "map.json"
     path.write_text(json.dumps(placed))
     with pytest.raises(UserError, match=sentence):

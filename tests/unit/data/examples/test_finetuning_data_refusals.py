@@ -291,3 +291,10 @@ def test_text_for_causal_lm_that_cannot_be_used_is_a_sentence(tmp_path):
         read(word_tokenizer(), data_path=(path,), **flags)
     with pytest.raises(UserError, match=r"there is no document in .*: 1 bad lines and nothing else"):
         read(word_tokenizer(), data_path=(path,), max_bad_lines=1, **flags)
+
+
+def test_a_list_of_tasks_that_is_not_utf8_is_a_sentence(tmp_path):
+    folder = sni(tmp_path, {"t": task()})
+    (tmp_path / "splits" / "default" / "train_tasks.txt").write_bytes(b"t\n\xff\n")
+    with pytest.raises(UserError, match=r"train_tasks\.txt is not UTF-8 at byte 2"):
+        read(word_tokenizer(), data_path=(folder,), **INSTRUCTIONS)

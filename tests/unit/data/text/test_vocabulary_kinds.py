@@ -173,3 +173,14 @@ def test_masking_needs_a_mask_token_or_a_sentinel(tmp_path):
     neither = Vocabulary.load(byte_level_tokenizer(tmp_path / "b.json", special=("</s>", "<pad>")))
     with pytest.raises(UserError, match="has neither .MASK. nor <mask> nor a sentinel"):
         mask_id(neither)
+
+
+def test_characters_that_a_tokenizer_leaves_out_are_warned_of(tmp_path, caplog):
+    for name, unknown in {"open.json": "<unk>", "closed.json": None}.items():
+        pieces = {piece: number for number, piece in enumerate(["<unk>", "</s>", "a", "b"])}
+        tokenizer = Tokenizer(models.BPE(pieces, [], unk_token=unknown))
+        tokenizer.save(str(tmp_path / name))
+        ids = Vocabulary.load(tmp_path / name).encode("aébé")
+        assert ids == ([2, 3] if unknown is None else [2, 0, 3, 0])
+    (warning,) = [record.getMessage() for record in caplog.records if "leaves them out" in record.getMessage()]
+    assert "closed.json" in warning
