@@ -1,7 +1,8 @@
-"""DeepSpeed's `SparseSelfAttention` for code and checkpoints written for it: same call, same buffer, any dtype.
+"""DeepSpeed's `SparseSelfAttention` for those who have code or checkpoints on it: same call, same buffer, any dtype.
 
-It differs from DeepSpeed's: `rpe` gets a gradient, every instance has its own layout, inputs of any length up to
-`max_seq_length` are accepted, and queries that may attend to nothing give zeros.
+What differs from DeepSpeed: `rpe` gets a gradient (there a learned bias never trained), every instance has its own
+layout (there all layers of one length shared the first one's), any length up to `max_seq_length` is padded inside, it
+runs on CPU and in any precision, and queries that may attend to nothing give zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.errors import UserError
 
 MODES = "add", "mul"
-_BLOCKED = -1e4  # an additive mask this low removes a key in any precision; BERT code adds -10000
+# An additive mask this low leaves nothing of a key in any precision; BERT code adds -10000.
+_BLOCKED = -1e4
 
 
 class SparseSelfAttention(nn.Module):
@@ -26,7 +28,7 @@ class SparseSelfAttention(nn.Module):
     its checkpoints load and a layout is saved with the weights. Shorter inputs use its upper left corner.
 
     Args:
-        sparsity_config: the layout; give layers with different random blocks different `layer_idx`.
+        sparsity_config: the layout; give layers that shall draw different random blocks different `layer_idx`.
         key_padding_mask_mode: "add" for a mask that is added to scores, "mul" for one that is 0 at keys to leave out.
         attn_mask_mode: the same for `attn_mask`.
         max_seq_length: longest input, a multiple of the block.
@@ -52,13 +54,14 @@ class SparseSelfAttention(nn.Module):
         if not callable(getattr(sparsity_config, "make_layout", None)) or isinstance(sparsity_config, type):
             raise UserError(
                 f"SparseSelfAttention: sparsity_config is {describe(sparsity_config)}; it must be a configuration "
-                "such as BigBirdSparsityConfig(num_heads=12)."
+                "such as BigBirdSparsityConfig(num_heads=12); get_sparsity_config finds one by name."
             )
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
-        self.register_buffer("master_layout", torch.as_tensor(sparsity_config.make_layout(max_seq_length)))
-        self._layouts: dict[tuple[int, int], Layout] = {}
+        self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
+        self._layouts: dict[int, Layout] = {}
+        self._layouts_of: tuple[int, int | bytes] | None = None
 
     def forward(
         self,
@@ -74,11 +77,11 @@ class SparseSelfAttention(nn.Module):
         Args:
             query, value: [batch, heads, length, head_dim].
             key: the same, or already transposed, [batch, heads, head_dim, length].
-            rpe: bias added to the scaled scores, [1 or batch, 1 or heads, length, length], or a T5Bias or AlibiBias;
-                trained if it requires gradients.
+            rpe: bias added to the scaled scores, [1 or batch, 1 or heads, length, length], or a T5Bias or AlibiBias,
+                which needs no such matrix; trained if it requires gradients.
             key_padding_mask: [batch, length] or [batch, 1, 1, length].
-            attn_mask: [length, length], or that after dimensions of 1. A mask that is added removes keys where it is
-                -10000 or less.
+            attn_mask: [length, length], or that after dimensions of 1. A mask that is added leaves out what it makes
+                less by 10000 or more, as one that is 0 does in the mode "mul".
 
         Returns:
             [batch, heads, length, head_dim] in the dtype of query.
@@ -86,63 +89,110 @@ class SparseSelfAttention(nn.Module):
         Raises:
             UserError: not self-attention, an input longer than max_seq_length, or a mask of another shape.
         """
-        batch, _, length, _ = query.shape
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) or x.dim() != 4:
+                raise UserError(
+                    f"SparseSelfAttention: {name} is {describe(x)}; it must be [batch, heads, length, head_dim]."
+                )
+        length = query.shape[2]
         if key.shape[2] != length:
             key = key.transpose(2, 3)
         if not query.shape == key.shape == value.shape:
-            raise UserError("SparseSelfAttention: query, key and value must have one shape.")
-        bias, keep = rpe, None
+            raise UserError(
+                f"SparseSelfAttention is self-attention: query {list(query.shape)}, key {list(key.shape)} and value "
+                f"{list(value.shape)} must be of one shape."
+            )
+        _check_rpe(rpe, query)
+        bias = rpe
+        keep = None
         if key_padding_mask is not None:
-            keep, added = self._key_padding(key_padding_mask, (batch, length))
-            bias = _sum(bias, added, length)
+            keep, added = self._key_padding(key_padding_mask, query)
+            bias = _plus(bias, added, length)
         if attn_mask is not None:
-            bias = _sum(bias, self._attention_mask(attn_mask, length, query.dtype), length)
+            bias = _plus(bias, self._attention_mask(attn_mask, query), length)
         return block_sparse_attention(query, key, value, self._layout(length), bias=bias, key_padding_mask=keep)
 
     def _layout(self, length: int) -> Layout:
-        """The corner of the master layout, one object per length, because kernels' lists are cached by object."""
+        """The corner of the master layout, one object a length: what kernels need is cached by object."""
         block, master = self.sparsity_config.block, self.master_layout
         blocks = num_blocks(length, block)
         if blocks > master.shape[-1]:
-            longest = master.shape[-1] * block
-            raise UserError(f"SparseSelfAttention: {length} tokens are more than max_seq_length={longest}.")
-        key = blocks, master.data_ptr()  # changes when the module is moved
-        if key not in self._layouts:
-            self._layouts[key] = Layout(master[:, :blocks, :blocks], block)
-        return self._layouts[key]
+            raise UserError(
+                f"SparseSelfAttention: an input of {length} tokens is longer than max_seq_length="
+                f"{master.shape[-1] * block}."
+            )
+        # Changes when a checkpoint is loaded; tensors that were moved in inference mode count no versions.
+        content = master.cpu().numpy().tobytes() if master.is_inference() else master._version
+        version = master.data_ptr(), content
+        if version != self._layouts_of:
+            self._layouts, self._layouts_of = {}, version
+        if blocks not in self._layouts:
+            self._layouts[blocks] = Layout(master[:, :blocks, :blocks], block)
+        return self._layouts[blocks]
 
-    def _key_padding(self, mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Keys to attend to, bool [batch, length], and what the mask adds to them, [batch, 1, 1, length] or None."""
-        mask = _reshaped("key_padding_mask", mask, shape)
+    def _key_padding(self, mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys to keep, bool [batch, length], and what else the mask adds to them, [batch, 1, 1, length] or None."""
+        batch, _, length, _ = query.shape
+        _check_mask("key_padding_mask", mask, query)
+        if mask.dim() < 2 or mask.numel() != batch * length or (mask.shape[0], mask.shape[-1]) != (batch, length):
+            raise UserError(
+                f"SparseSelfAttention: key_padding_mask has shape {list(mask.shape)}, not [{batch}, {length}]."
+            )
+        mask = mask.reshape(batch, length)
         if self.key_padding_mask_mode == "mul":
             return mask != 0, None
-        keep = _additive("key_padding_mask", mask) > _BLOCKED
+        _check_additive("key_padding_mask", mask)
+        keep = mask > _BLOCKED
         added = mask.masked_fill(~keep, 0)
-        # One synchronization on a GPU is cheaper than a bias for each key that is not needed.
+        # Looking costs one synchronisation on a GPU; a bias for each key where none is wanted costs far more.
         return keep, added[:, None, None, :] if bool(added.any()) else None
 
-    def _attention_mask(self, mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """The mask to add to scores, -inf at removed keys: [1, 1, length, length]."""
-        mask = _reshaped("attn_mask", mask, (length, length))[None, None]
+    def _attention_mask(self, mask: Tensor, query: Tensor) -> Tensor:
+        """The mask as it is added to scores, -inf where it leaves nothing: [1, 1, length, length]."""
+        length = query.shape[2]
+        _check_mask("attn_mask", mask, query)
+        if mask.shape[-2:] != (length, length) or mask.numel() != length * length:
+            raise UserError(
+                f"SparseSelfAttention: attn_mask has shape {list(mask.shape)}, not [{length}, {length}]; "
+                "one that differs between samples goes into rpe."
+            )
+        mask = mask.reshape(1, 1, length, length)
         if self.attn_mask_mode == "add":
-            return _additive("attn_mask", mask).masked_fill(mask <= _BLOCKED, float("-inf")).to(dtype)
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask == 0, float("-inf"))
+            _check_additive("attn_mask", mask)
+            return mask.masked_fill(mask <= _BLOCKED, float("-inf")).to(query.dtype)
+        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask == 0, float("-inf"))
 
 
-def _reshaped(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A mask without its dimensions of 1."""
-    if mask.dim() < 2 or mask.numel() != shape[0] * shape[1] or mask.shape[-1] != shape[1]:
-        raise UserError(f"SparseSelfAttention: {name} has shape {list(mask.shape)}, not {list(shape)}.")
-    return mask.reshape(shape)
+def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise UserError(f"SparseSelfAttention: {name} is {describe(mask)}; it must be a tensor.")
+    if mask.device != query.device:
+        raise UserError(f"SparseSelfAttention: {name} is on {mask.device}, but query is on {query.device}.")
 
 
-def _additive(name: str, mask: Tensor) -> Tensor:
+def _check_rpe(rpe: Bias | None, query: Tensor) -> None:
+    """Check what sums with masks rely on; the attention call checks the rest."""
+    length = query.shape[2]
+    if isinstance(rpe, Tensor):
+        fits = rpe.dim() == 4 and rpe.shape[2:] == (length, length) and rpe.device == query.device
+    else:
+        fits = rpe is None or (callable(getattr(rpe, "table", None)) and not isinstance(rpe, type))
+    if not fits:
+        raise UserError(
+            f"SparseSelfAttention: rpe is {describe(rpe)}; it must be a T5Bias, an AlibiBias or a tensor [1 or batch, "
+            f"1 or heads, {length}, {length}] on {query.device}."
+        )
+
+
+def _check_additive(name: str, mask: Tensor) -> None:
     if not mask.is_floating_point():
-        raise UserError(f"SparseSelfAttention: {name} is {mask.dtype}; pass {name}_mode='mul' or floats to add.")
-    return mask
+        raise UserError(
+            f"SparseSelfAttention: {name} is {mask.dtype}, but is to be added to scores: pass {name}_mode='mul', "
+            "or numbers that are 0 at what to keep and very negative elsewhere."
+        )
 
 
-def _sum(bias: Bias | None, added: Tensor | None, length: int) -> Bias | None:
+def _plus(bias: Bias | None, added: Tensor | None, length: int) -> Bias | None:
     if added is None:
         return bias
     if bias is None:

@@ -21,8 +21,9 @@ import yaml
 
 from lm_experiments_tools.config import restart
 from lm_experiments_tools.config.flags import NULL_WORDS, Flag, describe, flags_of, help_groups
-from lm_experiments_tools.config.help import help_text, help_topic, suggestion
+from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
+from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
 from lm_experiments_tools.names import resolve_name
 

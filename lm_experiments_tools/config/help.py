@@ -1,4 +1,4 @@
-"""The text of `--help`, and suggestions for flags that do not exist. Standard library only.
+"""The text of `--help`. Standard library only.
 
 --help             some twenty flags, by group
 --help all         every flag
@@ -13,7 +13,7 @@ import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lm_experiments_tools.config.flags import Flag, flags_of, help_texts
 from lm_experiments_tools.errors import UserError
@@ -63,73 +63,6 @@ _FLAGS_OF_UNITS = {
 }
 # Unit of each numeric flag.
 UNITS = {flag: unit for unit, flags in _FLAGS_OF_UNITS.items() for flag in flags.split()}
-# Names that other programs have for our flags; a script takes the first flag that it has.
-SYNONYMS = {
-    "batch_size": "micro_batch_size per_device_train_batch_size train_batch_size",
-    "bucket_rows": "group_by_length",
-    "clip_grad_norm": "grad_clip max_grad_norm",
-    "compile": "torch_compile",
-    "data_path": "dataset_name train_data train_file",
-    "epochs": "num_epochs num_train_epochs",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "find_micro_batch": "auto_find_batch_size",
-    "from_pretrained": "model_name model_name_or_path",
-    "gradient_checkpointing": "activation_checkpointing",
-    "init_checkpoint": "model_name model_name_or_path",
-    "input_seq_len": "block_size max_seq_length max_source_length",
-    "iters": "max_steps num_steps train_steps",
-    "keep_checkpoints": "save_total_limit",
-    "log_interval": "logging_steps",
-    "log_to": "report_to",
-    "lora_r": "lora_rank",
-    "lora_targets": "target_modules",
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "max_new_tokens": "generation_max_length val_max_target_length",
-    "metrics": "metric_name",
-    "mlm_prob": "mlm_probability",
-    "model_cfg": "config_name",
-    "model_path": "output_dir logging_dir run_name",
-    "num_beams": "generation_num_beams",
-    "num_warmup_steps": "warmup_steps",
-    "optimize_metric": "metric_for_best_model",
-    "optimizer": "optim",
-    "optimizer_options": "optim_args adam_beta1 adam_beta2 adam_epsilon",
-    "prefix": "source_prefix input_prefix",
-    "quantize": "load_in_4bit load_in_8bit",
-    "resume": "resume_from_checkpoint overwrite_output_dir",
-    "save_best": "load_best_model_at_end",
-    "save_interval": "save_steps",
-    "seed": "data_seed",
-    "source_id": "text_column",
-    "target_id": "summary_column",
-    "target_seq_len": "max_target_length",
-    "test_data_path": "test_file",
-    "text_key": "text_column",
-    "tokenizer": "tokenizer_name",
-    "valid_data_path": "eval_file validation_file",
-    "valid_interval": "eval_steps",
-    "valid_samples": "max_eval_samples",
-    "vocab": "tokenizer_name tokenizer_path",
-}
-
-
-def suggestion(written: str, names: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message about an unknown name: the nearest one that exists."""
-    names = list(names)
-    wanted = written.strip("-").replace("-", "_").lower()
-    foreign = {word: name for name, words in reversed(SYNONYMS.items()) if name in names for word in words.split()}
-    known = {name: name for name in names} | foreign
-    nearest = [known[word] for word in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)]
-    nearest = nearest or [name for name in names if _abbreviates(wanted, name)]
-    nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.7 if len(wanted) > 5 else 0.5)
-    return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
-
-
-def _abbreviates(short: str, name: str) -> bool:
-    """True if each word of `short` begins a word of `name`, in order: grad_acc, gradient_accumulation_steps."""
-    words = iter(name.split("_"))
-    return all(part and any(word.startswith(part) for word in words) for part in short.split("_"))
 
 
 def help_topic(argv: Sequence[str]) -> str | None:

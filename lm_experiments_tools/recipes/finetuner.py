@@ -36,7 +36,7 @@ from lm_experiments_tools.config.finetuning import (
     PretrainedArgs,
     TaskArgs,
 )
-from lm_experiments_tools.config.help import suggestion
+from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
 from lm_experiments_tools.data.examples.dataset import encode_examples
 from lm_experiments_tools.data.examples.examples import Example, LabelFields, t5_text

@@ -102,10 +102,14 @@ class TestSparseSelfAttention:
         output = module(q, k, v, attn_mask=torch.ones(shape), key_padding_mask=padding)
         torch.testing.assert_close(output, v * padding[:, None, :, None])
 
-    @pytest.mark.parametrize("config", ["BigBird", BigBirdSparsityConfig, SparsityConfig(2)])
-    def test_a_configuration_without_a_pattern_is_refused(self, config):
-        with pytest.raises(UserError):
+    @pytest.mark.parametrize("config", ["BigBird", None, BigBirdSparsityConfig, {"block": 16}])
+    def test_what_is_no_configuration_is_named(self, config):
+        with pytest.raises(UserError, match="sparsity_config is .*; it must be a configuration"):
             SparseSelfAttention(config)
+
+    def test_a_configuration_without_a_pattern_is_named(self):
+        with pytest.raises(UserError, match="SparsityConfig: it has no pattern: write its method `blocks`"):
+            SparseSelfAttention(SparsityConfig(2))
 
     @pytest.mark.parametrize("as_matrix", [True, False])
     def test_a_relative_bias_trains(self, as_matrix):
@@ -142,20 +146,38 @@ class TestSparseSelfAttention:
         assert torch.equal(fresh(q, k, v), trained(q, k, v))
 
     @pytest.mark.parametrize(
-        ("name", "value"),
+        ("modes", "arguments", "message"),
         [
-            ("key_padding_mask_mode", "div"),
-            ("key_padding_mask", torch.ones(3, 64, dtype=torch.bool)),
-            ("key_padding_mask", torch.ones(3, 63)),
-            ("key_padding_mask", torch.tensor(1)),
-            ("attn_mask", torch.ones(3, 64, 64)),
-            ("value", torch.ones(3, 2, 32, 4, dtype=torch.float64)),
-            ("max_seq_length", 56),
+            (("div", "mul"), {}, "key_padding_mask_mode='div' is neither 'add' nor 'mul'"),
+            (("add", "mul"), {"key_padding_mask": torch.ones(3, 64, dtype=torch.bool)}, "pass key_padding_mask_mode"),
+            (("mul", "mul"), {"key_padding_mask": torch.ones(3, 63)}, r"shape \[3, 63\], not \[3, 64\]"),
+            (("mul", "mul"), {"attn_mask": torch.ones(3, 64, 64)}, r"shape \[3, 64, 64\], not \[64, 64\]"),
+            (("mul", "mul"), {"value": torch.ones(3, 2, 32, 4, dtype=torch.float64)}, "of one shape"),
+            (("mul", "mul"), {"value": torch.ones(64, 4)}, r"value is float32 \[64, 4\]; it must be \[batch, heads"),
+            (("mul", "mul"), {"value": None}, "value is None"),
+            (
+                ("mul", "mul"),
+                {"key_padding_mask": [[1] * 64] * 3},
+                r"key_padding_mask is .* \(list\); it must be a tens",
+            ),
+            (("mul", "mul"), {"key_padding_mask": torch.tensor(1)}, r"shape \[\], not \[3, 64\]"),
+            (("mul", "mul"), {"attn_mask": [[1]]}, r"attn_mask is \[\[1\]\] \(list\); it must be a tensor"),
+            (
+                ("mul", "mul"),
+                {"attn_mask": torch.ones(64, 64, device="meta")},
+                "attn_mask is on meta, but query is on",
+            ),
+            (
+                ("mul", "mul"),
+                {"attn_mask": torch.ones(64, 64), "rpe": torch.ones(64, 64)},
+                r"rpe is float32 \[64, 64\]",
+            ),
+            (("mul", "mul"), {"attn_mask": torch.ones(64, 64), "rpe": [1]}, r"rpe is \[1\] \(list\)"),
+            (("mul", "mul"), {"length": 72}, "72 tokens is longer than max_seq_length=64"),
         ],
     )
-    def test_arguments_that_do_not_fit_are_refused_by_name(self, name, value):
-        settings = {name: value} if name.endswith(("mode", "length")) else {}
-        arguments = dict(zip(("query", "key", "value"), self.inputs(64), strict=True)) | {name: value}
-        with pytest.raises(UserError, match=name):
-            module = SparseSelfAttention(self.CONFIG, **settings)
-            module(**{key: x for key, x in arguments.items() if key not in settings})
+    def test_mistakes_are_sentences(self, modes, arguments, message):
+        arguments = dict(arguments)
+        q, k, v = self.inputs(arguments.pop("length", 64))
+        with pytest.raises(UserError, match=message):
+            SparseSelfAttention(self.CONFIG, *modes, max_seq_length=64)(q, k, **{"value": v, **arguments})
