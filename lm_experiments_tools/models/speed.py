@@ -51,7 +51,7 @@ OWN_FOR_TASKS = {
     ("bert", "encoder"): "modeling_bert:BertForSequenceClassification",
 }
 KINDS = {"t5": "t5", "bert": "bert", "lm_experiments_t5": "t5", "lm_experiments_bert": "bert"}
-BF16_WIDTH = 64  # features of a layer from which bf16 is faster on a CPU (benchmarks/pretraining.md)
+BF16_WIDTH = 64  # features of a layer from which bf16 is faster on a CPU
 MIN_TOKENS = {"cpu": 10**7, "cuda": 10**8}  # input tokens of one worker from which compilation pays
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 

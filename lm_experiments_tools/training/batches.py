@@ -94,11 +94,7 @@ class BatchStream:
         """
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
         if not same_rows and fingerprint != self.fingerprint:
-            raise UserError(
-                "the training data, its vocabulary, sequence or span lengths, --seed, --bucket_rows or --mix_rows are "
-                "not those of the checkpoint, so its position has no meaning; restore them, or start a new "
-                "--model_path with --init_checkpoint and without --skip_used_data"
-            )
+            raise UserError(position_lost(fingerprint, self.fingerprint))
         if state is None and fingerprint is None:
             raise UserError(
                 "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
@@ -216,6 +212,34 @@ class BatchStream:
         unused = slice(rows - (used - self.rows_in_epoch), None)  # batches of another size than before
         rest = {name: value[unused] if has_rows(value, rows) else value for name, value in batch.items()}
         return chain([rest], batches)
+
+
+def position_lost(then: str | None, now: str | None) -> str:
+    """Error message for a checkpoint whose position has no meaning in this run's data.
+
+    Args:
+        then, now: their fingerprints, which may end in /bucket_rows=N or /mix_rows=N (see data/buckets.py).
+    """
+    data, flag, rows = _arrangement(then)
+    data_now, flag_now, rows_now = _arrangement(now)
+    if rows and rows_now and data == data_now:
+        kinds = {"bucket_rows": "buckets", "mix_rows": "mixed steps"}
+        return (
+            f"the checkpoint's data is in {kinds[flag]} of {rows} rows and this run's in {kinds[flag_now]} of "
+            f"{rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
+        )
+    return (
+        "the training data, its vocabulary, sequence lengths, span lengths or --seed are not those of the checkpoint, "
+        "so its position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
+        "without --skip_used_data"
+    )
+
+
+def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
+    """(what is before /FLAG=N, FLAG, N) of a fingerprint that ends so, otherwise empty strings."""
+    data, _, arrangement = (fingerprint or "").rpartition("/")
+    flag, _, rows = arrangement.partition("=")
+    return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
 
 
 def num_rows_of(dataset: Any) -> int | None:
