@@ -387,7 +387,7 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
     A part may be empty. `encoding` is an encoder's identity.
     """
     if count < 1:
-        raise UserError(f"--shard {number}/{count}: the number after the slash is at least 1")
+        raise UserError(f"--shard {number}/{count} is a part of none: the number after the slash is at least 1")
     if not 0 <= number < count:
         raise UserError(f"--shard {number}/{count} does not exist: the first of {count} is 0/{count}")
     shards = plan_shards(inputs)
