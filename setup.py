@@ -85,7 +85,7 @@ setup(
     + ["lm_experiments_tools.scripts"],
     package_dir={"lm_experiments_tools.scripts": "scripts"},
     py_modules=["run_bert_pretraining", "run_finetuning", "run_t5_pretraining"],
-    package_data={"": ["*.json", "*.yaml", "py.typed"]},
+    package_data={"": ["*.json", "*.yaml", "*.pyi", "py.typed"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["lmtools = lm_experiments_tools.tools.main:main"]},

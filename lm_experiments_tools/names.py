@@ -1,10 +1,11 @@
 """Objects found by their names: a package's public ones on first use, a user's by `module:name`."""
 
+import ast
 import difflib
 import importlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,14 +17,15 @@ _INSTALLED = ("site-packages", "dist-packages")
 _allowed_modules: set[str] = set()
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package (PEP 562), so that importing the package costs nothing.
+def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` (PEP 562) and public names of a package, each imported on first use.
 
     Args:
-        package: its `__name__`.
-        homes: public name -> the module that defines it.
+        package: its `__name__`; the names are those that the `__init__.pyi` next to it imports.
     """
     module = sys.modules[package]
+    stub = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    homes = {alias.name: line.module for line in stub.body if isinstance(line, ast.ImportFrom) for alias in line.names}
 
     def get(name: str) -> object:
         if name not in homes:
@@ -32,7 +34,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         setattr(module, name, value)
         return value
 
-    return get, lambda: sorted({*vars(module), *homes})
+    return get, lambda: sorted({*vars(module), *homes}), list(homes)
 
 
 def resolve_name(text: str, base: type | None = None, said: str | None = None) -> Any:

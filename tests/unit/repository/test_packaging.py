@@ -52,7 +52,7 @@ def test_wheel_holds_the_packages_the_presets_and_nothing_else(wheel):
     expected = {
         name
         for name in tracked_files()
-        if (name.endswith(".py") and name.startswith(tuple(f"{package}/" for package in PACKAGES)))
+        if (name.endswith((".py", ".pyi")) and name.startswith(tuple(f"{package}/" for package in PACKAGES)))
         or (name.endswith((".json", ".yaml")) and name.startswith(("models_configs/", "accelerate_configs/")))
         or re.fullmatch(r"run_\w+\.py", name)
     }
