@@ -80,7 +80,8 @@ def training_section(
 
 def _steps(samples: int | None, is_whole: bool, args: Any) -> tuple[str, str]:
     rows = args.global_batch_size(args.world_size)
-    shape = f"{args.batch_size} x {args.gradient_accumulation_steps} accumulated x {args.world_size} worker(s)"
+    accumulation, workers = args.gradient_accumulation_steps, args.world_size
+    shape = f"micro-batch {args.batch_size} x accumulation {accumulation} x {workers} worker(s)"
     if samples is None:
         return "steps", f"{rows} examples each ({shape}); the examples of an epoch are known only at its end"
     steps = f"{samples:,} examples = {samples / rows:,.1f} steps of {rows} ({shape})"
