@@ -104,7 +104,8 @@ def show_run(
         "model": f"{args.model_cls or type(model).__name__}, {count.total:,} parameters ({count.embedding:,} in "
         f"embeddings){'' if count.trainable == count.total else f', {count.trainable:,} of them trained'}",
         "objective": data.objective,
-        "batch": f"micro-batch {args.batch_size} x accumulation {args.gradient_accumulation_steps} x {workers} = {rows} rows a step",
+        "batch": f"micro-batch {args.batch_size} x accumulation {args.gradient_accumulation_steps} x {workers}"
+        f" = {rows} rows a step",
         "steps": f"{args.iters} updates, {args.iters * rows:,} examples"
         + (f" = {args.iters * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
         "optimizer": ", ".join([args.optimizer, *args.optimizer_options, f"lr {args.lr}"])
