@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint docs wheel bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint docs screenshots wheel bench bench-step clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +149,9 @@ nightly: env-full horovod ## what takes hours: slow tests, 200 kills, damaged ch
 
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
 	$(BIN)/python scripts/build_site.py $(ARGS)
+
+screenshots: docs ## pictures of five pages of the site, desktop and phone, dark and light; needs Chromium
+	@$(BIN)/python scripts/screenshots.py $(ARGS)
 
 wheel: env ## a wheel in dist/
 	$(PIP) wheel --no-deps --no-build-isolation -w dist .

@@ -96,5 +96,7 @@ def test_builds_without_a_warning_and_with_each_block_of_code():
         assert 2 * len(fences) == len(re.findall(r"^ *```", text, flags=re.M)), name
         for code in fences:
             assert textwrap.dedent(code).strip() in shown, f"{name}: {code}"
+    found = (ROOT / "build" / "site" / "search.json").read_text(encoding="utf-8")
+    assert all(term in found for term in ("--virtual_ranks", "Out of memory", "ModernBERT"))
     assert {page_of(name) for name in MOVED} <= {f"{path.stem}.md" for path in (ROOT / "build" / "pages").iterdir()}
     shutil.rmtree(ROOT / "build" / "pages")
