@@ -64,7 +64,7 @@ EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement
 readme = ROOT / "README.md"
 setup(
     name="lm_experiments_tools",
-    version="0.1.0",
+    version="1.0.0",
     description="Pre-train and fine-tune T5 and BERT, and your own variants of them, on Horovod and Accelerate",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",

@@ -5,7 +5,7 @@ The public names are those of `__init__.pyi`, imported on first use: importing t
 
 from lm_experiments_tools.names import lazy_names
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __getattr__, __dir__, _NAMES = lazy_names(__name__)
 
