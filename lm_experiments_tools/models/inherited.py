@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.checkpoint.source import CONFIG, KINDS, TASK_FILE, Source, find_base, find_source
+from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import PROMPT, SAVED
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import register_own_models
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
 from lm_experiments_tools.models.pretrained import kind_of
+from lm_experiments_tools.tracking.run_directory import settings_in_use
+
+_FILES_OF_MODEL = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a folder on the Hub
 
 
 def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
@@ -41,6 +46,59 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
         return {name: (tuple(v) if isinstance(v, list) else v, file) for name, v in values.items()}
     kind = None if "model_type" in given else _kind_of_weights(source)
     return {} if kind is None else {"model_type": (kind, f"{source.name}/{CONFIG}")}
+
+
+def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """{name: (value, origin)} of settings of a pre-training run that are not given and follow from `from_pretrained`.
+
+    Only weights are taken of a checkpoint: optimizer, schedule and step begin anew. A run that is resumed keeps what
+    it recorded, wherever `best` and `last` of the other run point now.
+
+    Args:
+        tokenizer_flags: flags that name the tokenizer; the first is set if none is given.
+
+    Raises:
+        UserError: there are no such weights, they are an adapter or have no configuration, or another flag names some.
+    """
+    named, folder = str(given["from_pretrained"]), str(given.get("working_dir", "."))
+    for flag in ("base_model", "init_checkpoint"):
+        if given.get(flag):
+            raise UserError(f"--from_pretrained and --{flag} exclude each other: both name a model to start from.")
+    names = ["init_checkpoint", "model_cls", "reset_optimizer", "reset_lr", "reset_iteration"]
+    names += [] if given.get("model_cfg") else ["base_model"]
+    names += [] if any(given.get(flag) for flag in tokenizer_flags) else [tokenizer_flags[0]]
+    before = (settings_in_use(Path(folder, given["model_path"])) if given.get("model_path") else None) or {}
+    values = before if before.get("from_pretrained") == named else _values_of(named, folder, tokenizer_flags[0])
+    return {
+        name: (values[name], DEFAULT if name == "model_cls" else f"--from_pretrained {named}")
+        for name in names
+        if name not in given and name in values
+    }
+
+
+def _values_of(named: str, folder: str, tokenizer_flag: str) -> dict[str, Any]:
+    """Values of the flags for weights that are found now; paths are relative to `folder`."""
+    is_local = Path(folder, named).exists()
+    source = find_source(str(Path(folder, named)) if is_local else named)
+    if source.is_adapter or source.is_file:
+        found = "holds an adapter" if source.is_adapter else "is a file of weights, without configuration"
+        raise UserError(f"--from_pretrained {named} {found}: name the folder of a full model.")
+    if source.path is None:
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = snapshot_download(named, allow_patterns=_FILES_OF_MODEL)
+        except OSError as error:
+            raise UserError(f"--from_pretrained {named} cannot be downloaded: {first_line(error)}") from error
+        source = Source(path, Path(path))
+    path = os.path.relpath(os.path.realpath(source.path), os.path.realpath(folder)) if is_local else str(source.path)
+    values = dict.fromkeys(("base_model", "init_checkpoint", tokenizer_flag), path)
+    values |= dict.fromkeys(("reset_optimizer", "reset_lr", "reset_iteration"), True)
+    architectures = source.config.get("architectures") or []
+    if architectures:
+        package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
+        values["model_cls"] = f"{package}:{architectures[0]}"
+    return values
 
 
 def _kind_of_weights(source: Source) -> str | None:

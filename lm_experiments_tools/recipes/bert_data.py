@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.objectives.masked_rows import MaskedRows
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
@@ -23,6 +24,8 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.modules.inspection import forward_names_of
+from lm_experiments_tools.modules.labelled_head import spread_labels
+from lm_experiments_tools.recipes.bert_documents import DocumentData
 from lm_experiments_tools.recipes.common import save_tokenizer
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
@@ -85,16 +88,17 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
         UserError: data or tokenizer that is missing, empty, damaged, or not made for each other; a model that cannot
             read the data.
     """
-    if backend.is_main and args.without_effect():
+    if args.packing is None and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     tokenizer = on_all(backend, lambda: bert_tokenizer(args))
     on_all(backend, lambda: check_bert_model(args, model, tokenizer))
     # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
     first = backend.local_rank == 0
-    opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if first else None, takes_long=True)
-    train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer), takes_long=True)
+    make = bert_datasets if args.packing is None else document_datasets
+    tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
+    opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
+    train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
-    tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)
     return BertPretrainingData(
         tokenizer,
         None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
@@ -105,8 +109,9 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
     )
 
 
-def _members(train: BertDataset | MixtureDataset) -> list[BertDataset]:
-    return train.datasets if isinstance(train, MixtureDataset) else [train]
+def _members(train: BertDataset | MixtureDataset | MaskedRows) -> list[Any]:
+    rows = train.rows if isinstance(train, MaskedRows) else train
+    return rows.datasets if isinstance(rows, MixtureDataset) else [rows]
 
 
 def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
@@ -151,6 +156,28 @@ def bert_datasets(
     return train, dataset(valid_tokens), valid_tokens
 
 
+def document_datasets(
+    args: BertPretrainingArgs, tokenizer: BertDataTokenizer
+) -> tuple[MaskedRows | None, MaskedRows | None, IndexedDataset | None]:
+    """`bert_datasets` of plain text (`--packing`)."""
+    data = DocumentData(args, tokenizer)
+    train = None if args.validate_only else data.training([data.tokens(path) for path in args.data_path])
+    if args.valid_data_path is None:
+        return train, None, None
+    valid_tokens = data.tokens(args.valid_data_path)
+    return train, data.validation(valid_tokens), valid_tokens
+
+
+def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
+    """Upper bound of the masked tokens of that many rows; whole words of plain text vary three times as much."""
+    if args.packing is None:
+        return lambda rows: rows * args.most_predictions()
+    tokens, rate = args.input_seq_len, args.highest_rate()
+    if args.whole_word:
+        return lambda rows: min(rows * tokens, spread_labels(rows * tokens, rate) * 3 - int(2 * rows * tokens * rate))
+    return lambda rows: spread_labels(rows * tokens, rate)
+
+
 def _training_samples(
     args: BertPretrainingArgs,
     dataset: Callable[..., BertDataset],
@@ -180,8 +207,9 @@ def open_sentences(path: str) -> IndexedDataset:
         raise UserError(f"there is no {prefix}.idx, but {' and '.join(longer)}: give the whole prefix")
     found = "is text" if os.path.exists(path) else f"does not exist: there is no {prefix}.idx"
     raise UserError(
-        f"the data {path} {found}; BERT reads the prefix of token files that `python -m megatron.preprocess_data "
-        "--input TEXT --output-prefix PREFIX --split-sentences ...` makes from JSON lines (PREFIX_text_sentence)"
+        f"the data {path} {found}; give --packing documents for rows of plain text, or the prefix of token files that "
+        "`python -m megatron.preprocess_data --input TEXT --output-prefix PREFIX --split-sentences ...` makes from "
+        "JSON lines (PREFIX_text_sentence)"
     )
 
 

@@ -145,7 +145,7 @@ class DocumentRows:
         begins, lengths = begins[long_enough], lengths[long_enough]
         if not len(lengths):
             raise UserError(
-                f"{tokens.prefix} has no document of {self.min_length} tokens or more ({self.num_short} shorter ones): "
+                f"{tokens.prefix} has no document of {self.min_length} tokens or more ({self.num_short} shorter): "
                 "check the text, or lower --min_document_length."
             )
         self.num_documents = len(lengths)
@@ -203,7 +203,7 @@ class DocumentRows:
         """Rows of global sample numbers int64[n], any order, any epochs.
 
         Returns:
-            `input_ids`, `attention_mask` and, of packed rows, `segment_ids` (1, 2, ..., 0 for padding), int64[n, width].
+            `input_ids`, `attention_mask` and, of packed rows, `segment_ids` (from 1 on, 0 is padding), int64[n, width].
 
         Raises:
             UserError: a token id outside the vocabulary.
@@ -226,6 +226,10 @@ class DocumentRows:
         segments.ravel()[cell] = np.repeat(np.arange(len(row)) - first[row] + 1, lengths)
         batch = {"input_ids": ids, "attention_mask": (segments > 0).astype(np.int64)}
         return {**batch, "segment_ids": segments} if self.packed else batch
+
+    def maps(self) -> tuple[np.ndarray, ...]:
+        """The arrays that lie on the disk."""
+        return self.tokens.maps()
 
     def will_need(self, samples: np.ndarray) -> None:
         """Prefetch the tokens of samples from the disk."""

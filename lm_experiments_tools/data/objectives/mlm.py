@@ -141,6 +141,10 @@ class TokenBlocks(TokenStreamDataset):
     def settings(self) -> dict[str, Any]:
         return {"length": self.length, "pad_id": self.pad_id}
 
+    def maps(self) -> tuple[np.ndarray, ...]:
+        """The arrays that may lie on the disk."""
+        return tuple(source.tokens for source in self.sources)
+
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Blocks of global sample numbers int64[n]: `input_ids` and `attention_mask`, int64[n, length]."""
         epochs, rows = self.rows_of(samples)
