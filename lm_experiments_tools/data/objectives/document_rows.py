@@ -203,7 +203,7 @@ class DocumentRows:
         """Rows of global sample numbers int64[n], any order, any epochs.
 
         Returns:
-            `input_ids`, `attention_mask` and, of packed rows, `segment_ids` (from 1 on, 0 is padding), int64[n, width].
+            int64[n, width] `input_ids`, `attention_mask` and, of packed rows, `segment_ids` (from 1 on, 0: padding).
 
         Raises:
             UserError: a token id outside the vocabulary.
