@@ -46,7 +46,7 @@ def prepare(model: nn.Module, length: int) -> Transform | None:
     if not takes_segments and (reason := isolate(model)):
         raise _refusal(model, reason)
     transform = None if takes_segments else _with_positions
-    _check(model, max(2, min(_PROBED, length // 2)), transform or dict)
+    _check(model, min(_PROBED, (length - 1) // 2), transform or dict)
     return transform
 
 
@@ -91,17 +91,17 @@ def _with_positions(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check(model: nn.Module, length: int, transform: Transform) -> None:
-    """Compare the logits of a row of two documents and padding with those of each document alone."""
+    """Compare the logits of a row of two documents of `length` tokens and padding with those of each one alone."""
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
-    segments = torch.arange(1, 4, device=device).repeat_interleave(length)[None] % 3
-    row = torch.cat([*ids, torch.zeros_like(ids[0])])[None]
+    segments = torch.tensor([1, 2], device=device).repeat_interleave(length)
+    row, segments = torch.cat([*ids, ids[0, :1]])[None], torch.cat([segments, segments[:1] * 0])[None]
     packed = transform({"input_ids": row, "segment_ids": segments, "attention_mask": (segments > 0).long()})
     training = model.training
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            alone = torch.cat([*_logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})])
+            alone = _logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).flatten(0, 1)
             found = _logits(model, packed)[0, : 2 * length]
     except (IndexError, ValueError) as error:  # too few positions, or a layout over the whole row
         raise _refusal(model, " ".join(str(error).split())) from error
