@@ -22,11 +22,14 @@ from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
 
+SENTENCES = "sentences"  # the --packing of Megatron's samples
 _WITHOUT_EFFECT = Ignored(lambda args: False, "")  # accepted for scripts of t5-experiments, and reported
 _NO_TEXT = Ignored(lambda args: True, "is for models that write text")
-_OF_PACKING = needs("packing", reason="needs --packing documents, none or stream")
+_OF_PACKING = Ignored(lambda args: args.packing == SENTENCES, "needs --packing documents, none or stream")
 _OF_DOCUMENTS = needs("packing", "documents", "none", reason="needs --packing documents or none")
-_OF_SENTENCES = Ignored(lambda args: args.packing is not None, "is about Megatron's samples, without --packing")
+_OF_SENTENCES = Ignored(
+    lambda args: args.packing != SENTENCES, "is about Megatron's samples, and --packing is {packing}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +87,10 @@ class BertDataArgs:
 class BertObjectiveArgs:
     """The training objective."""
 
-    packing: Literal["documents", "none", "stream"] | None = None
-    """Rows of plain text, masked tokens only: documents are cut to --input_seq_len, put between [CLS] and [SEP] and
-    packed so that none sees another (documents) or one a row (none); stream cuts blocks without special tokens. None:
-    samples of Megatron's sentences."""
+    packing: Literal["sentences", "documents", "none", "stream"] = SENTENCES
+    """sentences: samples of Megatron's data. Of plain text, with masked tokens only: documents cut to --input_seq_len,
+    between [CLS] and [SEP], packed so that none sees another (documents) or one a row (none); stream: blocks of a
+    stream without special tokens."""
     min_document_length: Annotated[int, COUNT, _OF_DOCUMENTS] = 1
     """Leave out documents of fewer tokens."""
     input_seq_len: Annotated[int, at_least(5)] = 128
@@ -111,20 +114,20 @@ class BertObjectiveArgs:
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
     data is refused; 1 allows all. `lmtools inspect pretrain-bert` prints it."""
     use_nsp: bool = True
-    """Also tell right pairs of sentences from wrong ones; --use_nsp 0, and --packing by default, masks only."""
+    """Also tell right pairs of sentences from wrong ones; --use_nsp 0, and by default with plain text, masks only."""
     nsp: Annotated[Literal["swap", "random"], needs("use_nsp")] = "swap"
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
     mlm_positions: MlmPositions = None
     """Tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's head
     needs all."""
     whole_word: bool = True
-    """Mask all pieces of a word; --no_whole_word, and --packing by default, masks pieces."""
+    """Mask all pieces of a word; --no_whole_word, and by default with plain text, masks pieces."""
     max_ngram: Annotated[int, COUNT, _OF_SENTENCES] = 3
     """Most words in a row that are masked together."""
 
     def check(self) -> None:
-        if self.packing is not None and self.use_nsp:
-            raise UserError("--packing trains on masked tokens only: give --use_nsp 0, or leave --packing out.")
+        if self.packing != SENTENCES and self.use_nsp:
+            raise UserError(f"--packing {self.packing} has no pairs of sentences: give --use_nsp 0.")
         if self.mlm_prob_end is not None and self.mlm_prob_samples is None:
             raise UserError("--mlm_prob_end needs --mlm_prob_samples, for example --iters times the global batch.")
         parts = self.mask_replace
@@ -158,7 +161,7 @@ class BertPretrainingArgs(ExperimentArgs, FromPretrainedArgs, BertObjectiveArgs,
 def inherited(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """{name: (value, origin)} of settings that follow from others and are not given (see `cli.parse`)."""
     found = {}
-    if given.get("packing"):  # trains on masked tokens only, as published encoders were
+    if given.get("packing", SENTENCES) != SENTENCES:  # trains on masked tokens only, as published encoders were
         found = {name: (False, "--packing") for name in ("use_nsp", "whole_word") if name not in given}
     if given.get("from_pretrained"):
         found |= resolve_name(INHERITED)(given, ("tokenizer", "vocab_file"))

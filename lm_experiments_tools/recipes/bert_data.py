@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.masked_rows import MaskedRows
@@ -88,13 +89,13 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
         UserError: data or tokenizer that is missing, empty, damaged, or not made for each other; a model that cannot
             read the data.
     """
-    if args.packing is None and backend.is_main and args.without_effect():
+    if args.packing == SENTENCES and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     tokenizer = on_all(backend, lambda: bert_tokenizer(args))
     on_all(backend, lambda: check_bert_model(args, model, tokenizer))
     # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
     first = backend.local_rank == 0
-    make = bert_datasets if args.packing is None else document_datasets
+    make = bert_datasets if args.packing == SENTENCES else document_datasets
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
     train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
@@ -170,7 +171,7 @@ def document_datasets(
 
 def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
     """Upper bound of the masked tokens of that many rows; whole words of plain text vary three times as much."""
-    if args.packing is None:
+    if args.packing == SENTENCES:
         return lambda rows: rows * args.most_predictions()
     tokens, rate = args.input_seq_len, args.highest_rate()
     if args.whole_word:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.text.records import RejectedRecords, records
@@ -99,7 +100,7 @@ def bert_sections(args: Any) -> Iterator[Section]:
     os.chdir(args.working_folder())
     tokenizer, sources = bert_tokenizer(args), []
     with tempfile.TemporaryDirectory() as folder:
-        documents = DocumentData(args, tokenizer) if args.packing else None
+        documents = DocumentData(args, tokenizer) if args.packing != SENTENCES else None
         for number, path in enumerate(args.data_path):
             tokens = documents.tokens(path) if documents else open_sentences(path)
             if documents is None:
