@@ -11,16 +11,15 @@ for 6 tokens of one document, so the first becomes two chunks:
     segment_ids    1  1  1  1  1  2  2  2
 
 Which lengths share a row is decided once, by best-fit decreasing on the histogram of lengths (Krell et al., "Efficient
-Sequence Packing without Cross-contamination", https://arxiv.org/abs/2107.02027, section 3). All chunks of one length
-are interchangeable, so every epoch deals them to the places of that length anew, and permutes the rows. A row is a
-pure function of (seed, epoch, row).
+Sequence Packing without Cross-contamination", https://arxiv.org/abs/2107.02027, section 3). Chunks of one length are
+interchangeable: every epoch rotates them among the places of that length, and permutes the rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,17 +31,11 @@ if TYPE_CHECKING:
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
 _VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
-_32 = np.uint64(32)
 
 
 class Patterns(NamedTuple):
-    """Kinds of rows, by the lengths of their chunks.
-
-    Attributes:
-        lengths: int64[places], of each place of a pattern, pattern after pattern.
-        sizes: int64[patterns], number of places.
-        counts: int64[patterns], number of rows of each.
-    """
+    """Kinds of rows: `lengths` int64[places] of the chunks, pattern after pattern, `sizes` int64[patterns], the number
+    of chunks in a row of each, and `counts` int64[patterns], the number of its rows."""
 
     lengths: np.ndarray
     sizes: np.ndarray
@@ -50,9 +43,7 @@ class Patterns(NamedTuple):
 
 
 def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
-    """Best-fit decreasing on a histogram: the fullest row that has room takes the next longest chunk.
-
-    The time depends on the number of different lengths, not on that of chunks.
+    """Best-fit decreasing on a histogram: the fullest rows that have room take the next longest chunks.
 
     Args:
         counts: int64[width + 1], number of chunks of each length.
@@ -60,8 +51,7 @@ def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
     """
     open_rows: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(width + 1)]  # by free tokens
     for length in range(width, 0, -1):
-        left = int(counts[length])
-        free = length
+        left, free = int(counts[length]), length
         while left and free <= width:
             if not open_rows[free]:
                 free += 1
@@ -73,14 +63,13 @@ def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
                 open_rows[free].append((pattern, rows - taken))
             open_rows[free - fitting * length].append((pattern + (length,) * fitting, taken))
             left -= fitting * taken
-        in_one = width // length
-        for size, rows in ((in_one, left // in_one), (left % in_one, 1)):
+        most = width // length
+        for size, rows in ((most, left // most), (left % most, 1)):
             if size and rows:
                 open_rows[width - size * length].append(((length,) * size, rows))
     found = [group for groups in open_rows for group in groups]
-    sizes = np.array([len(pattern) for pattern, _ in found], np.int64)
-    lengths = np.array([length for pattern, _ in found for length in pattern], np.int64)
-    return Patterns(lengths, sizes, np.array([rows for _, rows in found], np.int64))
+    columns = [n for pattern, _ in found for n in pattern], [len(p) for p, _ in found], [rows for _, rows in found]
+    return Patterns(*(np.array(column, np.int64) for column in columns))
 
 
 class DocumentRows:
@@ -97,107 +86,76 @@ class DocumentRows:
         packed: several chunks in a row; False puts each in a row of its own.
         min_length: shorter documents are left out, in tokens.
         has_end: documents end with a token that is no text (EOS), which is left out.
-        seed: fixes the order.
+
+    Attributes:
+        fill: part of the cells of all rows that holds tokens.
+        fingerprint: sha256 over data, settings and seed: equal ones give equal rows for equal numbers.
 
     Raises:
         UserError: no document that is long enough, or a token id outside the vocabulary.
     """
 
     def __init__(
-        self,
-        tokens: IndexedDataset,
-        width: int,
-        *,
-        cls_id: int,
-        sep_id: int,
-        pad_id: int,
-        vocab_size: int,
-        packed: bool = True,
-        min_length: int = 1,
-        has_end: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.tokens, self.width, self.vocab_size, self.seed = tokens, width, vocab_size, seed
+        self, tokens: IndexedDataset, width: int, *, cls_id: int, sep_id: int, pad_id: int, vocab_size: int,
+        packed: bool = True, min_length: int = 1, has_end: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.tokens, self.width, self.vocab_size, self.packed, self.seed = tokens, width, vocab_size, packed, seed
         self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, pad_id
-        self.packed, self.min_length, self.has_end = packed, max(1, min_length), has_end
-        begins, lengths = self._chunks()
+        settings = [_VERSION, tokens.fingerprint, seed, width, cls_id, sep_id, pad_id, packed, min_length, has_end]
+        self.fingerprint = self.order = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        begins, lengths = self._chunks(max(1, min_length), has_end)
         check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), vocab_size)
         shuffled = permute(np.arange(len(lengths)), len(lengths), seed, np.zeros(len(lengths), np.int64))
         order = shuffled[np.argsort(lengths[shuffled], kind="stable")]
         self._begins = begins[order]  # of chunks by length, those of one length in random order
-        self._of_length = np.bincount(lengths, minlength=width + 1)  # number of chunks of each length
+        self._of_length = np.bincount(lengths, minlength=width + 1)
         self._first_of_length = np.cumsum(self._of_length) - self._of_length
-        found = self._patterns = self._choose_patterns()
-        self._row_ends = np.cumsum(found.counts)
-        self._first_place = np.cumsum(found.sizes) - found.sizes
-        self._first_chunk = self._places()
-        self._num_tokens = int(lengths.sum())
-        self._shift_key = stream_key(seed, "deal")
+        used = np.flatnonzero(self._of_length)
+        alone = Patterns(used, np.ones_like(used), self._of_length[used])
+        self._patterns = pack_lengths(self._of_length, width) if packed else alone
+        self._row_ends = np.cumsum(self._patterns.counts)
+        self._first_place = np.cumsum(self._patterns.sizes) - self._patterns.sizes
+        self._first_chunk = self._chunks_of_places()
+        self.fill = int(lengths.sum()) / (len(self) * width)
+        self._rotation_key = stream_key(seed, "rotation")
 
-    def _chunks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Begin in the token file and length with [CLS] and [SEP] of all chunks, int64[n] each."""
-        tokens, room = self.tokens, self.width - 2
-        bounds = [tokens.offsets(block) for block in tokens.document_bounds()]
+    def _chunks(self, min_length: int, has_end: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Begin in the token file, and length with [CLS] and [SEP], of all chunks, int64[n] each."""
+        room, bounds = self.width - 2, [self.tokens.offsets(block) for block in self.tokens.document_bounds()]
         begins = np.concatenate([np.empty(0, np.int64), *(block[:-1] for block in bounds)])
-        lengths = np.concatenate([np.empty(0, np.int64), *(np.diff(block) for block in bounds)]) - self.has_end
-        long_enough = lengths >= self.min_length
-        self.num_short = int(np.count_nonzero(~long_enough))
-        begins, lengths = begins[long_enough], lengths[long_enough]
-        if not len(lengths):
+        lengths = np.concatenate([np.empty(0, np.int64), *(np.diff(block) for block in bounds)]) - has_end
+        kept = lengths >= min_length
+        short = f"{np.count_nonzero(~kept):,} shorter than {min_length}"
+        if not kept.any():
             raise UserError(
-                f"{tokens.prefix} has no document of {self.min_length} tokens or more ({self.num_short} shorter): "
-                "check the text, or lower --min_document_length."
+                f"{self.tokens.prefix} has no document of {min_length} tokens or more ({short}): check the text, or "
+                "lower --min_document_length."
             )
-        self.num_documents = len(lengths)
+        begins, lengths = begins[kept], lengths[kept]
+        self._documents = f"{len(lengths):,} documents ({short} left out)"
         parts = -(-lengths // room)
-        part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-        return np.repeat(begins, parts) + part * room, np.minimum(np.repeat(lengths, parts) - part * room, room) + 2
+        before = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * room
+        return np.repeat(begins, parts) + before, np.minimum(np.repeat(lengths, parts) - before, room) + 2
 
-    def _choose_patterns(self) -> Patterns:
-        if self.packed:
-            return pack_lengths(self._of_length, self.width)
-        lengths = np.flatnonzero(self._of_length)
-        return Patterns(lengths, np.ones_like(lengths), self._of_length[lengths])
-
-    def _places(self) -> np.ndarray:
-        """int64[places]: the first chunk, of those of its length, that a place has; its next row has the next."""
+    def _chunks_of_places(self) -> np.ndarray:
+        """int64[places]: the chunk, among those of its length, of a place in the first row of its pattern."""
         lengths, counts = self._patterns.lengths, np.repeat(self._patterns.counts, self._patterns.sizes)
         by_length = np.argsort(lengths, kind="stable")
-        before = np.cumsum(counts[by_length]) - counts[by_length]
-        first = np.empty_like(before)
-        first[by_length] = before - self._first_of_length[lengths[by_length]]
-        return first
+        first = np.empty_like(counts)
+        first[by_length] = np.cumsum(counts[by_length]) - counts[by_length]
+        return first - self._first_of_length[lengths]
 
     def __len__(self) -> int:
         """Rows in an epoch, the same in each."""
         return int(self._row_ends[-1])
 
-    @property
-    def fill(self) -> float:
-        """Part of the cells of all rows that holds tokens."""
-        return self._num_tokens / (len(self) * self.width)
-
     def describe(self) -> str:
         """The rows and the size of the data, for the log."""
-        short = f", {self.num_short:,} shorter than {self.min_length} tokens left out" if self.num_short else ""
         kind = "packed rows" if self.packed else "rows of one document"
         return (
-            f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self.num_documents:,} documents"
-            f"{short}; {self.tokens.num_tokens:,} training tokens"
+            f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self._documents}; "
+            f"{self.tokens.num_tokens:,} training tokens"
         )
-
-    def settings(self) -> dict[str, Any]:
-        """What besides data and seed decides the rows; JSON values."""
-        ids = [self.cls_id, self.sep_id, self.pad_id]
-        return {"width": self.width, "ids": ids, "packed": self.packed, "shortest": [self.min_length, self.has_end]}
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over data, settings and seed: equal fingerprints give equal rows for equal numbers."""
-        parts = {"version": _VERSION, "tokens": self.tokens.fingerprint, "seed": self.seed, **self.settings()}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    order = fingerprint
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Rows of global sample numbers int64[n], any order, any epochs.
@@ -209,23 +167,22 @@ class DocumentRows:
             UserError: a token id outside the vocabulary.
         """
         sizes, begins, lengths = self._chunks_of(samples)
-        row = np.repeat(np.arange(len(sizes)), sizes)
+        row, first = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
         ends = np.cumsum(lengths)
-        first = np.cumsum(sizes) - sizes
         starts = ends - lengths
-        column = starts - np.repeat(starts[first], sizes)  # of the [CLS] of each chunk
-        cell = np.repeat(row * self.width + column - starts, lengths) + np.arange(ends[-1])
+        corner = row * self.width + starts - np.repeat(starts[first], sizes)  # the cell of each [CLS]
         place = np.arange(ends[-1]) - np.repeat(starts, lengths)
-        ids = np.full((len(sizes), self.width), self.pad_id, np.int64)
-        segments = np.zeros_like(ids)
+        cell = np.repeat(corner, lengths) + place
         is_text = (place > 0) & (place < np.repeat(lengths - 1, lengths))
-        found = np.asarray(self.tokens.tokens)[(np.repeat(begins - 1, lengths) + place)[is_text]]
-        check_ids(found, self.vocab_size)
-        ids.ravel()[cell[is_text]] = found
-        ids.ravel()[cell[starts]], ids.ravel()[cell[ends - 1]] = self.cls_id, self.sep_id
-        segments.ravel()[cell] = np.repeat(np.arange(len(row)) - first[row] + 1, lengths)
-        batch = {"input_ids": ids, "attention_mask": (segments > 0).astype(np.int64)}
-        return {**batch, "segment_ids": segments} if self.packed else batch
+        text = np.asarray(self.tokens.tokens)[(np.repeat(begins - 1, lengths) + place)[is_text]]
+        check_ids(text, self.vocab_size)
+        ids = np.full(len(sizes) * self.width, self.pad_id, np.int64)
+        ids[cell[is_text]], ids[corner], ids[corner + lengths - 1] = text, self.cls_id, self.sep_id
+        segments = np.zeros_like(ids)
+        segments[cell] = np.repeat(np.arange(len(row)) - first[row] + 1, lengths)
+        shape = (len(sizes), self.width)
+        batch = {"input_ids": ids.reshape(shape), "attention_mask": (segments > 0).astype(np.int64).reshape(shape)}
+        return {**batch, "segment_ids": segments.reshape(shape)} if self.packed else batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
         """The arrays that lie on the disk."""
@@ -237,17 +194,16 @@ class DocumentRows:
         self.tokens.will_need(begins, begins + lengths - 2)
 
     def _chunks_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Chunks of each row int64[n]; begin and length with special tokens of each chunk, row after row."""
+        """Number of chunks of each row int64[n]; begin and length of each chunk, row after row."""
         epochs, indices = np.divmod(np.asarray(samples, np.int64), len(self))
         rows = permute(indices, len(self), self.seed, epochs)
         pattern = np.searchsorted(self._row_ends, rows, side="right")
         number = rows - (self._row_ends - self._patterns.counts)[pattern]  # among the rows of its pattern
         sizes = self._patterns.sizes[pattern]
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        place = np.repeat(self._first_place[pattern], sizes) + within
+        place = np.arange(sizes.sum()) + np.repeat(self._first_place[pattern] - np.cumsum(sizes) + sizes, sizes)
         lengths = self._patterns.lengths[place]
+        high, low = sample_words(self._rotation_key, np.repeat(epochs, sizes), lengths, 2)
         count = self._of_length[lengths]
-        words = sample_words(self._shift_key, np.repeat(epochs, sizes), lengths, 2)
-        shift = (words[0] << _32 | words[1]) % count.astype(np.uint64)
-        chunk = (self._first_chunk[place] + np.repeat(number, sizes) + shift.astype(np.int64)) % count
+        shift = ((high << np.uint64(32) | low) % count.astype(np.uint64)).astype(np.int64)
+        chunk = (self._first_chunk[place] + np.repeat(number, sizes) + shift) % count
         return sizes, self._begins[self._first_of_length[lengths] + chunk], lengths

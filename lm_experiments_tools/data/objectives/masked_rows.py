@@ -1,16 +1,11 @@
-"""Masked language modelling on rows that another dataset makes, with a masking rate that may change over the run.
-
-The rate of global sample g is `start + (end - start) * min(1, g / num_samples)`, so a resumed run and any number of
-workers agree. With start 0.3, end 0.1 and 100 samples, sample 0 has 0.3, 50 has 0.2, and 100 and later ones have 0.1.
-"""
+"""Masked language modelling on rows that another dataset makes, with a masking rate that may change over the run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -24,11 +19,9 @@ _VERSION = 1  # of the mapping (seed, sample, row) -> masked row; part of the fi
 
 @dataclass(frozen=True)
 class MaskingRate:
-    """Probability of a token to be chosen: constant, or linear in the number of the sample.
+    """Probability of a token to be chosen: `start` at sample 0, linear to `end` at `num_samples`; None is constant.
 
-    Attributes:
-        start: probability at sample 0.
-        end: probability from sample `num_samples` on; None is `start`.
+    It depends on the global sample number alone, so a resumed run and any number of workers agree.
     """
 
     start: float
@@ -40,38 +33,24 @@ class MaskingRate:
         end = self.start if self.end is None else self.end
         return self.start + (end - self.start) * np.minimum(samples / self.num_samples, 1.0)
 
-    def __str__(self) -> str:
-        constant = self.end is None
-        return f"{self.start:g}" if constant else f"{self.start:g} to {self.end:g} at sample {self.num_samples:,}"
-
 
 class MaskedRows:
     """A `SampleDataset` that masks the rows of another one; noise is a pure function of (seed, global sample number).
 
     Args:
         rows: its batches have `input_ids` [n, length].
-        rate: probability of a token (with `starts_word`, of a word) to be chosen.
         mask_id: replaces chosen tokens.
         special_ids: ids that are neither chosen nor used as random tokens, padding included; `mask_id` is added.
-        vocab_size: number of ids.
         replace: parts of the chosen tokens that become the mask token, a random token, or stay.
         starts_word: bool[vocab_size], subwords that begin a word, to choose whole words; None chooses tokens.
     """
 
     def __init__(
-        self,
-        rows: SampleDataset,
-        rate: MaskingRate,
-        *,
-        mask_id: int,
-        special_ids: Sequence[int] | np.ndarray,
-        vocab_size: int,
-        replace: Sequence[float] = REPLACE,
-        starts_word: np.ndarray | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, rows: SampleDataset, rate: MaskingRate, *, mask_id: int, special_ids: Sequence[int] | np.ndarray,
+        vocab_size: int, replace: Sequence[float] = REPLACE, starts_word: np.ndarray | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
         self.rows, self.rate, self.mask_id, self.seed = rows, rate, mask_id, seed
-        self.replace, self.starts_word = tuple(replace), starts_word
+        self.replace, self.starts_word = replace, starts_word
         self._special = np.zeros(vocab_size, bool)
         self._special[[*special_ids, mask_id]] = True
         self._ordinary_ids = np.flatnonzero(~self._special)
@@ -82,22 +61,19 @@ class MaskedRows:
 
     def describe(self) -> str:
         """The objective and the rows, for the log."""
-        unit = "tokens" if self.starts_word is None else "words"
+        rate, unit = self.rate, "tokens" if self.starts_word is None else "words"
+        end = "" if rate.end is None else f" to {rate.end:g} at sample {rate.num_samples:,}"
         parts = "/".join(f"{100 * part:g}" for part in self.replace)
-        return f"masked LM, {self.rate} of the {unit}, mask/random/keep {parts}; {self.rows.describe()}"
+        return f"masked LM, {rate.start:g}{end} of the {unit}, mask/random/keep {parts}; {self.rows.describe()}"
 
     @property
     def fingerprint(self) -> str:
         """sha256 over the rows and the settings."""
-        words = None if self.starts_word is None else hashlib.sha256(self.starts_word.tobytes()).hexdigest()
-        parts: dict[str, Any] = {
-            "version": _VERSION,
-            "rows": self.rows.fingerprint,
-            "masking": [asdict(self.rate), self.replace, words, self.mask_id],
-            "special": np.flatnonzero(self._special).tolist(),
-            "seed": self.seed,
-        }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        words = None if self.starts_word is None else np.flatnonzero(self.starts_word).tolist()
+        special = np.flatnonzero(self._special).tolist()
+        ids = [self.mask_id, special, words, len(self._special)]
+        parts = [_VERSION, self.rows.fingerprint, astuple(self.rate), list(self.replace), self.seed, *ids]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
     def order(self) -> str | None:
@@ -106,8 +82,7 @@ class MaskedRows:
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of global sample numbers int64[n], masked, and `labels` int64[n, length]: -100 where not chosen."""
-        samples = np.asarray(samples, np.int64)
-        batch = self.rows.batch(samples)
+        samples, batch = np.asarray(samples, np.int64), self.rows.batch(samples)
         ids = batch["input_ids"]
         labels = np.empty_like(ids)
         for begin in range(0, len(samples), BLOCK):
@@ -120,8 +95,7 @@ class MaskedRows:
         self.rows.will_need(samples)
 
     def _masked(self, samples: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        words = sample_words(self._noise_key, np.zeros_like(samples), samples, ids.shape[1]).T
-        starts = None
+        words, starts = sample_words(self._noise_key, np.zeros_like(samples), samples, ids.shape[1]).T, None
         if self.starts_word is not None:
             starts = self.starts_word[ids]
             starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token

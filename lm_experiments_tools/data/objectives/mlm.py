@@ -94,12 +94,11 @@ def mask_tokens(
     inputs, labels = tokens.copy(), np.full_like(tokens, IGNORED_LABEL)
     places = np.nonzero(chosen)
     picked, drawn = tokens[places], words[places]
-    below = [np.broadcast_to(bound, tokens.shape)[places] for bound in bounds]
+    masked, replaced, _ = (np.broadcast_to(bound, tokens.shape)[places] for bound in bounds)
     labels[places] = picked
-    replacement = np.where(drawn < below[0], mask_id, picked)
-    random = (below[0] <= drawn) & (drawn < below[1])
-    size = (below[1] - below[0])[random]
-    spread = (drawn - below[0])[random] * np.uint64(len(ordinary_ids)) // size
+    replacement = np.where(drawn < masked, mask_id, picked)
+    random = (masked <= drawn) & (drawn < replaced)
+    spread = (drawn - masked)[random] * np.uint64(len(ordinary_ids)) // (replaced - masked)[random]
     replacement[random] = ordinary_ids[spread.astype(np.int64)]
     inputs[places] = replacement
     return inputs, labels
@@ -123,19 +122,13 @@ class TokenBlocks(TokenStreamDataset):
     """
 
     def __init__(
-        self,
-        tokens: TokenSource | Sequence[TokenSource],
-        length: int,
-        *,
-        pad_id: int,
-        vocab_size: int,
-        seed: int = 0,
+        self, tokens: TokenSource | Sequence[TokenSource], length: int, *, pad_id: int, vocab_size: int, seed: int = 0
     ) -> None:
         super().__init__(tokens, vocab_size, [length], seed)
         self.length, self.pad_id = length, pad_id
 
     def describe(self) -> str:
-        """The objective and the size of the data, for the log."""
+        """The size of the data, for the log."""
         return f"blocks of {self.length} tokens; {self.num_tokens:,} training tokens"
 
     def settings(self) -> dict[str, Any]:
@@ -149,9 +142,9 @@ class TokenBlocks(TokenStreamDataset):
         """Blocks of global sample numbers int64[n]: `input_ids` and `attention_mask`, int64[n, length]."""
         epochs, rows = self.rows_of(samples)
         ids = self.read(self.starts_of(epochs, rows), self.length)
-        mask, short = np.ones_like(ids), self.is_short(rows)
-        ids[short, self.last_row_length :], mask[short, self.last_row_length :] = self.pad_id, 0
-        return {"input_ids": ids, "attention_mask": mask}
+        mask = np.ones_like(ids)
+        mask[self.is_short(rows), self.last_row_length :] = 0
+        return {"input_ids": np.where(mask, ids, self.pad_id), "attention_mask": mask}
 
 
 class MaskedLMDataset(TokenBlocks):
@@ -206,21 +199,14 @@ class MaskedLMDataset(TokenBlocks):
         Returns:
             `input_ids`, `attention_mask` and `labels`, int64[n, length]; labels are -100 where nothing is predicted.
         """
-        epochs, rows = self.rows_of(samples)
-        starts = self.starts_of(epochs, rows)
-        shape = len(rows), self.length
-        input_ids, labels, mask = np.empty(shape, np.int64), np.empty(shape, np.int64), np.ones(shape, np.int64)
+        batch, (epochs, rows) = super().batch(samples), self.rows_of(samples)
+        ids, labels = batch["input_ids"], np.empty_like(batch["input_ids"])
         for begin in range(0, len(rows), BLOCK):
             here = slice(begin, begin + BLOCK)
             words = sample_words(self._noise_key, epochs[here], rows[here], self.length).T
-            input_ids[here], labels[here] = mask_tokens(
-                self.read(starts[here], self.length),
-                words,
-                self.probability,
-                self.mask_id,
-                self._ordinary_ids,
-                self._special,
+            ids[here], labels[here] = mask_tokens(
+                ids[here], words, self.probability, self.mask_id, self._ordinary_ids, self._special
             )
-        short, end = self.is_short(rows), self.last_row_length
-        input_ids[short, end:], labels[short, end:], mask[short, end:] = self.pad_id, IGNORED_LABEL, 0
-        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+        padding = batch["attention_mask"] == 0
+        ids[padding], labels[padding] = self.pad_id, IGNORED_LABEL
+        return {**batch, "labels": labels}

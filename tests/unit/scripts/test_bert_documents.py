@@ -210,7 +210,7 @@ def test_a_run_is_continued_from_its_best_checkpoint_and_resumes_after_that_has_
         ({"init_checkpoint": "other"}, "--from_pretrained and --init_checkpoint exclude each other"),
         ({"from_pretrained": "./nowhere"}, "--from_pretrained ./nowhere: there is no such file or folder"),
         ({"packing": None, "use_nsp": 0}, "train.jsonl is text; give --packing documents"),
-        ({"min_document_length": 10**6}, r"no document of 1000000 tokens or more \(30 shorter\)"),
+        ({"min_document_length": 10**6}, r"no document of 1000000 tokens or more \(30 shorter than 1000000\)"),
         ({"data_path": "missing.jsonl"}, "missing.jsonl"),
     ],
 )

@@ -132,7 +132,9 @@ def test_settings_that_change_rows_change_the_fingerprint(tmp_path):
 
 
 def test_documents_that_are_too_short_and_ids_of_another_vocabulary_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no document of 100 tokens or more \(5 shorter\).*--min_document_length"):
+    with pytest.raises(
+        UserError, match=r"no document of 100 tokens or more \(5 shorter than 100\).*--min_document_length"
+    ):
         rows_of(tmp_path, made_up(5), min_length=100)
     rows = rows_of(tmp_path, made_up(5))
     with pytest.raises(UserError, match="tokenized with another vocabulary"):
