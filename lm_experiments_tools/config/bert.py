@@ -27,9 +27,7 @@ _WITHOUT_EFFECT = Ignored(lambda args: False, "")  # accepted for scripts of t5-
 _NO_TEXT = Ignored(lambda args: True, "is for models that write text")
 _OF_PACKING = Ignored(lambda args: args.packing == SENTENCES, "needs --packing documents, none or stream")
 _OF_DOCUMENTS = needs("packing", "documents", "none", reason="needs --packing documents or none")
-_OF_SENTENCES = Ignored(
-    lambda args: args.packing != SENTENCES, "is about Megatron's samples, and --packing is {packing}"
-)
+_OF_SENTENCES = Ignored(lambda args: args.packing != SENTENCES, "is about Megatron's samples, not --packing {packing}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ class BertObjectiveArgs:
     input_seq_len: Annotated[int, at_least(5)] = 128
     """Length of a sample, in tokens, [CLS] and [SEP] included."""
     mlm_prob: Annotated[float, PART] = 0.15
-    """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay (--mask_replace)."""
+    """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
     mlm_prob_end: Annotated[float | None, PART, _OF_PACKING] = None
     """Fraction that --mlm_prob changes to, linearly over --mlm_prob_samples. None: it stays."""
     mlm_prob_samples: Annotated[int | None, COUNT, needs("mlm_prob_end")] = None
@@ -133,8 +131,7 @@ class BertObjectiveArgs:
         parts = self.mask_replace
         if len(parts) != 3 or not all(part >= 0 for part in parts) or abs(sum(parts) - 1) > 1e-6:
             raise UserError(
-                f"--mask_replace is {' '.join(map(str, parts))}: it must be three numbers from 0 to 1 that sum to 1, "
-                "for example 0.8 0.1 0.1."
+                f"--mask_replace {' '.join(map(str, parts))} must be three parts that sum to 1: 0.8 0.1 0.1."
             )
 
     def most_predictions(self) -> int:

@@ -15,7 +15,7 @@ from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
 from lm_experiments_tools.models.pretrained import kind_of
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
-_FILES_OF_MODEL = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a folder on the Hub
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a model on the Hub
 
 
 def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
@@ -51,8 +51,8 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
 def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]) -> dict[str, tuple[Any, str]]:
     """{name: (value, origin)} of settings of a pre-training run that are not given and follow from `from_pretrained`.
 
-    Only weights are taken of a checkpoint: optimizer, schedule and step begin anew. A run that is resumed keeps what
-    it recorded, wherever `best` and `last` of the other run point now.
+    Only weights are taken of a checkpoint: optimizer, schedule and step begin anew. A resumed run keeps what it
+    recorded, wherever `best` and `last` of another run point now. Paths are relative to `working_dir`.
 
     Args:
         tokenizer_flags: flags that name the tokenizer; the first is set if none is given.
@@ -67,37 +67,35 @@ def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]
     names = ["init_checkpoint", "model_cls", "reset_optimizer", "reset_lr", "reset_iteration"]
     names += [] if given.get("model_cfg") else ["base_model"]
     names += [] if any(given.get(flag) for flag in tokenizer_flags) else [tokenizer_flags[0]]
-    before = (settings_in_use(Path(folder, given["model_path"])) if given.get("model_path") else None) or {}
-    values = before if before.get("from_pretrained") == named else _values_of(named, folder, tokenizer_flags[0])
-    return {
-        name: (values[name], DEFAULT if name == "model_cls" else f"--from_pretrained {named}")
-        for name in names
-        if name not in given and name in values
-    }
+    before = given.get("model_path") and settings_in_use(Path(folder, given["model_path"]))
+    is_known = before and before.get("from_pretrained") == named
+    values = before if is_known else _values_of(named, folder, tokenizer_flags[0])
+    origins = {"model_cls": DEFAULT}  # so that `--speed auto` may choose our class for the same weights
+    missing = [name for name in names if name not in given and name in values]
+    return {name: (values[name], origins.get(name, f"--from_pretrained {named}")) for name in missing}
 
 
 def _values_of(named: str, folder: str, tokenizer_flag: str) -> dict[str, Any]:
-    """Values of the flags for weights that are found now; paths are relative to `folder`."""
+    """Values of the flags for weights that are looked for now."""
     is_local = Path(folder, named).exists()
     source = find_source(str(Path(folder, named)) if is_local else named)
     if source.is_adapter or source.is_file:
         found = "holds an adapter" if source.is_adapter else "is a file of weights, without configuration"
         raise UserError(f"--from_pretrained {named} {found}: name the folder of a full model.")
-    if source.path is None:
+    path = source.path
+    if path is None:
         from huggingface_hub import snapshot_download
 
         try:
-            path = snapshot_download(named, allow_patterns=_FILES_OF_MODEL)
+            path = Path(snapshot_download(named, allow_patterns=_FILES))
         except OSError as error:
             raise UserError(f"--from_pretrained {named} cannot be downloaded: {first_line(error)}") from error
-        source = Source(path, Path(path))
-    path = os.path.relpath(os.path.realpath(source.path), os.path.realpath(folder)) if is_local else str(source.path)
-    values = dict.fromkeys(("base_model", "init_checkpoint", tokenizer_flag), path)
+    name = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if is_local else str(path)
+    values: dict[str, Any] = dict.fromkeys(("base_model", "init_checkpoint", tokenizer_flag), name)
     values |= dict.fromkeys(("reset_optimizer", "reset_lr", "reset_iteration"), True)
-    architectures = source.config.get("architectures") or []
-    if architectures:
-        package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
-        values["model_cls"] = f"{package}:{architectures[0]}"
+    config = Source(named, path).config
+    if architectures := config.get("architectures"):
+        values["model_cls"] = f"{OWN_PACKAGES.get(config.get('model_type'), 'transformers')}:{architectures[0]}"
     return values
 
 

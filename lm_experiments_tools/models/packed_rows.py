@@ -6,7 +6,7 @@ which `isolate` has them make a mask of documents within their own mask (full or
     position_ids    0 1 2 0 1 0     a document begins at every 0
     segments        1 1 1 2 2 3     tokens see those of their own number
 
-The mask is dense, [batch, 1, length, length], computed once a forward pass and type of layer.
+The mask is dense, [batch, 1, length, length], made once a forward pass for each type of layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from modeling_bert.packing import positions_of
 
 NAME = "sdpa_of_documents"
 _SAME = 1e-4  # relative difference of fp32 logits; isolated documents differ by 1e-6
-_PROBED = 256  # tokens of a document at most, more than the sliding windows of published encoders
+_PROBED = 256  # tokens of a document at most: more than the windows of published encoders
 _segments: list[Tensor] = []  # of the forward pass that is running
 
 Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -42,11 +42,13 @@ def prepare(model: nn.Module, length: int) -> Transform | None:
     Raises:
         UserError: the model cannot isolate documents.
     """
-    takes_segments = "segment_ids" in forward_names(model)
-    if not takes_segments and (reason := isolate(model)):
-        raise _refusal(model, reason)
-    transform = None if takes_segments else _with_positions
-    _check(model, min(_PROBED, (length - 1) // 2), transform or dict)
+    transform = None if "segment_ids" in forward_names(model) else _with_positions
+    reason = isolate(model) if transform else None
+    if reason := reason or _failed_check(model, min(_PROBED, (length - 1) // 2), transform or dict):
+        raise UserError(
+            f"--packing documents: {type(model).__name__} cannot keep the documents of a row apart ({reason}); choose "
+            "--packing none, or a class such as modeling_bert:BertForMaskedLM."
+        )
     return transform
 
 
@@ -84,40 +86,30 @@ def _mask_of_documents(*sizes: Any, attention_mask: Tensor | None = None, **opti
 
 
 def _with_positions(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "segment_ids" not in batch:
-        return batch
     others = {name: value for name, value in batch.items() if name != "segment_ids"}
     return {**others, "position_ids": positions_of(batch["segment_ids"])}
 
 
-def _check(model: nn.Module, length: int, transform: Transform) -> None:
-    """Compare the logits of a row of two documents of `length` tokens and padding with those of each one alone."""
+def _failed_check(model: nn.Module, length: int, transform: Transform) -> str | None:
+    """What differs between a row of two documents of `length` tokens with padding and these documents alone."""
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
-    segments = torch.tensor([1, 2], device=device).repeat_interleave(length)
-    row, segments = torch.cat([*ids, ids[0, :1]])[None], torch.cat([segments, segments[:1] * 0])[None]
-    packed = transform({"input_ids": row, "segment_ids": segments, "attention_mask": (segments > 0).long()})
+    segments = torch.tensor([[1] * length + [2] * length + [0]], device=device)
+    row = {"input_ids": torch.cat([*ids, ids[0, :1]])[None], "segment_ids": segments}
     training = model.training
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             alone = _logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).flatten(0, 1)
-            found = _logits(model, packed)[0, : 2 * length]
+            found = _logits(model, transform({**row, "attention_mask": (segments > 0).long()}))[0, : 2 * length]
     except (IndexError, ValueError) as error:  # too few positions, or a layout over the whole row
-        raise _refusal(model, " ".join(str(error).split())) from error
+        return " ".join(str(error).split())
     finally:
         model.train(training)
-    if not (found - alone).abs().max() <= _SAME * alone.abs().max():
-        raise _refusal(model, "the documents of a row see each other")
+    same = (found - alone).abs().max() <= _SAME * alone.abs().max()
+    return None if same else "the documents of a row see each other"
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     outputs = model(**inputs)
     return outputs["prediction_logits" if "prediction_logits" in outputs else "logits"].float()
-
-
-def _refusal(model: nn.Module, reason: str) -> UserError:
-    return UserError(
-        f"--packing documents: {type(model).__name__} cannot keep the documents of a row apart ({reason}); choose "
-        "--packing none, or a class such as modeling_bert:BertForMaskedLM."
-    )

@@ -15,19 +15,23 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
-from lm_experiments_tools.data.objectives.masked_rows import MaskedRows
+from lm_experiments_tools.data.objectives.document_rows import DocumentRows
+from lm_experiments_tools.data.objectives.masked_rows import MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import TokenBlocks
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
-from lm_experiments_tools.data.tokens.files import dataset_paths, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.labelled_head import spread_labels
-from lm_experiments_tools.recipes.bert_documents import DocumentData
 from lm_experiments_tools.recipes.common import save_tokenizer
+from lm_experiments_tools.recipes.t5_sources import tokenized
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
 
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "bert_samples"  # below the working directory
+TOKENIZERS = Path(".cache") / "tokenizers"
 
 
 @dataclass
@@ -150,52 +155,87 @@ def bert_datasets(
         seed=args.seed,
         cache_dir=CACHE / args.data_name,
     )
-    train = None if args.validate_only else _training_samples(args, dataset, tokenizer.pad, open_tokens)
+    passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
+    train = None if args.validate_only else _mixed(args, partial(dataset, **passes), tokenizer.pad, open_tokens)
     if args.valid_data_path is None:
         return train, None, None
     valid_tokens = open_tokens(args.valid_data_path)
     return train, dataset(valid_tokens), valid_tokens
 
 
-def document_datasets(
-    args: BertPretrainingArgs, tokenizer: BertDataTokenizer
-) -> tuple[MaskedRows | None, MaskedRows | None, IndexedDataset | None]:
-    """`bert_datasets` of plain text (`--packing`)."""
-    data = DocumentData(args, tokenizer)
-    train = None if args.validate_only else data.training([data.tokens(path) for path in args.data_path])
-    if args.valid_data_path is None:
-        return train, None, None
-    valid_tokens = data.tokens(args.valid_data_path)
-    return train, data.validation(valid_tokens), valid_tokens
-
-
 def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
-    """Upper bound of the masked tokens of that many rows; whole words of plain text vary three times as much."""
+    """Upper bound of the masked tokens of that many rows; with whole words of plain text their number varies more."""
     if args.packing == SENTENCES:
         return lambda rows: rows * args.most_predictions()
-    tokens, rate = args.input_seq_len, args.highest_rate()
-    if args.whole_word:
-        return lambda rows: min(rows * tokens, spread_labels(rows * tokens, rate) * 3 - int(2 * rows * tokens * rate))
-    return lambda rows: spread_labels(rows * tokens, rate)
+    rate = min(1.0, args.highest_rate() * (1.5 if args.whole_word else 1.0))
+    return lambda rows: spread_labels(rows * args.input_seq_len, rate)
 
 
-def _training_samples(
-    args: BertPretrainingArgs,
-    dataset: Callable[..., BertDataset],
-    pad_id: int,
-    open_tokens: Callable[[str], IndexedDataset],
-) -> BertDataset | MixtureDataset:
-    passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
+def _mixed(
+    args: BertPretrainingArgs, dataset: Callable[..., Any], pad_id: int, open_tokens: Callable[[str], IndexedDataset]
+) -> Any:
+    """`dataset(tokens)` of the only `--data_path`, or a mixture of those of all."""
     if len(args.data_path) == 1:
-        return dataset(open_tokens(args.data_path[0]), **passes)
+        return dataset(open_tokens(args.data_path[0]))
     # A seed for each: equal ones would give members of equal size the same order and noise.
     members = [
-        dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"), **passes)
+        dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"))
         for number, path in enumerate(args.data_path)
     ]
     return MixtureDataset(members, pad_id=pad_id, **args.mixing())
 
 
+# ---- plain text -----------------------------------------------------------------------------------------------------
+def document_datasets(
+    args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
+) -> tuple[MaskedRows | None, MaskedRows | None, IndexedDataset | None]:
+    """`bert_datasets` of plain text."""
+    open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
+    ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
+    masks = {"mask_id": tokenizer.mask, "special_ids": tokenizer.special_ids, "vocab_size": tokenizer.vocab_size}
+    masks |= {"replace": args.mask_replace, "starts_word": tokenizer.starts_word if args.whole_word else None}
+
+    def rows(tokens: IndexedDataset, seed: int = args.seed) -> DocumentRows | TokenBlocks:
+        if args.packing == "stream":
+            return TokenBlocks(tokens, args.input_seq_len, seed=seed, **ids)
+        has_end = bool(tokens.meta.get("append_eos") or tokens.meta.get("append_eod"))
+        return DocumentRows(
+            tokens, args.input_seq_len, cls_id=tokenizer.cls, sep_id=tokenizer.sep, has_end=has_end, seed=seed,
+            packed=args.packing == "documents", min_length=args.min_document_length, **ids,
+        )  # fmt: skip
+
+    train = valid = tokens = None
+    if not args.validate_only:
+        rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
+        train = MaskedRows(_mixed(args, rows, tokenizer.pad, open_tokens), rate, seed=args.seed, **masks)
+    if args.valid_data_path is not None:
+        tokens = open_tokens(args.valid_data_path)
+        valid = MaskedRows(rows(tokens), MaskingRate(args.valid_mlm_prob or args.mlm_prob), seed=args.seed, **masks)
+    return train, valid, tokens
+
+
+def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> IndexedDataset:
+    """The token file of a data path; text is tokenized first (once, cached).
+
+    Raises:
+        UserError: text or tokens that are missing, damaged, or made with another tokenizer.
+    """
+    prefix = token_prefix(path)
+    tokens = None if prefix is None else open_checked(prefix)
+    if tokens is not None and tokens.meta.get("vocab_sha256") == tokenizer.fingerprint:  # of preprocess_data.py
+        return tokens
+    folder = TOKENIZERS / tokenizer.fingerprint[:16]
+    with locked(folder.with_suffix(".lock")):
+        tokenizer.save(folder)
+        vocabulary = load_vocabulary(folder)
+    if tokens is None:
+        return tokenized(path, vocabulary, args, append_eos=False)
+    warn_unrecorded(tokens.prefix, tokens.meta)
+    check_vocabulary(tokens.prefix, tokens.meta, vocabulary)
+    return tokens
+
+
+# ---- Megatron's sentences -------------------------------------------------------------------------------------------
 def open_sentences(path: str) -> IndexedDataset:
     """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")

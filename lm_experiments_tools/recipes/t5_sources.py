@@ -139,15 +139,8 @@ def tokenized(
     Raises:
         UserError: text that cannot be tokenized, or has more bad lines than `--max_bad_lines`.
     """
-    prefix = ensure_tokenized(
-        path,
-        vocabulary,
-        CACHE,
-        workers=args.data_n_workers,
-        text_key=args.text_key,
-        append_eos=append_eos,
-        max_bad_lines=args.max_bad_lines,
-    )
+    options = {"workers": args.data_n_workers, "text_key": args.text_key, "max_bad_lines": args.max_bad_lines}
+    prefix = ensure_tokenized(path, vocabulary, CACHE, append_eos=append_eos, **options)
     tokens = IndexedDataset(prefix)
     bad_lines = tokens.meta.get("bad_lines", 0)
     if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier

@@ -113,13 +113,7 @@ def _by_words(words: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.nd
 
 
 class TokenBlocks(TokenStreamDataset):
-    """Full blocks of the token stream; no token is added, and documents follow each other.
-
-    Args:
-        tokens, vocab_size, seed: as `TokenStreamDataset`.
-        length: tokens of a block.
-        pad_id: fills the short last block.
-    """
+    """Full blocks of `length` tokens of the token stream; no token is added, and `pad_id` fills the short last one."""
 
     def __init__(
         self, tokens: TokenSource | Sequence[TokenSource], length: int, *, pad_id: int, vocab_size: int, seed: int = 0

@@ -70,14 +70,6 @@ def test_the_end_of_a_document_that_the_file_has_is_no_text(tmp_path):
     assert sorted(found) == expected_chunks([document[:-1] for document in documents], 30)
 
 
-def test_the_worked_example(tmp_path):
-    documents = [np.arange(11, 20), np.array([21, 22]), np.array([31]), np.array([41, 42, 43])]
-    rows = rows_of(tmp_path, documents, width=8)
-    batch = rows.batch(np.arange(len(rows)))
-    lengths = sorted(tuple(np.bincount(row)[1:].tolist()) for row in batch["segment_ids"])
-    assert lengths == [(4,), (5,), (5, 3), (8,)]
-
-
 @pytest.mark.parametrize("width", [64, 512, 1024])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_of_documents_like_those_of_the_web_are_full(width, seed):
