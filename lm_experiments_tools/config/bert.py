@@ -69,7 +69,7 @@ class BertDataArgs:
 
     def check(self) -> None:
         check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
-        if self.tokenizer is None and self.vocab_file is None:
+        if self.tokenizer is None and self.vocab_file is None and getattr(self, "from_pretrained", None) is None:
             raise UserError("no tokenizer is named: give the one that made the data, by --vocab_file or --tokenizer.")
         if not self.lower_case and self.vocab_file is None:
             raise UserError("--no_lower_case is about --vocab_file; a --tokenizer knows its own case.")
@@ -124,8 +124,6 @@ class BertObjectiveArgs:
     """Most words in a row that are masked together."""
 
     def check(self) -> None:
-        if self.packing != SENTENCES and self.use_nsp:
-            raise UserError(f"--packing {self.packing} has no pairs of sentences: give --use_nsp 0.")
         if self.mlm_prob_end is not None and self.mlm_prob_samples is None:
             raise UserError("--mlm_prob_end needs --mlm_prob_samples, for example --iters times the global batch.")
         parts = self.mask_replace
@@ -157,9 +155,11 @@ class BertPretrainingArgs(ExperimentArgs, FromPretrainedArgs, BertObjectiveArgs,
 
 def inherited(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """{name: (value, origin)} of settings that follow from others and are not given (see `cli.parse`)."""
-    found = {}
-    if given.get("packing", SENTENCES) != SENTENCES:  # trains on masked tokens only, as published encoders were
-        found = {name: (False, "--packing") for name in ("use_nsp", "whole_word") if name not in given}
+    found, packing = {}, given.get("packing", SENTENCES)
+    if packing != SENTENCES:
+        if given.get("use_nsp"):
+            raise UserError(f"--packing {packing} has no pairs of sentences: leave --use_nsp out.")
+        found = {name: (False, f"--packing {packing}") for name in ("use_nsp", "whole_word") if name not in given}
     if given.get("from_pretrained"):
         found |= resolve_name(INHERITED)(given, ("tokenizer", "vocab_file"))
     return found

@@ -92,8 +92,8 @@ def _with_positions(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _failed_check(model: nn.Module, length: int, transform: Transform) -> str | None:
     """What differs between a row of two documents of `length` tokens with padding and these documents alone."""
-    device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
-    ids = torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
+    device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    ids = torch.randint(model.get_input_embeddings().weight.shape[0], (2, length), generator=random).to(device)
     segments = torch.tensor([[1] * length + [2] * length + [0]], device=device)
     row = {"input_ids": torch.cat([*ids, ids[0, :1]])[None], "segment_ids": segments}
     training = model.training

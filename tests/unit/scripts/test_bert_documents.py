@@ -183,7 +183,7 @@ def test_a_run_is_continued_from_its_best_checkpoint_and_resumes_after_that_has_
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"use_nsp": 1}, "--packing documents has no pairs of sentences: give --use_nsp 0"),
+        ({"use_nsp": 1}, "--packing documents has no pairs of sentences: leave --use_nsp out"),
         ({"max_ngram": 2}, "--max_ngram is about Megatron's samples, not --packing documents"),
         ({"packing": "sentences", "use_nsp": 0, "mask_replace": (1, 0, 0)}, "--mask_replace needs --packing"),
         ({"packing": "stream", "min_document_length": 5}, "--min_document_length needs --packing documents or none"),
