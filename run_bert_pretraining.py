@@ -14,6 +14,11 @@ The same, on several workers, with one of these in the place of `python`::
     torchrun --nproc_per_node 2
     accelerate launch --config_file accelerate_configs/ddp.yaml
 
+Rows of plain text, without sentences, here to continue an encoder (ModernBERT, ...) of a folder or the Hub::
+
+    python run_bert_pretraining.py --from_pretrained FOLDER --data_path text.jsonl --packing documents \\
+        --model_path runs/more --input_seq_len 512 --mlm_prob 0.3 --lr 1e-4 --iters 10000 --save_interval 1000
+
 The same command again continues an interrupted run. `--config run.yaml` reads flags from a file; `--model_cls
 my_module:MyBert` trains a model class of your own; `--use_nsp 0` masks words only.
 """
@@ -22,12 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.bert import BertPretrainingArgs, inherited
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, resolve=SPEED)
+    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, inherit=inherited, resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 
@@ -35,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.backends.collective import on_all
+    from lm_experiments_tools.models.packed_rows import prepare
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.planning.finders import find_or_train
     from lm_experiments_tools.recipes import common
-    from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data
+    from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data, most_labels
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
     from lm_experiments_tools.training.losses import bert_loss
     from lm_experiments_tools.training.trainer import TrainingLoop
@@ -50,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model_source = common.model_source(args, backend)
     data = bert_pretraining_data(args, backend, model_source)
     model = common.model_from_args(args, model_source, data.tokenizer.vocab_size)
-    most_labels = common.labels_alone(args, backend, model, lambda rows: rows * args.most_predictions())
+    transform = on_all(backend, lambda: prepare(model, args.input_seq_len)) if args.packing == "documents" else None
+    labels = common.labels_alone(args, backend, model, most_labels(args))
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(
@@ -60,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer,
         data.train,
         data.valid,
+        batch_transform_fn=transform,
         batch_metrics_fn=bert_metrics,
         tokenizer_dir=data.tokenizer_dir,
-        loss=bert_loss(args.use_nsp, most_labels),
+        loss=bert_loss(args.use_nsp, labels),
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
     if find_or_train(trainer, origins, folder, data):

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs, inherited
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, resolve=SPEED)
+    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, inherit=inherited, resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 

@@ -299,7 +299,8 @@ def _yaml_value(flag: Flag, node: yaml.Node, origin: str) -> Any:
     items = node.value if isinstance(node, yaml.SequenceNode) and flag.is_list else [node]
     if not all(isinstance(item, yaml.ScalarNode) for item in items):
         raise UserError(f"{origin}: {flag.name} takes {describe(flag.annotation)}, not a {node.id}.")
-    if items == [node] and node.style is None and node.value.lower() in NULL_WORDS:
+    is_null = node.value not in typing.get_args(flag.annotation) and str(node.value).lower() in NULL_WORDS
+    if items == [node] and node.style is None and is_null:
         if type(None) not in typing.get_args(flag.annotation):
             raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
         return None

@@ -32,11 +32,11 @@ _FLAGS_OF_UNITS = {
     "updates": "iters num_warmup_steps num_training_steps log_interval valid_interval save_interval profile "
     "profile_after log_norms log_maxima max_skipped_updates find_lr",
     "tokens": "input_seq_len target_seq_len mean_noise_span_length max_sentence_length max_new_tokens min_new_tokens "
-    "no_repeat_ngram_size pad_to_multiple_of num_virtual_tokens top_k",
+    "min_document_length no_repeat_ngram_size pad_to_multiple_of num_virtual_tokens top_k",
     "examples": "batch_size eval_batch_size valid_samples test_samples max_train_samples max_instances_per_task "
     "max_instances_per_eval_task show_valid_examples data_maximum num_pos_examples num_neg_examples data_n_samples",
     "micro_batches": "gradient_accumulation_steps",
-    "rows": "bucket_rows mix_rows",
+    "rows": "bucket_rows mix_rows mlm_prob_samples",
     "lines": "max_bad_lines",
     "epochs": "epochs data_n_epochs",
     "workers": "virtual_ranks",
@@ -50,8 +50,8 @@ _FLAGS_OF_UNITS = {
     "prompts": "num_prompts",
     "rank": "lora_r",
     "rate": "lr lr_drop_min_lr lr_drop_eps find_lr_min find_lr_max",
-    "fraction": "dropout_rate lora_dropout noise_density mlm_prob mlm_probability short_seq_prob max_unread "
-    "lr_min_ratio thresholds top_p",
+    "fraction": "dropout_rate lora_dropout noise_density mlm_prob mlm_prob_end valid_mlm_prob mlm_probability "
+    "mask_replace short_seq_prob max_unread lr_min_ratio thresholds top_p",
     "factor": "lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "
     "data_temperature",
     "norm": "clip_grad_norm",

@@ -1,6 +1,7 @@
 """Arguments of run_t5_pretraining.py: the data. Standard library only."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,7 @@ from lm_experiments_tools.config.flags import COUNT, HARMLESS, NOT_NEGATIVE, POS
 from lm_experiments_tools.config.objectives import OF_NATIVE_PIPELINE, ObjectiveArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name
 
 _MIXES = Ignored(lambda args: len(args.data_path) < 2, "needs several --data_path")
 _OF_SIZES = needs("data_blending", "proportional")
@@ -41,6 +43,15 @@ class MixtureArgs:
         """The settings as `MixtureDataset` takes them."""
         limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromPretrainedArgs:
+    """A pre-trained model to continue."""
+
+    from_pretrained: str | None = None
+    """Folder (of a run: its best checkpoint, else its last) or Hugging Face name whose weights, configuration, class
+    and tokenizer are used; other flags for these win."""
 
 
 _COMPARES_TARGETS = Ignored(
@@ -90,7 +101,7 @@ _SHOWS_TEXT = Ignored(lambda args: args.objective().report is None, "shows gener
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
+class T5PretrainingArgs(ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, MixtureArgs, DataArgs):
     """All arguments of run_t5_pretraining.py."""
 
     pad_to_multiple_of: int | None = 8
@@ -124,3 +135,11 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
     def through_seqio(self) -> bool:
         """True if seqio reads the data: by `--data_pipeline`, or for a task of its registry."""
         return self.data_pipeline == "seqio" or self.is_registered_task()
+
+
+INHERITED = "lm_experiments_tools.models.inherited:pretrained_settings"  # a name, because it imports torch
+
+
+def inherited(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """{name: (value, origin)} of settings that follow from `--from_pretrained` and are not given (see `cli.parse`)."""
+    return resolve_name(INHERITED)(given, ("vocab",)) if given.get("from_pretrained") else {}

@@ -405,7 +405,8 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
 
     def check_model(self) -> None:
         """A model must be named."""
-        if self.model_cfg is None and self.base_model is None and self.init_checkpoint is None:
+        names = ("model_cfg", "base_model", "init_checkpoint", "from_pretrained")
+        if all(getattr(self, name, None) is None for name in names):
             raise UserError("no model is named: give --model_cfg, such as t5-small, or --base_model NAME.")
 
     def learning_rate(self) -> float | None:

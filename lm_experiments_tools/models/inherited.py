@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.checkpoint.source import CONFIG, KINDS, TASK_FILE, Source, find_base, find_source
+from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import PROMPT, SAVED
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import register_own_models
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
 from lm_experiments_tools.models.pretrained import kind_of
+from lm_experiments_tools.tracking.run_directory import settings_in_use
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a model on the Hub
 
 
 def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
@@ -41,6 +46,57 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
         return {name: (tuple(v) if isinstance(v, list) else v, file) for name, v in values.items()}
     kind = None if "model_type" in given else _kind_of_weights(source)
     return {} if kind is None else {"model_type": (kind, f"{source.name}/{CONFIG}")}
+
+
+def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """{name: (value, origin)} of settings of a pre-training run that are not given and follow from `from_pretrained`.
+
+    Only weights are taken of a checkpoint: optimizer, schedule and step begin anew. A resumed run keeps what it
+    recorded, wherever `best` and `last` of another run point now. Paths are relative to `working_dir`.
+
+    Args:
+        tokenizer_flags: flags that name the tokenizer; the first is set if none is given.
+
+    Raises:
+        UserError: there are no such weights, they are an adapter or have no configuration, or another flag names some.
+    """
+    named, folder = str(given["from_pretrained"]), str(given.get("working_dir", "."))
+    for flag in ("base_model", "init_checkpoint"):
+        if given.get(flag):
+            raise UserError(f"--from_pretrained and --{flag} exclude each other: both name a model to start from.")
+    names = ["init_checkpoint", "model_cls", "reset_optimizer", "reset_lr", "reset_iteration"]
+    names += [] if given.get("model_cfg") else ["base_model"]
+    names += [] if any(given.get(flag) for flag in tokenizer_flags) else [tokenizer_flags[0]]
+    before = given.get("model_path") and settings_in_use(Path(folder, given["model_path"]))
+    is_known = before and before.get("from_pretrained") == named
+    values = before if is_known else _values_of(named, folder, tokenizer_flags[0])
+    origins = {"model_cls": DEFAULT}  # so that `--speed auto` may choose our class for the same weights
+    missing = [name for name in names if name not in given and name in values]
+    return {name: (values[name], origins.get(name, f"--from_pretrained {named}")) for name in missing}
+
+
+def _values_of(named: str, folder: str, tokenizer_flag: str) -> dict[str, Any]:
+    """Values of the flags for weights that are looked for now."""
+    is_local = Path(folder, named).exists()
+    source = find_source(str(Path(folder, named)) if is_local else named)
+    if source.is_adapter or source.is_file:
+        found = "holds an adapter" if source.is_adapter else "is a file of weights, without configuration"
+        raise UserError(f"--from_pretrained {named} {found}: name the folder of a full model.")
+    path = source.path
+    if path is None:
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = Path(snapshot_download(named, allow_patterns=_FILES))
+        except OSError as error:
+            raise UserError(f"--from_pretrained {named} cannot be downloaded: {first_line(error)}") from error
+    name = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if is_local else str(path)
+    values: dict[str, Any] = dict.fromkeys(("base_model", "init_checkpoint", tokenizer_flag), name)
+    values |= dict.fromkeys(("reset_optimizer", "reset_lr", "reset_iteration"), True)
+    config = Source(named, path).config
+    if architectures := config.get("architectures"):
+        values["model_cls"] = f"{OWN_PACKAGES.get(config.get('model_type'), 'transformers')}:{architectures[0]}"
+    return values
 
 
 def _kind_of_weights(source: Source) -> str | None:

@@ -12,18 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.objectives.document_rows import DocumentRows
+from lm_experiments_tools.data.objectives.masked_rows import MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import TokenBlocks
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
-from lm_experiments_tools.data.tokens.files import dataset_paths, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.modules.inspection import forward_names_of
+from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import save_tokenizer
+from lm_experiments_tools.recipes.t5_sources import tokenized
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
 
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "bert_samples"  # below the working directory
+TOKENIZERS = Path(".cache") / "tokenizers"
 
 
 @dataclass
@@ -85,16 +94,17 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
         UserError: data or tokenizer that is missing, empty, damaged, or not made for each other; a model that cannot
             read the data.
     """
-    if backend.is_main and args.without_effect():
+    if args.packing == SENTENCES and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     tokenizer = on_all(backend, lambda: bert_tokenizer(args))
     on_all(backend, lambda: check_bert_model(args, model, tokenizer))
     # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
     first = backend.local_rank == 0
-    opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if first else None, takes_long=True)
-    train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer), takes_long=True)
+    make = bert_datasets if args.packing == SENTENCES else document_datasets
+    tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
+    opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
+    train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
-    tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)
     return BertPretrainingData(
         tokenizer,
         None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
@@ -105,8 +115,9 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
     )
 
 
-def _members(train: BertDataset | MixtureDataset) -> list[BertDataset]:
-    return train.datasets if isinstance(train, MixtureDataset) else [train]
+def _members(train: BertDataset | MixtureDataset | MaskedRows) -> list[Any]:
+    rows = train.rows if isinstance(train, MaskedRows) else train
+    return rows.datasets if isinstance(rows, MixtureDataset) else [rows]
 
 
 def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
@@ -144,30 +155,87 @@ def bert_datasets(
         seed=args.seed,
         cache_dir=CACHE / args.data_name,
     )
-    train = None if args.validate_only else _training_samples(args, dataset, tokenizer.pad, open_tokens)
+    passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
+    train = None if args.validate_only else _mixed(args, partial(dataset, **passes), tokenizer.pad, open_tokens)
     if args.valid_data_path is None:
         return train, None, None
     valid_tokens = open_tokens(args.valid_data_path)
     return train, dataset(valid_tokens), valid_tokens
 
 
-def _training_samples(
-    args: BertPretrainingArgs,
-    dataset: Callable[..., BertDataset],
-    pad_id: int,
-    open_tokens: Callable[[str], IndexedDataset],
-) -> BertDataset | MixtureDataset:
-    passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
+def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
+    """Upper bound of the masked tokens of that many rows; with whole words of plain text their number varies more."""
+    if args.packing == SENTENCES:
+        return lambda rows: rows * args.most_predictions()
+    rate = min(1.0, args.highest_rate() * (1.5 if args.whole_word else 1.0))
+    return lambda rows: spread_labels(rows * args.input_seq_len, rate)
+
+
+def _mixed(
+    args: BertPretrainingArgs, dataset: Callable[..., Any], pad_id: int, open_tokens: Callable[[str], IndexedDataset]
+) -> Any:
+    """`dataset(tokens)` of the only `--data_path`, or a mixture of those of all."""
     if len(args.data_path) == 1:
-        return dataset(open_tokens(args.data_path[0]), **passes)
+        return dataset(open_tokens(args.data_path[0]))
     # A seed for each: equal ones would give members of equal size the same order and noise.
     members = [
-        dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"), **passes)
+        dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"))
         for number, path in enumerate(args.data_path)
     ]
     return MixtureDataset(members, pad_id=pad_id, **args.mixing())
 
 
+# ---- plain text -----------------------------------------------------------------------------------------------------
+def document_datasets(
+    args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
+) -> tuple[MaskedRows | None, MaskedRows | None, IndexedDataset | None]:
+    """`bert_datasets` of plain text."""
+    open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
+    ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
+    masks = {"mask_id": tokenizer.mask, "special_ids": tokenizer.special_ids, "vocab_size": tokenizer.vocab_size}
+    masks |= {"replace": args.mask_replace, "starts_word": tokenizer.starts_word if args.whole_word else None}
+
+    def rows(tokens: IndexedDataset, seed: int = args.seed) -> DocumentRows | TokenBlocks:
+        if args.packing == "stream":
+            return TokenBlocks(tokens, args.input_seq_len, seed=seed, **ids)
+        has_end = bool(tokens.meta.get("append_eos") or tokens.meta.get("append_eod"))
+        return DocumentRows(
+            tokens, args.input_seq_len, cls_id=tokenizer.cls, sep_id=tokenizer.sep, has_end=has_end, seed=seed,
+            packed=args.packing == "documents", min_length=args.min_document_length, **ids,
+        )  # fmt: skip
+
+    train = valid = tokens = None
+    if not args.validate_only:
+        rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
+        train = MaskedRows(_mixed(args, rows, tokenizer.pad, open_tokens), rate, seed=args.seed, **masks)
+    if args.valid_data_path is not None:
+        tokens = open_tokens(args.valid_data_path)
+        valid = MaskedRows(rows(tokens), MaskingRate(args.valid_mlm_prob or args.mlm_prob), seed=args.seed, **masks)
+    return train, valid, tokens
+
+
+def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> IndexedDataset:
+    """The token file of a data path; text is tokenized first (once, cached).
+
+    Raises:
+        UserError: text or tokens that are missing, damaged, or made with another tokenizer.
+    """
+    prefix = token_prefix(path)
+    tokens = None if prefix is None else open_checked(prefix)
+    if tokens is not None and tokens.meta.get("vocab_sha256") == tokenizer.fingerprint:  # of preprocess_data.py
+        return tokens
+    folder = TOKENIZERS / tokenizer.fingerprint[:16]
+    with locked(folder.with_suffix(".lock")):
+        tokenizer.save(folder)
+        vocabulary = load_vocabulary(folder)
+    if tokens is None:
+        return tokenized(path, vocabulary, args, append_eos=False)
+    warn_unrecorded(tokens.prefix, tokens.meta)
+    check_vocabulary(tokens.prefix, tokens.meta, vocabulary)
+    return tokens
+
+
+# ---- Megatron's sentences -------------------------------------------------------------------------------------------
 def open_sentences(path: str) -> IndexedDataset:
     """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
@@ -180,8 +248,9 @@ def open_sentences(path: str) -> IndexedDataset:
         raise UserError(f"there is no {prefix}.idx, but {' and '.join(longer)}: give the whole prefix")
     found = "is text" if os.path.exists(path) else f"does not exist: there is no {prefix}.idx"
     raise UserError(
-        f"the data {path} {found}; BERT reads the prefix of token files that `python -m megatron.preprocess_data "
-        "--input TEXT --output-prefix PREFIX --split-sentences ...` makes from JSON lines (PREFIX_text_sentence)"
+        f"the data {path} {found}; give --packing documents for rows of plain text, or the prefix of token files that "
+        "`python -m megatron.preprocess_data --input TEXT --output-prefix PREFIX --split-sentences ...` makes from "
+        "JSON lines (PREFIX_text_sentence)"
     )
 
 

@@ -26,7 +26,9 @@ from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_t
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -98,24 +100,7 @@ class T5Sources:
         return open_checked(prefix, record)
 
     def _tokenized(self, path: str) -> IndexedDataset:
-        args = self._args
-        prefix = ensure_tokenized(
-            path,
-            self.vocabulary,
-            CACHE,
-            workers=args.data_n_workers,
-            text_key=args.text_key,
-            append_eos=args.ends_documents(),
-            max_bad_lines=args.max_bad_lines,
-        )
-        tokens = IndexedDataset(prefix)
-        bad_lines = tokens.meta.get("bad_lines", 0)
-        if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier
-            raise UserError(
-                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than the {limit} that "
-                "--max_bad_lines allows"
-            )
-        return tokens
+        return tokenized(path, self.vocabulary, self._args, append_eos=self._args.ends_documents())
 
     def _from_anywhere(self, path: str) -> str:
         """The same file for a process that has entered `--working_dir` and for one that has not."""
@@ -144,3 +129,23 @@ class T5Sources:
         if found is None:
             raise UserError(f"--vocab is missing, and the vocabulary of {record} ({made_with}) is not there.")
         return found
+
+
+def tokenized(
+    path: str, vocabulary: Vocabulary, args: T5PretrainingArgs | BertPretrainingArgs, *, append_eos: bool
+) -> IndexedDataset:
+    """The token file of a text, made once and cached.
+
+    Raises:
+        UserError: text that cannot be tokenized, or has more bad lines than `--max_bad_lines`.
+    """
+    options = {"workers": args.data_n_workers, "text_key": args.text_key, "max_bad_lines": args.max_bad_lines}
+    prefix = ensure_tokenized(path, vocabulary, CACHE, append_eos=append_eos, **options)
+    tokens = IndexedDataset(prefix)
+    bad_lines = tokens.meta.get("bad_lines", 0)
+    if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier
+        raise UserError(
+            f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than the {limit} that "
+            "--max_bad_lines allows"
+        )
+    return tokens

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from lm_experiments_tools.config import bert, pretraining
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs, InstructionArgs, LengthArgs, TaskArgs
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         SCRIPTS[script],
         flags,
         description=__doc__,
-        inherit=_inherit if script == "finetune" else None,
+        inherit=_INHERIT[script],
         program=f"lmtools inspect {script}" if is_named else "lmtools inspect",
     )
     if script == "finetune":
@@ -106,7 +107,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _inherit(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+def _of_finetuning(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     from lm_experiments_tools.models.inherited import inherited_settings
 
     return inherited_settings(given)
+
+
+_INHERIT = {"pretrain-t5": pretraining.inherited, "pretrain-bert": bert.inherited, "finetune": _of_finetuning}

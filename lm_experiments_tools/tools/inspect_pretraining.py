@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.text.records import RejectedRecords, records
@@ -19,7 +20,13 @@ from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.pipeline import EncodedWriter
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder
-from lm_experiments_tools.recipes.bert_data import bert_datasets, bert_tokenizer, open_sentences
+from lm_experiments_tools.recipes.bert_data import (
+    bert_datasets,
+    bert_tokenizer,
+    document_datasets,
+    open_documents,
+    open_sentences,
+)
 from lm_experiments_tools.recipes.common import model_source
 from lm_experiments_tools.recipes.t5_data import pretraining_data
 from lm_experiments_tools.recipes.t5_sources import T5Sources
@@ -99,13 +106,15 @@ def bert_sections(args: Any) -> Iterator[Section]:
     tokenizer, sources = bert_tokenizer(args), []
     with tempfile.TemporaryDirectory() as folder:
         for number, path in enumerate(args.data_path):
-            tokens = open_sentences(path)
-            check_tokenizer(tokens, tokenizer)
+            if args.packing == SENTENCES:
+                tokens = open_sentences(path)
+                check_tokenizer(tokens, tokenizer)
+            else:
+                tokens = open_documents(path, args, tokenizer)
             source = open_source(path, tokens, args, Path(folder) / str(number))
             sources.append(source)
-            facts = token_facts(
-                source, args, tokenizer.vocab_size, tokenizer.unk, lambda index: tokenizer.decode([index]), True
-            )
+            ids = (tokenizer.vocab_size, tokenizer.unk, lambda index: tokenizer.decode([index]))
+            facts = token_facts(source, args, *ids, args.packing == SENTENCES)
             yield source.title(), facts, []
         yield _bert_training(args, sources, tokenizer, folder)
 
@@ -113,18 +122,15 @@ def bert_sections(args: Any) -> Iterator[Section]:
 def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder: str) -> Section:
     is_whole = all(source.is_whole for source in sources)
     opened = {source.tokens.prefix: source.tokens for source in sources}
-    settings = replace(
-        args,
-        data_path=tuple(opened),
-        data_name=args.data_name if is_whole else folder,  # the run has no use for the sample mapping of a part
-        valid_data_path=None,
-        validate_only=False,
-        max_unread=1.0,  # the run refuses such data, but inspection shows it
-    )
-    dataset, _, _ = bert_datasets(settings, tokenizer, opened.__getitem__)
+    settings = replace(args, data_path=tuple(opened), valid_data_path=None, validate_only=False)
+    if args.packing == SENTENCES:  # a run has no use for the sample mapping of a part, and refuses data it cannot read
+        settings = replace(settings, data_name=args.data_name if is_whole else folder, max_unread=1.0)
+    make = bert_datasets if args.packing == SENTENCES else document_datasets
+    dataset, _, _ = make(settings, tokenizer, opened.__getitem__)
     facts = [("objective", f"{dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")]
     members = dataset.datasets if isinstance(dataset, MixtureDataset) else [dataset]
-    for source, member in zip(sources, members, strict=True):
+    pairs = zip(sources, members, strict=True) if args.packing == SENTENCES else ()
+    for source, member in pairs:
         counts = member.mapping.counts
         lost = f"{counts.unread:.2%} of the tokens of {source.path} fit in no sample"
         limit = f"; more than --max_unread {args.max_unread:g}, so that training refuses it"

@@ -57,7 +57,7 @@ def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> 
             for index in range(first, end):
                 writer.add_sequence(tokens[index])
             writer.end_document()
-        entries = ("vocab_file", "vocab_sha256", "vocab_size")
+        entries = ("vocab_file", "vocab_sha256", "vocab_size", "append_eos", "append_eod")
         writer.finalize({name: tokens.meta[name] for name in entries if name in tokens.meta})
     return TokenSource(path, IndexedDataset(scratch), False, "not compared with its record, because of --documents")
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lm_experiments_tools.config import bert, pretraining
 from lm_experiments_tools.config.bert import BertObjectiveArgs, BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs, LengthArgs, MemoryArgs
@@ -58,11 +59,12 @@ class PlanFinetuningArgs(FinetuningArgs, PlanningArgs):
 
 
 SCRIPTS = {"pretrain-t5": PlanT5Args, "pretrain-bert": PlanBertArgs, "finetune": PlanFinetuningArgs}
+_INHERIT = {"pretrain-t5": pretraining.inherited, "pretrain-bert": bert.inherited, "finetune": None}
 _FILES = {"run_t5_pretraining": "pretrain-t5", "run_bert_pretraining": "pretrain-bert", "run_finetuning": "finetune"}
 # Settings that only one script has, by which a YAML file is recognized.
 _MARKS = {
-    "finetune": ("from_pretrained", "peft", "model_type", "quantize", "epochs"),
     "pretrain-bert": ("use_nsp", "vocab_file", "short_seq_prob", "mlm_prob"),
+    "finetune": ("from_pretrained", "peft", "model_type", "quantize", "epochs"),
 }
 
 
@@ -76,7 +78,11 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"lmtools plan {asked}: name one of {', '.join(SCRIPTS)}, or a YAML file of settings")
         name, flags = _script_of(asked), ["--config", asked, *flags]
     args, origins = parse(
-        SCRIPTS[name], flags, description=__doc__, program=f"lmtools plan {name}" if names_one else "lmtools plan"
+        SCRIPTS[name],
+        flags,
+        description=__doc__,
+        inherit=_INHERIT[name],
+        program=f"lmtools plan {name}" if names_one else "lmtools plan",
     )
     from lm_experiments_tools.planning.show import show  # torch, which a mistyped flag need not wait for
 

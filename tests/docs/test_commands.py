@@ -112,7 +112,7 @@ def all_commands() -> Iterator[Any]:
 def is_out_of_place(flag: str, program: str, given: set[str]) -> bool:
     """True for a flag of small.yaml that the command must not get."""
     if flag == "model_cfg":  # one of small.yaml's own; Megatron's checkpoints hold their sizes
-        return bool((SMALL["configurations"].keys() | {"--base_model"}) & given) or (
+        return bool((SMALL["configurations"].keys() | {"--base_model", "--from_pretrained"}) & given) or (
             program == "lmtools convert" and "--model_cfg" not in given
         )
     return flag == "save_interval" and not {"--model_path", "--config"} & given

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
 _32 = np.uint64(32)
-MASKED, RANDOM = 0.8, 0.1  # of the chosen tokens
+_LAST = np.uint64(2**32 - 1)
+REPLACE = (0.8, 0.1, 0.1)  # of the chosen tokens: mask token, random token, unchanged
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> MaskedLMDataset:
@@ -65,38 +66,83 @@ def mask_id(vocabulary: Vocabulary) -> int:
 def mask_tokens(
     tokens: np.ndarray,
     words: np.ndarray,
-    probability: float,
+    probability: float | np.ndarray,
     mask_id: int,
     ordinary_ids: np.ndarray,
     special: np.ndarray,
+    replace: Sequence[float] = REPLACE,
+    starts: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mask tokens int64[...], each by its own random bits.
 
     Args:
         words: uint64[...], uniform on [0, 2**32).
-        probability: of a token to be chosen.
+        probability: of a token to be chosen; may be an array [rows, 1].
         ordinary_ids: int64[m], candidates for a random token.
         special: bool[vocabulary], ids that are never chosen.
+        replace: parts of the chosen tokens that become the mask token, a random token, or stay.
+        starts: bool[...], first tokens of words; the random bits of such a token choose its whole word.
 
     Returns:
         inputs and labels int64[...]; labels are -100 where nothing was chosen.
     """
-    bounds = [np.uint64(round(part * probability * 2**32)) for part in (MASKED, MASKED + RANDOM, 1.0)]
+    parts = (replace[0], replace[0] + replace[1], 1.0)
+    bounds = [np.rint(np.multiply(part, probability) * 2**32).astype(np.uint64) for part in parts]
+    if starts is not None:
+        words = _by_words(words, starts, bounds[2])
     chosen = (words < bounds[2]) & ~special[tokens]
     inputs, labels = tokens.copy(), np.full_like(tokens, IGNORED_LABEL)
     places = np.nonzero(chosen)
     picked, drawn = tokens[places], words[places]
+    masked, replaced, _ = (np.broadcast_to(bound, tokens.shape)[places] for bound in bounds)
     labels[places] = picked
-    replacement = np.where(drawn < bounds[0], mask_id, picked)
-    random = (bounds[0] <= drawn) & (drawn < bounds[1])
-    spread = (drawn[random] - bounds[0]) * np.uint64(len(ordinary_ids)) // (bounds[1] - bounds[0])
+    replacement = np.where(drawn < masked, mask_id, picked)
+    random = (masked <= drawn) & (drawn < replaced)
+    spread = (drawn - masked)[random] * np.uint64(len(ordinary_ids)) // (replaced - masked)[random]
     replacement[random] = ordinary_ids[spread.astype(np.int64)]
     inputs[places] = replacement
     return inputs, labels
 
 
-class MaskedLMDataset(TokenStreamDataset):
-    """Full blocks of the token stream with some tokens masked; no token is added.
+def _by_words(words: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """Random bits that are below `bound` in all tokens of a word or in none; how far below is each token's own."""
+    columns = np.arange(words.shape[-1])
+    first = np.maximum.accumulate(np.where(starts, columns, 0), axis=-1)
+    is_chosen = np.take_along_axis(words < bound, first, axis=-1)
+    return np.where(starts, words, np.where(is_chosen, words * bound >> _32, _LAST))
+
+
+class TokenBlocks(TokenStreamDataset):
+    """Full blocks of `length` tokens of the token stream; no token is added, and `pad_id` fills the short last one."""
+
+    def __init__(
+        self, tokens: TokenSource | Sequence[TokenSource], length: int, *, pad_id: int, vocab_size: int, seed: int = 0
+    ) -> None:
+        super().__init__(tokens, vocab_size, [length], seed)
+        self.length, self.pad_id = length, pad_id
+
+    def describe(self) -> str:
+        """The size of the data, for the log."""
+        return f"blocks of {self.length} tokens; {self.num_tokens:,} training tokens"
+
+    def settings(self) -> dict[str, Any]:
+        return {"length": self.length, "pad_id": self.pad_id}
+
+    def maps(self) -> tuple[np.ndarray, ...]:
+        """The arrays that may lie on the disk."""
+        return tuple(source.tokens for source in self.sources)
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Blocks of global sample numbers int64[n]: `input_ids` and `attention_mask`, int64[n, length]."""
+        epochs, rows = self.rows_of(samples)
+        ids = self.read(self.starts_of(epochs, rows), self.length)
+        mask = np.ones_like(ids)
+        mask[self.is_short(rows), self.last_row_length :] = 0
+        return {"input_ids": np.where(mask, ids, self.pad_id), "attention_mask": mask}
+
+
+class MaskedLMDataset(TokenBlocks):
+    """`TokenBlocks` with some tokens masked.
 
     Args:
         tokens, vocab_size, seed: as `TokenStreamDataset`.
@@ -118,8 +164,8 @@ class MaskedLMDataset(TokenStreamDataset):
         probability: float = 0.15,
         seed: int = 0,
     ) -> None:
-        super().__init__(tokens, vocab_size, [length], seed)
-        self.length, self.mask_id, self.pad_id, self.probability = length, mask_id, pad_id, probability
+        super().__init__(tokens, length, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
+        self.mask_id, self.probability = mask_id, probability
         self._special = np.zeros(vocab_size, bool)
         self._special[[*special_ids, mask_id]] = True
         self._ordinary_ids = np.flatnonzero(~self._special)
@@ -147,21 +193,14 @@ class MaskedLMDataset(TokenStreamDataset):
         Returns:
             `input_ids`, `attention_mask` and `labels`, int64[n, length]; labels are -100 where nothing is predicted.
         """
-        epochs, rows = self.rows_of(samples)
-        starts = self.starts_of(epochs, rows)
-        shape = len(rows), self.length
-        input_ids, labels, mask = np.empty(shape, np.int64), np.empty(shape, np.int64), np.ones(shape, np.int64)
+        batch, (epochs, rows) = super().batch(samples), self.rows_of(samples)
+        ids, labels = batch["input_ids"], np.empty_like(batch["input_ids"])
         for begin in range(0, len(rows), BLOCK):
             here = slice(begin, begin + BLOCK)
             words = sample_words(self._noise_key, epochs[here], rows[here], self.length).T
-            input_ids[here], labels[here] = mask_tokens(
-                self.read(starts[here], self.length),
-                words,
-                self.probability,
-                self.mask_id,
-                self._ordinary_ids,
-                self._special,
+            ids[here], labels[here] = mask_tokens(
+                ids[here], words, self.probability, self.mask_id, self._ordinary_ids, self._special
             )
-        short, end = self.is_short(rows), self.last_row_length
-        input_ids[short, end:], labels[short, end:], mask[short, end:] = self.pad_id, IGNORED_LABEL, 0
-        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+        padding = batch["attention_mask"] == 0
+        ids[padding], labels[padding] = self.pad_id, IGNORED_LABEL
+        return {**batch, "labels": labels}

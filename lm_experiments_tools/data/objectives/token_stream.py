@@ -24,7 +24,7 @@ from lm_experiments_tools.data.order import epoch_shift, permute
 from lm_experiments_tools.errors import UserError
 
 BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
-_CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
+CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
 _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
 
 
@@ -69,7 +69,7 @@ class TokenStreamDataset:
         self.num_tokens = int(self._part_ends[-1])
         self._windows: dict[int, np.ndarray] = {}  # length -> view of the only part, for `read`
         for part in self._arrays:
-            self._check_ids(part[:_CHECKED_AT_START])
+            self._check_ids(part[:CHECKED_AT_START])
         self._row_ends = np.cumsum(np.asarray(row_lengths, np.int64))  # within one round
         self._row_begins = self._row_ends - row_lengths
         rounds, rest = divmod(self.num_tokens, int(self._row_ends[-1]))
@@ -159,11 +159,16 @@ class TokenStreamDataset:
         return rounds * self._row_ends[-1] + self._row_begins[positions]
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        worst = int(tokens.max())
-        if worst < self.vocab_size and tokens.dtype.kind == "i":
-            worst = min(worst, int(tokens.min()))
-        if not 0 <= worst < self.vocab_size:
-            raise UserError(
-                f"The token data holds id {worst}, but the vocabulary has ids 0 to {self.vocab_size - 1}: it was "
-                "tokenized with another vocabulary; give that one, or tokenize again."
-            )
+        check_ids(tokens, self.vocab_size)
+
+
+def check_ids(tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise UserError for an id of tokens integer[any shape] that is outside the vocabulary."""
+    worst = int(tokens.max())
+    if worst < vocab_size and tokens.dtype.kind == "i":
+        worst = min(worst, int(tokens.min()))
+    if not 0 <= worst < vocab_size:
+        raise UserError(
+            f"The token data holds id {worst}, but the vocabulary has ids 0 to {vocab_size - 1}: it was "
+            "tokenized with another vocabulary; give that one, or tokenize again."
+        )

@@ -228,7 +228,7 @@ def test_the_flags_that_a_resumed_run_may_change_are_these():
         "reset_iteration reset_lr reset_optimizer resume save_best save_in_background save_interval "
         "show_valid_examples skip_used_data speed stall_timeout temperature test_data_path test_samples "
         "thresholds top_k top_p use_generate_on_valid valid_at_start valid_data_path valid_interval "
-        "valid_samples validate_only vocab working_dir"
+        "valid_mlm_prob valid_samples validate_only vocab working_dir"
     )
 
 

@@ -38,7 +38,7 @@ def test_no_argument_of_transformers_scripts_is_answered_by_a_guess(script):
     ("script", "written", "said"),
     [
         (FinetuningArgs, "model_name_or_path", ": here it is called --from_pretrained."),
-        (T5PretrainingArgs, "model_name_or_path", ": here it is called --init_checkpoint."),
+        (T5PretrainingArgs, "model_name_or_path", ": here it is called --from_pretrained."),
         (FinetuningArgs, "dataset_name", ": here it is called --data_path."),
         (FinetuningArgs, "num_train_epochs", ": here it is called --epochs."),
         (T5PretrainingArgs, "num_train_epochs", ": give the number of updates, --iters;"),

@@ -1,0 +1,209 @@
+"""Rows of whole documents for encoders, packed by lengths: random access, no state.
+
+One worked example, rows of 8, [CLS] 1, [SEP] 2, padding 0, documents 11 ... 19, 21 22, 31 and 41 42 43. A row has room
+for 6 tokens of one document, so the first becomes two chunks:
+
+    chunks               11 ... 16    17 18 19    21 22    31    41 42 43
+    with [CLS] and [SEP]         8           5        4     3           5
+    patterns of lengths  (8) once, (5 3) once, (5) once, (4) once
+
+    input_ids      1 17 18 19  2  1 31  2        attention_mask  1 1 1 1 1 1 1 1
+    segment_ids    1  1  1  1  1  2  2  2
+
+Which lengths share a row is decided once, by best-fit decreasing on the histogram of lengths (Krell et al., "Efficient
+Sequence Packing without Cross-contamination", https://arxiv.org/abs/2107.02027, section 3). Chunks of one length are
+interchangeable: every epoch rotates them among the places of that length, and permutes the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lm_experiments_tools.data.objectives.token_stream import CHECKED_AT_START, check_ids
+from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+
+_VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
+
+
+class Patterns(NamedTuple):
+    """Kinds of rows: `lengths` int64[places] of the chunks, pattern after pattern, `sizes` int64[patterns], the number
+    of chunks in a row of each, and `counts` int64[patterns], the number of its rows."""
+
+    lengths: np.ndarray
+    sizes: np.ndarray
+    counts: np.ndarray
+
+
+def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
+    """Best-fit decreasing on a histogram: the fullest rows that have room take the next longest chunks.
+
+    Args:
+        counts: int64[width + 1], number of chunks of each length.
+        width: tokens of a row.
+    """
+    open_rows: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(width + 1)]  # by free tokens
+    for length in range(width, 0, -1):
+        left, free = int(counts[length]), length
+        while left and free <= width:
+            if not open_rows[free]:
+                free += 1
+                continue
+            pattern, rows = open_rows[free].pop()
+            fitting = min(free // length, left)  # of this length in one row
+            taken = min(rows, left // fitting)
+            if taken < rows:
+                open_rows[free].append((pattern, rows - taken))
+            open_rows[free - fitting * length].append((pattern + (length,) * fitting, taken))
+            left -= fitting * taken
+        most = width // length
+        for size, rows in ((most, left // most), (left % most, 1)):
+            if size and rows:
+                open_rows[width - size * length].append(((length,) * size, rows))
+    found = [group for groups in open_rows for group in groups]
+    columns = [n for pattern, _ in found for n in pattern], [len(p) for p, _ in found], [rows for _, rows in found]
+    return Patterns(*(np.array(column, np.int64) for column in columns))
+
+
+class DocumentRows:
+    """Rows of documents or chunks of them between [CLS] and [SEP], addressed by a global sample number.
+
+    Global sample g is row permutation(seed, e)(i) of epoch e with e, i = divmod(g, len(self)). Every token of every
+    document that is long enough is in one row of each epoch.
+
+    Args:
+        tokens: token file; the sequences of a document are read as one text.
+        width: tokens of a row, special tokens included.
+        cls_id, sep_id, pad_id: special tokens.
+        vocab_size: ids at or above it are refused.
+        packed: several chunks in a row; False puts each in a row of its own.
+        min_length: shorter documents are left out, in tokens.
+        has_end: documents end with a token that is no text (EOS), which is left out.
+
+    Attributes:
+        fill: part of the cells of all rows that holds tokens.
+        fingerprint: sha256 over data, settings and seed: equal ones give equal rows for equal numbers.
+
+    Raises:
+        UserError: no document that is long enough, or a token id outside the vocabulary.
+    """
+
+    def __init__(
+        self, tokens: IndexedDataset, width: int, *, cls_id: int, sep_id: int, pad_id: int, vocab_size: int,
+        packed: bool = True, min_length: int = 1, has_end: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.tokens, self.width, self.vocab_size, self.packed, self.seed = tokens, width, vocab_size, packed, seed
+        self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, pad_id
+        settings = [_VERSION, tokens.fingerprint, seed, width, cls_id, sep_id, pad_id, packed, min_length, has_end]
+        self.fingerprint = self.order = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        begins, lengths = self._chunks(max(1, min_length), has_end)
+        check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), vocab_size)
+        shuffled = permute(np.arange(len(lengths)), len(lengths), seed, np.zeros(len(lengths), np.int64))
+        order = shuffled[np.argsort(lengths[shuffled], kind="stable")]
+        self._begins = begins[order]  # of chunks by length, those of one length in random order
+        self._of_length = np.bincount(lengths, minlength=width + 1)
+        self._first_of_length = np.cumsum(self._of_length) - self._of_length
+        used = np.flatnonzero(self._of_length)
+        alone = Patterns(used, np.ones_like(used), self._of_length[used])
+        self._patterns = pack_lengths(self._of_length, width) if packed else alone
+        self._row_ends = np.cumsum(self._patterns.counts)
+        self._first_place = np.cumsum(self._patterns.sizes) - self._patterns.sizes
+        self._first_chunk = self._chunks_of_places()
+        self.fill = int(lengths.sum()) / (len(self) * width)
+        self._rotation_key = stream_key(seed, "rotation")
+
+    def _chunks(self, min_length: int, has_end: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Begin in the token file, and length with [CLS] and [SEP], of all chunks, int64[n] each."""
+        room, bounds = self.width - 2, [self.tokens.offsets(block) for block in self.tokens.document_bounds()]
+        begins = np.concatenate([np.empty(0, np.int64), *(block[:-1] for block in bounds)])
+        lengths = np.concatenate([np.empty(0, np.int64), *(np.diff(block) for block in bounds)]) - has_end
+        kept = lengths >= min_length
+        short = f"{np.count_nonzero(~kept):,} shorter than {min_length}"
+        if not kept.any():
+            raise UserError(
+                f"{self.tokens.prefix} has no document of {min_length} tokens or more ({short}): check the text, or "
+                "lower --min_document_length."
+            )
+        begins, lengths = begins[kept], lengths[kept]
+        self._documents = f"{len(lengths):,} documents ({short} left out)"
+        parts = -(-lengths // room)
+        before = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * room
+        return np.repeat(begins, parts) + before, np.minimum(np.repeat(lengths, parts) - before, room) + 2
+
+    def _chunks_of_places(self) -> np.ndarray:
+        """int64[places]: the chunk, among those of its length, of a place in the first row of its pattern."""
+        lengths, counts = self._patterns.lengths, np.repeat(self._patterns.counts, self._patterns.sizes)
+        by_length = np.argsort(lengths, kind="stable")
+        first = np.empty_like(counts)
+        first[by_length] = np.cumsum(counts[by_length]) - counts[by_length]
+        return first - self._first_of_length[lengths]
+
+    def __len__(self) -> int:
+        """Rows in an epoch, the same in each."""
+        return int(self._row_ends[-1])
+
+    def describe(self) -> str:
+        """The rows and the size of the data, for the log."""
+        kind = "packed rows" if self.packed else "rows of one document"
+        return (
+            f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self._documents}; "
+            f"{self.tokens.num_tokens:,} training tokens"
+        )
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of global sample numbers int64[n], any order, any epochs.
+
+        Returns:
+            int64[n, width] `input_ids`, `attention_mask` and, of packed rows, `segment_ids` (from 1 on, 0: padding).
+
+        Raises:
+            UserError: a token id outside the vocabulary.
+        """
+        sizes, begins, lengths = self._chunks_of(samples)
+        row, first = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        corner = row * self.width + starts - np.repeat(starts[first], sizes)  # the cell of each [CLS]
+        place = np.arange(ends[-1]) - np.repeat(starts, lengths)
+        cell = np.repeat(corner, lengths) + place
+        is_text = (place > 0) & (place < np.repeat(lengths - 1, lengths))
+        text = np.asarray(self.tokens.tokens)[(np.repeat(begins - 1, lengths) + place)[is_text]]
+        check_ids(text, self.vocab_size)
+        ids = np.full(len(sizes) * self.width, self.pad_id, np.int64)
+        ids[cell[is_text]], ids[corner], ids[corner + lengths - 1] = text, self.cls_id, self.sep_id
+        segments = np.zeros_like(ids)
+        segments[cell] = np.repeat(np.arange(len(row)) - first[row] + 1, lengths)
+        shape = (len(sizes), self.width)
+        batch = {"input_ids": ids.reshape(shape), "attention_mask": (segments > 0).astype(np.int64).reshape(shape)}
+        return {**batch, "segment_ids": segments.reshape(shape)} if self.packed else batch
+
+    def maps(self) -> tuple[np.ndarray, ...]:
+        """The arrays that lie on the disk."""
+        return self.tokens.maps()
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """Prefetch the tokens of samples from the disk."""
+        _, begins, lengths = self._chunks_of(samples)
+        self.tokens.will_need(begins, begins + lengths - 2)
+
+    def _chunks_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Number of chunks of each row int64[n]; begin and length of each chunk, row after row."""
+        epochs, indices = np.divmod(np.asarray(samples, np.int64), len(self))
+        rows = permute(indices, len(self), self.seed, epochs)
+        pattern = np.searchsorted(self._row_ends, rows, side="right")
+        number = rows - (self._row_ends - self._patterns.counts)[pattern]  # among the rows of its pattern
+        sizes = self._patterns.sizes[pattern]
+        place = np.arange(sizes.sum()) + np.repeat(self._first_place[pattern] - np.cumsum(sizes) + sizes, sizes)
+        lengths = self._patterns.lengths[place]
+        high, low = sample_words(self._rotation_key, np.repeat(epochs, sizes), lengths, 2)
+        count = self._of_length[lengths]
+        shift = ((high << np.uint64(32) | low) % count.astype(np.uint64)).astype(np.int64)
+        chunk = (self._first_chunk[place] + np.repeat(number, sizes) + shift) % count
+        return sizes, self._begins[self._first_of_length[lengths] + chunk], lengths

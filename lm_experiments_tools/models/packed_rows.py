@@ -1,0 +1,115 @@
+"""Packed rows for masked language models: no document of a row sees another, and positions restart.
+
+Models that take `segment_ids` (modeling_bert) do so themselves. Encoders of transformers take `position_ids`, from
+which `isolate` has them make a mask of documents within their own mask (full or of a sliding window):
+
+    position_ids    0 1 2 0 1 0     a document begins at every 0
+    segments        1 1 1 2 2 3     tokens see those of their own number
+
+The mask is dense, [batch, 1, length, length], made once a forward pass for each type of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import first_position
+from lm_experiments_tools.modules.inspection import forward_names
+from modeling_bert.packing import positions_of
+
+NAME = "sdpa_of_documents"
+_SAME = 1e-4  # relative difference of fp32 logits; isolated documents differ by 1e-6
+_PROBED = 256  # tokens of a document at most: more than the windows of published encoders
+_segments: list[Tensor] = []  # of the forward pass that is running
+
+Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def prepare(model: nn.Module, length: int) -> Transform | None:
+    """Let `model` read packed rows of `length` tokens, and check that it isolates their documents.
+
+    Returns:
+        A `batch_transform_fn` that replaces `segment_ids` by `position_ids`; None for a model that takes the former.
+
+    Raises:
+        UserError: the model cannot isolate documents.
+    """
+    transform = None if "segment_ids" in forward_names(model) else _with_positions
+    reason = isolate(model) if transform else None
+    if reason := reason or _failed_check(model, min(_PROBED, (length - 1) // 2), transform or dict):
+        raise UserError(
+            f"--packing documents: {type(model).__name__} cannot keep the documents of a row apart ({reason}); choose "
+            "--packing none, or a class such as modeling_bert:BertForMaskedLM."
+        )
+    return transform
+
+
+def isolate(model: nn.Module) -> str | None:
+    """Have an encoder of transformers isolate documents by their `position_ids`; returns why it cannot, if so."""
+    if "position_ids" not in forward_names(model):
+        return "it takes neither segment_ids nor position_ids"
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation != "sdpa":
+        return f"its attention is {implementation}, not sdpa"
+    AttentionInterface.register(NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(NAME, _mask_of_documents)
+    model.set_attn_implementation(NAME)
+    first = first_position(model)
+
+    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            return args, kwargs
+        _segments[:] = [(positions == 0).cumsum(-1)]
+        return args, {**kwargs, "position_ids": positions + first}
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(lambda *_: _segments.clear(), always_call=True)
+    return None
+
+
+def _mask_of_documents(*sizes: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """transformers' mask function. Padding is a document of its own, so that every token sees at least itself."""
+    if not _segments:
+        return sdpa_mask(*sizes, attention_mask=attention_mask, **options)
+    options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask, segments = sdpa_mask(*sizes, **options), _segments[0]
+    return mask & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def _with_positions(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    others = {name: value for name, value in batch.items() if name != "segment_ids"}
+    return {**others, "position_ids": positions_of(batch["segment_ids"])}
+
+
+def _failed_check(model: nn.Module, length: int, transform: Transform) -> str | None:
+    """What differs between a row of two documents of `length` tokens with padding and these documents alone."""
+    device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    ids = torch.randint(model.get_input_embeddings().weight.shape[0], (2, length), generator=random).to(device)
+    segments = torch.tensor([[1] * length + [2] * length + [0]], device=device)
+    row = {"input_ids": torch.cat([*ids, ids[0, :1]])[None], "segment_ids": segments}
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            alone = _logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).flatten(0, 1)
+            found = _logits(model, transform({**row, "attention_mask": (segments > 0).long()}))[0, : 2 * length]
+    except (IndexError, ValueError) as error:  # too few positions, or a layout over the whole row
+        return " ".join(str(error).split())
+    finally:
+        model.train(training)
+    same = (found - alone).abs().max() <= _SAME * alone.abs().max()
+    return None if same else "the documents of a row see each other"
+
+
+def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    outputs = model(**inputs)
+    return outputs["prediction_logits" if "prediction_logits" in outputs else "logits"].float()

@@ -1,0 +1,133 @@
+"""Rows of documents: every token once an epoch, rows nearly full, the same whatever asks for them."""
+
+import numpy as np
+import pytest
+
+from lm_experiments_tools.data.loader import TrainLoader
+from lm_experiments_tools.data.objectives.document_rows import DocumentRows, pack_lengths
+from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.errors import UserError
+from tests.helpers.real_data import DATA, lacking
+from tests.helpers.token_toys import token_data
+
+CLS, SEP, PAD = 1, 2, 0
+TEXT = DATA / "corpus" / "validation.jsonl"
+
+
+def made_up(count: int, longest: int = 90, seed: int = 0) -> list[np.ndarray]:
+    """Documents of unique tokens, so that each can be found again."""
+    lengths = np.random.default_rng(seed).integers(1, longest, count)
+    return np.split(np.arange(10, 10 + lengths.sum()), np.cumsum(lengths)[:-1])
+
+
+def rows_of(tmp_path, documents, width=32, **options):
+    tokens = token_data(tmp_path / "tokens", [[document] for document in documents], dtype=np.int32)
+    ids = {"cls_id": CLS, "sep_id": SEP, "pad_id": PAD, "vocab_size": 100_000}
+    return DocumentRows(tokens, width, **ids, **options)
+
+
+def chunks_of(batch):
+    """The segments of all rows of a batch, as lists."""
+    numbers = batch.get("segment_ids", batch["attention_mask"])
+    return [
+        row[segments == number].tolist()
+        for row, segments in zip(batch["input_ids"], numbers, strict=True)
+        for number in range(1, segments.max() + 1)
+    ]
+
+
+def expected_chunks(documents, room, shortest=1):
+    """[CLS] chunk [SEP] of each document, cut from its beginning on."""
+    return sorted(
+        [CLS, *document[start : start + room].tolist(), SEP]
+        for document in documents
+        if len(document) >= shortest
+        for start in range(0, len(document), room)
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("shortest", [1, 20])
+def test_every_token_of_a_document_is_in_one_row_of_each_epoch(tmp_path, packed, shortest):
+    documents = made_up(400)
+    rows = rows_of(tmp_path, documents, packed=packed, min_length=shortest)
+    wanted, epochs = expected_chunks(documents, 30, shortest), []
+    for epoch in range(3):
+        batch = rows.batch(epoch * len(rows) + np.arange(len(rows)))
+        assert sorted(chunks_of(batch)) == wanted
+        assert (batch["input_ids"][batch["attention_mask"] == 0] == PAD).all()
+        epochs.append([tuple(row) for row in batch["input_ids"].tolist()])
+    assert sum(a == b for a, b in zip(*epochs[:2], strict=True)) < len(rows) / 10, "rows come in another order"
+    assert (set(epochs[0]) != set(epochs[1])) == packed, "other documents share a row"
+
+
+def test_the_end_of_a_document_that_the_file_has_is_no_text(tmp_path):
+    documents = [np.append(document, SEP) for document in made_up(50)]
+    rows = rows_of(tmp_path, documents, has_end=True)
+    found = chunks_of(rows.batch(np.arange(len(rows))))
+    assert sorted(found) == expected_chunks([document[:-1] for document in documents], 30)
+
+
+@pytest.mark.parametrize("width", [64, 512, 1024])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_documents_like_those_of_the_web_are_full(width, seed):
+    """Lengths of web pages are about log-normal."""
+    lengths = np.random.default_rng(seed).lognormal(5.5, 1.3, 20_000).astype(int) + 1
+    rest = lengths % (width - 2)
+    counts = np.bincount(rest[rest > 0] + 2, minlength=width + 1)
+    counts[width] += (lengths // (width - 2)).sum()
+    patterns = pack_lengths(counts, width)
+    of_each = np.repeat(patterns.counts, patterns.sizes)
+    assert (np.bincount(patterns.lengths, of_each, minlength=width + 1) == counts).all()
+    ends = np.cumsum(patterns.sizes)
+    used = np.add.reduceat(patterns.lengths, ends - patterns.sizes)
+    assert used.max() <= width
+    assert (used * patterns.counts).sum() / (patterns.counts.sum() * width) > 0.995
+
+
+@pytest.mark.skipif(lacking(TEXT) is not None, reason=str(lacking(TEXT)))
+def test_rows_of_the_corpus_are_at_least_95_percent_full(tmp_path):
+    train_vocab([str(TEXT)], 2000, tmp_path / "v.model")
+    tokenize_corpus([str(TEXT)], tmp_path / "v.model", tmp_path / "tokens", show_progress=False)
+    for width in (64, 128, 512):
+        options = {"cls_id": 1, "sep_id": 2, "pad_id": 0, "vocab_size": 3000}
+        assert DocumentRows(IndexedDataset(tmp_path / "tokens"), width, **options).fill >= 0.95
+
+
+def test_a_row_is_a_function_of_its_number_whatever_the_batch_the_workers_or_the_restart(tmp_path):
+    rows = rows_of(tmp_path, made_up(200), width=48)
+    count = 2 * len(rows) + 5
+    whole = rows.batch(np.arange(count))
+    backwards = rows.batch(np.arange(count)[::-1])
+    for name, values in whole.items():
+        assert (values == backwards[name][::-1]).all()
+    other = rows_of(tmp_path, made_up(200), width=48)
+    assert other.fingerprint == rows.fingerprint
+    loaders = [TrainLoader(other, 2, rank, 2, prefetch=False) for rank in range(2)]
+    for loader in loaders:
+        loader.seek(8)
+        next(loader)
+        assert loader.consumed_samples == 12
+    found = np.stack([next(loader)["input_ids"].numpy() for loader in loaders], axis=1).reshape(4, -1)
+    assert (found == whole["input_ids"][12:16]).all()
+
+
+def test_settings_that_change_rows_change_the_fingerprint(tmp_path):
+    documents = made_up(20)
+    prints = [
+        rows_of(tmp_path, documents, **options).fingerprint
+        for options in ({}, {"width": 33}, {"packed": False}, {"min_length": 5}, {"has_end": True}, {"seed": 1})
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+def test_documents_that_are_too_short_and_ids_of_another_vocabulary_are_refused(tmp_path):
+    with pytest.raises(
+        UserError, match=r"no document of 100 tokens or more \(5 shorter than 100\).*--min_document_length"
+    ):
+        rows_of(tmp_path, made_up(5), min_length=100)
+    rows = rows_of(tmp_path, made_up(5))
+    with pytest.raises(UserError, match="tokenized with another vocabulary"):
+        DocumentRows(rows.tokens, 32, cls_id=1, sep_id=2, pad_id=0, vocab_size=20)

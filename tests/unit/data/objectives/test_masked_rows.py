@@ -1,0 +1,149 @@
+"""Masks against transformers' collator, and against the binomial distributions that they are draws of."""
+
+from math import sqrt
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
+
+from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.objectives.document_rows import DocumentRows
+from lm_experiments_tools.data.objectives.masked_rows import MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import TokenBlocks
+from megatron.tokenizers import build_tokenizer
+from tests.helpers.bert_toys import documents
+from tests.helpers.token_toys import token_data
+
+WIDTH = 64
+
+
+def within(found: int, number: int, probability: float) -> bool:
+    """True within six standard deviations of a binomial distribution: false once in 500 million draws."""
+    return abs(found - number * probability) <= 6 * sqrt(number * probability * (1 - probability)) + 1e-9
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """(transformers' tokenizer, ours, pages, rows of them)."""
+    folder, pages = tmp_path_factory.mktemp("text"), [". ".join(page) for page in documents()]
+    wordpiece = tokenizers.BertWordPieceTokenizer(lowercase=True)
+    wordpiece.train_from_iterator(pages, vocab_size=600, show_progress=False)
+    wordpiece.save_model(str(folder))
+    ours = build_tokenizer("BertWordPieceLowerCase", vocab_file=folder / "vocab.txt")
+    tokens = token_data(folder / "tokens", [[ids] for ids in ours.tokenize_batch(pages)])
+    ids = {"cls_id": ours.cls, "sep_id": ours.sep, "pad_id": ours.pad, "vocab_size": ours.vocab_size}
+    return BertTokenizerFast(str(folder / "vocab.txt")), ours, pages, DocumentRows(tokens, WIDTH, **ids)
+
+
+def masked(text, rows=None, rate=MaskingRate(0.15), **options):  # noqa: B008 - immutable
+    ours = text[1]
+    ids = {"mask_id": ours.mask, "special_ids": ours.special_ids, "vocab_size": ours.vocab_size}
+    return MaskedRows(rows or text[3], rate, **ids, **options)
+
+
+def unmasked(batch):
+    return np.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"])
+
+
+@pytest.mark.parametrize("replace", [(0.8, 0.1, 0.1), (1.0, 0.0, 0.0), (0.0, 0.5, 0.5), (0.6, 0.4, 0.0)])
+@pytest.mark.parametrize("probability", [0.15, 0.4])
+def test_masks_are_distributed_as_those_of_transformers_on_the_same_rows(text, probability, replace):
+    """Shares of chosen, masked, and changed tokens of both are within the bounds of the same binomials."""
+    theirs, ours, _, rows = text
+    numbers = np.arange(len(rows))
+    batch, original = masked(text, rate=MaskingRate(probability), replace=replace).batch(numbers), rows.batch(numbers)
+    assert (unmasked(batch) == original["input_ids"]).all(), "labels are the tokens that were there"
+    assert all((batch[name] == original[name]).all() for name in ("segment_ids", "attention_mask"))
+    collate = DataCollatorForLanguageModeling(
+        theirs, mlm_probability=probability, mask_replace_prob=replace[0], random_replace_prob=replace[1], seed=1
+    )
+    other = {k: v.numpy() for k, v in collate([torch.from_numpy(row) for row in original["input_ids"]]).items()}
+    is_text = ~np.isin(original["input_ids"], theirs.all_special_ids)
+    number_of_ids = np.count_nonzero(is_text)
+    for found, candidates in ((batch, ours.vocab_size - len(ours.special_ids)), (other, len(theirs))):
+        chosen = found["labels"] != -100
+        assert not chosen[~is_text].any(), "special tokens are never chosen"
+        assert (found["input_ids"][~chosen] == original["input_ids"][~chosen]).all()
+        count = np.count_nonzero(chosen)
+        assert within(count, number_of_ids, probability)
+        is_mask = found["input_ids"][chosen] == ours.mask
+        is_same = found["input_ids"][chosen] == original["input_ids"][chosen]
+        assert within(is_mask.sum(), count, replace[0] + (replace[1] / candidates if found is other else 0))
+        assert within(is_same.sum(), count, replace[2] + replace[1] / candidates)
+
+
+def test_words_are_chosen_whole_where_transformers_says_they_are(text):
+    """A word is a run of subwords without a gap between their offsets; WordPiece's also end at punctuation."""
+    theirs, ours, pages, _ = text
+    pages = [" ".join("".join(c if c.isalpha() else " " for c in page).split()) for page in pages[:40]]
+    encoded = theirs(pages, max_length=WIDTH, truncation=True, padding="max_length", return_offsets_mapping=True,
+                     return_special_tokens_mask=True)  # fmt: skip
+    ids, special = np.array(encoded["input_ids"]), np.array(encoded["special_tokens_mask"])
+    word_ids, _ = DataCollatorForLanguageModeling._calc_word_ids_and_prob_mask(
+        np.array(encoded["offset_mapping"]), special
+    )
+
+    class Rows:
+        fingerprint = ""
+
+        def __len__(self):
+            return len(ids)
+
+        def batch(self, samples):
+            return {"input_ids": ids[samples % len(ids)].copy()}
+
+    rounds = 40
+    labels = masked(text, Rows(), MaskingRate(0.3), starts_word=ours.starts_word).batch(np.arange(rounds * len(ids)))
+    chosen = (labels["labels"] != -100).reshape(rounds, *ids.shape)
+    in_words = [word_ids[row] == word for row in range(len(ids)) for word in range(1, word_ids[row].max() + 1)]
+    owners = [row for row in range(len(ids)) for _ in range(word_ids[row].max())]
+    numbers = [chosen[:, row][:, where] for row, where in zip(owners, in_words, strict=True)]
+    assert sum(word.shape[1] > 1 for word in numbers) > 300, "words of several subwords"
+    assert all((word.all(axis=1) == word.any(axis=1)).all() for word in numbers), "all of a word or nothing of it"
+    assert within(sum(int(word.any(axis=1).sum()) for word in numbers), rounds * len(numbers), 0.3)
+    assert not chosen[:, special.astype(bool)].any()
+    inputs = labels["input_ids"].reshape(rounds, *ids.shape)
+    assert within(np.count_nonzero(inputs[chosen] == ours.mask), np.count_nonzero(chosen), 0.8), "each by its own bits"
+
+
+def test_the_rate_is_linear_in_the_number_of_the_sample(text):
+    rate = MaskingRate(0.4, 0.1, 1000)
+    assert rate.at(np.array([0, 500, 1000, 5000])) == pytest.approx([0.4, 0.25, 0.1, 0.1])
+    dataset, is_text = masked(text, rate=rate), ~np.isin(np.arange(600), text[1].special_ids)
+    for begin in (0, 300, 900, 1500):
+        numbers = np.arange(begin, begin + 100)
+        batch = dataset.batch(numbers)
+        counts = is_text[unmasked(batch)].sum(axis=1)
+        mean, variance = (counts * rate.at(numbers)).sum(), (counts * rate.at(numbers) * (1 - rate.at(numbers))).sum()
+        assert abs(np.count_nonzero(batch["labels"] != -100) - mean) <= 6 * sqrt(variance)
+
+
+def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
+    _, ours, _, rows = text
+    blocks = TokenBlocks(rows.tokens, WIDTH, pad_id=ours.pad, vocab_size=ours.vocab_size, seed=3)
+    others = DocumentRows(
+        rows.tokens, WIDTH, cls_id=ours.cls, sep_id=ours.sep, pad_id=ours.pad, vocab_size=ours.vocab_size, packed=False
+    )
+    for inner in (rows, blocks, MixtureDataset([blocks, others], pad_id=ours.pad)):
+        dataset = masked(text, inner, MaskingRate(0.3, 0.1, 500))
+        whole = dataset.batch(np.arange(600))
+        for part in (np.arange(599, -1, -7), np.array([3, 599, 3])):
+            assert all((values == whole[name][part]).all() for name, values in dataset.batch(part).items())
+        assert dataset.order == inner.order
+    epoch = len(rows)
+    again = masked(text).batch(np.concatenate([np.arange(epoch), np.arange(epoch) + epoch]))
+    masks = {(tuple(row), tuple(label >= 0)) for row, label in zip(unmasked(again), again["labels"], strict=True)}
+    assert len(masks) == 2 * epoch, "each epoch has masks of its own"
+
+
+def test_settings_of_masks_change_the_fingerprint_and_not_the_order(text):
+    starts = text[1].starts_word
+    variants = [
+        {}, {"rate": MaskingRate(0.2)}, {"rate": MaskingRate(0.15, 0.2, 10)}, {"replace": (1.0, 0.0, 0.0)},
+        {"starts_word": starts}, {"seed": 1},
+    ]  # fmt: skip
+    datasets = [masked(text, **options) for options in variants]
+    assert len({dataset.fingerprint for dataset in datasets}) == len(variants)
+    assert len({dataset.order for dataset in datasets}) == 1
