@@ -74,13 +74,13 @@ def by_hand(monkeypatch):
     """
     fail: list[int] = []
 
-    def run(parts, folder):
-        for number in range(parts.count):
+    def run(args, folder):
+        for number in range(args.shards):
             mark = folder / "completions" / f"{number:05d}"
             if mark.exists():
                 continue
-            settings = {**parts.settings, "vocab_path": "absent"} if number in fail else parts.settings
-            tokenize_parts._part(replace(parts, settings=settings), os.getcwd(), folder, None, number, parts.count)
+            changed = {"vocab": "absent"} if number in fail else {}
+            tokenize_parts._part(replace(args, **changed), os.getcwd(), folder, None, number, args.shards)
             mark.parent.mkdir(exist_ok=True)
             mark.touch()
 
