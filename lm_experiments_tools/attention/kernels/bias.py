@@ -64,8 +64,16 @@ def _buckets_between(
     return t5_bucket(torch.arange(low, high + 1, device="cpu"), bidirectional, num_buckets, max_distance).to(device)
 
 
+class _Distances:
+    """Base of biases by distance."""
+
+    def dense(self, query_length: int, key_length: int) -> Tensor:
+        """The matrix, [1, heads, query_length, key_length]."""
+        return dense_bias(self, query_length, key_length)
+
+
 @dataclass(eq=False)
-class T5Bias:
+class T5Bias(_Distances):
     """The relative attention bias of T5: one learned number per head and bucket of distances.
 
     Args:
@@ -112,13 +120,9 @@ class T5Bias:
         # contiguous: adding a mask to the matrix made of it takes a quarter of the time
         return self.weight[buckets].t().contiguous()
 
-    def dense(self, query_length: int, key_length: int) -> Tensor:
-        """The matrix, [1, heads, query_length, key_length]."""
-        return dense_bias(self, query_length, key_length)
-
 
 @dataclass(eq=False)
-class AlibiBias:
+class AlibiBias(_Distances):
     """Attention with linear biases (Press et al. 2022): -slope * |key position - query position|.
 
     Args:
@@ -139,10 +143,6 @@ class AlibiBias:
         """Values [heads, 2 * length - 1] for distances -(length - 1)..length - 1."""
         distance = torch.arange(1 - length, length, device=self.slopes.device).abs()
         return -self.slopes[:, None] * distance.to(self.slopes.dtype)
-
-    def dense(self, query_length: int, key_length: int) -> Tensor:
-        """The matrix, [1, heads, query_length, key_length]."""
-        return dense_bias(self, query_length, key_length)
 
 
 DistanceBias = T5Bias | AlibiBias
