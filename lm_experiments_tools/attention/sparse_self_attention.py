@@ -122,7 +122,7 @@ class SparseSelfAttention(nn.Module):
                 f"{master.shape[-1] * block}."
             )
         layout = self._layouts.get(blocks)
-        if layout is None or layout.blocks.data_ptr() != master.data_ptr():  # the buffer was moved to another device
+        if layout is None or layout.blocks.data_ptr() != master.data_ptr():  # the buffer is another tensor now
             layout = self._layouts[blocks] = Layout(master[:, :blocks, :blocks], block)
         return layout
 
