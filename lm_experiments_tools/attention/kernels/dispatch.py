@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lm_experiments_tools.attention.kernels import choice, eager, products, sdpa
-from lm_experiments_tools.attention.kernels.bias import Bias
+from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, wants_gradient
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.operator import attend_in_graph
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
@@ -118,11 +118,49 @@ def _attend(inputs: AttentionInputs, backend: str) -> Tensor:
     # one operator in a compiled graph, and in a memory estimate, which has FakeTensors outside of any graph
     if torch.compiler.is_compiling() != isinstance(inputs.q, FakeTensor):
         return attend_in_graph(inputs, backend)
+    signature = _signature(inputs) if backend == "auto" and choice.forced is None else None
+    if signature in _sdpa_signatures:
+        return sdpa.attend(inputs)
     selected, module = choice.select(inputs, backend)
+    if module is sdpa and signature is not None and len(_sdpa_signatures) < _MAX_SIGNATURES:
+        # validation removes a mask that hides nothing; the next one may hide something
+        spec = selected.spec._replace(key_padding_mask=inputs.spec.key_padding_mask)
+        if choice.choose(selected._replace(spec=spec), backend)[0] is sdpa:
+            _sdpa_signatures.add(signature)
     seed = 0
     if selected.spec.dropout_p and not getattr(module, "DRAWS_FROM_DEVICE", False):
         seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
     return module.attend(selected, seed)
+
+
+# Signatures of validated calls that SDPA computes. Validation and choice take as long as attention of 32 tokens.
+_sdpa_signatures: set[tuple] = set()
+_MAX_SIGNATURES = 4096
+
+
+def _signature(inputs: AttentionInputs) -> tuple | None:
+    """Everything that validation and choice depend on in a dense call on a CPU; None for other calls and types.
+
+    Each line costs every call a tenth of a microsecond or two.
+    """
+    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p) = inputs
+    if layout is not None or segment_ids is not None or mask is not None:
+        return None
+    if type(causal) is not bool or type(dropout_p) is not float or not (scale is None or type(scale) is float):
+        return None
+    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    signature = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, scale, dropout_p
+    if bias is not None:
+        weight = bias.weight if type(bias) is T5Bias else bias
+        if not (isinstance(weight, Tensor) and weight.is_cpu):
+            return None
+        signature += weight.shape, weight.dtype, type(bias), wants_gradient(bias)
+    if key_padding_mask is not None:
+        if not (isinstance(key_padding_mask, Tensor) and key_padding_mask.is_cpu):
+            return None
+        signature += key_padding_mask.shape, key_padding_mask.dtype
+    return signature
 
 
 class Explanation(NamedTuple):

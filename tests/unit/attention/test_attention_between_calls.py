@@ -11,9 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention
+from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.attention.kernels import layout_cache, sdpa
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from tests.helpers.attention_cases import tensors
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(functional, "_sdpa_signatures", set())
+
 
 # the last is gather's, the others are SDPA's
 LAYOUTS = {

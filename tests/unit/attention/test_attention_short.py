@@ -1,4 +1,4 @@
-"""Short and dense calls on a CPU, which go to PyTorch's own attention."""
+"""Short and dense calls on a CPU, which go to PyTorch's own attention with as little around it as there can be."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import choice, sdpa
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec
+from lm_experiments_tools.attention.kernels import dispatch as functional
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, validate
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
 from tests.helpers.attention_cases import Case, errors, tensors
@@ -26,12 +27,16 @@ PLAIN = [
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chosen", PLAIN, ids=str)
-def test_short_calls_are_exact(chosen, dtype):
+def test_repeated_short_calls_skip_the_checks_and_stay_exact(chosen, dtype, monkeypatch):
     """Queries without any key among them."""
     case = Case("dense", 16, 24, 24, batch=3, **{"bias": "none", **chosen})
+    monkeypatch.setattr(functional, "_sdpa_signatures", set())
     band = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    for _ in range(2):
+    checked: list[int] = []
+    monkeypatch.setattr(choice, "validate", lambda inputs: checked.append(1) or validate(inputs))
+    for _ in range(3):
         assert max(errors(case, "auto", dtype).values()) < band
+    assert len(checked) == 1
 
 
 def test_a_call_that_was_right_excuses_no_wrong_one():
@@ -61,9 +66,10 @@ def test_a_mask_that_hid_nothing_decides_for_none_that_does(monkeypatch):
     q, k, v = tensors(4, 2, 40, 8)
     bias = tensors(1, 2, 40, 40, count=1)[0].detach()
     mask = torch.ones(4, 40, dtype=torch.bool)
+    monkeypatch.setattr(functional, "_sdpa_signatures", set())
     monkeypatch.setattr(choice, "_MATRIX_BYTES", 2 * 2 * 40 * 40 * 8)
     block_sparse_attention(q, k, v, None, bias, mask)
-    assert explain(q, k, v, None, bias, mask).backend == "sdpa"
+    assert explain(q, k, v, None, bias, mask).backend == "sdpa" and not functional._sdpa_signatures
     mask[0, 3] = False
     assert explain(q, k, v, None, bias, mask).backend == "gather"
 
