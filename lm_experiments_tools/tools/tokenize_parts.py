@@ -147,8 +147,8 @@ def _run_local(args: TokenizeArgs, folder: Path) -> None:
     from datatrove.utils.logging import logger
 
     logger.remove()  # the messages of each part are in its folder's logs
-    at_once = max(available_cores() // (args.workers or 1), 1)
-    LocalPipelineExecutor(**_steps(args, folder), workers=min(at_once, args.shards)).run()
+    num_parallel = max(available_cores() // (args.workers or 1), 1)
+    LocalPipelineExecutor(**_steps(args, folder), workers=min(num_parallel, args.shards)).run()
 
 
 def _run_ray(args: TokenizeArgs, folder: Path) -> None:

@@ -135,13 +135,13 @@ MAPS, LAYOUT = ["--model", "a", "--text", "a"], ["--layout", "BigBird", "--outpu
         (["--model", "/nowhere/at/all", "--text", "a"], "--model /nowhere/at/all"),
     ],
 )
-def test_mistakes_are_sentences(argv, named, capsys):
+def test_mistakes_are_error_messages(argv, named, capsys):
     assert main(["attention", "--output", "x.npz", *argv]) == 2
     error = capsys.readouterr().err
     assert named in error and "Traceback" not in error
 
 
-def test_truncated_weights_are_a_sentence(t5, tokenizer, tmp_path, capsys):
+def test_truncated_weights_are_an_error_message(t5, tokenizer, tmp_path, capsys):
     for part in (t5, tokenizer):
         part.save_pretrained(tmp_path)
     truncate("model.safetensors", 0.5)(tmp_path)

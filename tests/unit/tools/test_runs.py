@@ -68,7 +68,7 @@ def test_seconds_are_those_of_steps_without_validation_and_pauses(copied):
     assert math.isclose(read_run(copied / "a").records[-1]["seconds"], expected)
 
 
-def test_what_is_damaged_is_a_sentence_and_the_rest_is_shown(copied, capsys):
+def test_damage_is_an_error_message_and_the_rest_is_shown(copied, capsys):
     with (copied / "a" / "metrics.jsonl").open("a") as file:
         whole = '{"step": 9, "split": "train", "samples": 9, "tokens": 9, "time": 9, "loss": 1.5, "metrics": ["loss"]}'
         file.write(f'{{"step": 5, "split"\nnull\n{whole}\n{{"torn')
