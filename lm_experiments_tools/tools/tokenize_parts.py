@@ -12,7 +12,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.files import (
@@ -28,7 +28,9 @@ from lm_experiments_tools.data.tokens.tokenize import TextEncoder, tokenize_corp
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError, os_sentence
 from lm_experiments_tools.files import write_atomic
-from lm_experiments_tools.tools.tokenize import TokenizeArgs
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.tools.tokenize import TokenizeArgs
 
 _PROGRAMS = ("launch_pickled_pipeline", "merge_stats")  # of datatrove, in its Slurm jobs
 

@@ -48,5 +48,5 @@ def backward_without_autograd(
     if d_bias is None:
         return *gradients, None
     bias = inputs.spec.bias
-    _, pull = torch.func.vjp(lambda values: module.kernel_bias(inputs, with_values(bias, values)), values_of(bias))
+    pull = torch.func.vjp(lambda values: module.kernel_bias(inputs, with_values(bias, values)), values_of(bias))[1]
     return *gradients, *pull(d_bias)
