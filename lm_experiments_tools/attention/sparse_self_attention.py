@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
 from lm_experiments_tools.attention.kernels.layout_cache import Layout, describe, num_blocks
+from lm_experiments_tools.attention.kernels.spec import check_bias
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.errors import UserError
 
@@ -61,7 +62,6 @@ class SparseSelfAttention(nn.Module):
         self.attn_mask_mode = attn_mask_mode
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self._layouts: dict[int, Layout] = {}
-        self._layouts_of: tuple[int, int | bytes] | None = None
 
     def forward(
         self,
@@ -102,7 +102,7 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention is self-attention: query {list(query.shape)}, key {list(key.shape)} and value "
                 f"{list(value.shape)} must be of one shape."
             )
-        _check_rpe(rpe, query)
+        check_bias(rpe, query, length, "SparseSelfAttention: rpe")
         bias = rpe
         keep = None
         if key_padding_mask is not None:
@@ -113,7 +113,7 @@ class SparseSelfAttention(nn.Module):
         return block_sparse_attention(query, key, value, self._layout(length), bias=bias, key_padding_mask=keep)
 
     def _layout(self, length: int) -> Layout:
-        """The corner of the master layout, one object a length: what kernels need is cached by object."""
+        """The corner of the master layout, one object a length, since kernels' lists are cached by object."""
         block, master = self.sparsity_config.block, self.master_layout
         blocks = num_blocks(length, block)
         if blocks > master.shape[-1]:
@@ -121,14 +121,10 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention: an input of {length} tokens is longer than max_seq_length="
                 f"{master.shape[-1] * block}."
             )
-        # Changes when a checkpoint is loaded; tensors that were moved in inference mode count no versions.
-        content = master.cpu().numpy().tobytes() if master.is_inference() else master._version
-        version = master.data_ptr(), content
-        if version != self._layouts_of:
-            self._layouts, self._layouts_of = {}, version
-        if blocks not in self._layouts:
-            self._layouts[blocks] = Layout(master[:, :blocks, :blocks], block)
-        return self._layouts[blocks]
+        layout = self._layouts.get(blocks)
+        if layout is None or layout.blocks.data_ptr() != master.data_ptr():  # the buffer is another tensor now
+            layout = self._layouts[blocks] = Layout(master[:, :blocks, :blocks], block)
+        return layout
 
     def _key_padding(self, mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Keys to keep, bool [batch, length], and what else the mask adds to them, [batch, 1, 1, length] or None."""
@@ -168,20 +164,6 @@ def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
         raise UserError(f"SparseSelfAttention: {name} is {describe(mask)}; it must be a tensor.")
     if mask.device != query.device:
         raise UserError(f"SparseSelfAttention: {name} is on {mask.device}, but query is on {query.device}.")
-
-
-def _check_rpe(rpe: Bias | None, query: Tensor) -> None:
-    """Check what sums with masks rely on; the attention call checks the rest."""
-    length = query.shape[2]
-    if isinstance(rpe, Tensor):
-        fits = rpe.dim() == 4 and rpe.shape[2:] == (length, length) and rpe.device == query.device
-    else:
-        fits = rpe is None or (callable(getattr(rpe, "table", None)) and not isinstance(rpe, type))
-    if not fits:
-        raise UserError(
-            f"SparseSelfAttention: rpe is {describe(rpe)}; it must be a T5Bias, an AlibiBias or a tensor [1 or batch, "
-            f"1 or heads, {length}, {length}] on {query.device}."
-        )
 
 
 def _check_additive(name: str, mask: Tensor) -> None:

@@ -92,10 +92,10 @@ def estimate_memory(args: ExperimentArgs, planning: PlanningArgs, origins: Mappi
     return MemoryEstimate(parts[peak], peak.phase, device, args, prepared)
 
 
-def device_of(asked: str) -> str:
-    """cpu or cuda: the device asked for, otherwise a GPU that PyTorch can use."""
-    if asked != "auto":
-        return asked
+def device_of(requested: str) -> str:
+    """cpu or cuda: the requested device, otherwise a GPU that PyTorch can use."""
+    if requested != "auto":
+        return requested
     return "cuda" if torch.cuda.is_available() and not cpu_asked() else "cpu"
 
 

@@ -21,7 +21,7 @@ import torch
 
 from lm_experiments_tools.backends.backend import PendingStep
 from lm_experiments_tools.errors import RunError, UserError, first_line
-from lm_experiments_tools.planning.fit import USABLE, is_out_of_memory, limit_memory, memory_of
+from lm_experiments_tools.planning.fit import USABLE, divisors, is_out_of_memory, largest_size, limit_memory, memory_of
 from lm_experiments_tools.planning.show import watched
 from lm_experiments_tools.recipes.common import close_run, train_or_validate
 from lm_experiments_tools.recipes.finders import find_lr, only_steps, write_found
@@ -71,23 +71,23 @@ def find_micro_batch(trainer: TrainingLoop, folder: str | None) -> int:
             f"{_FLAG} does not work with {getattr(backend, 'wrapping', backend.name)}, where no worker can make a "
             "pass alone. Use it with DDP or Horovod, or run lmtools plan --fit with --workers and --sharding."
         )
-    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    sizes = divisors(rows)
     with only_steps(trainer), _limited_memory(backend):
         search = _Search(trainer, _largest_batch(trainer), sizes)
         trainer.say(f"{rows} rows of a worker and update: {len(sizes)} micro-batches are possible")
-        top = search.largest() if _create_state(search) else -1
-        if top < 0:
+        largest = largest_size(rows, search.fits) if _create_state(search) else None
+        if largest is None:
             raise UserError(
                 f"{_FLAG}: not even micro-batches of one row fit into memory on all workers. Shorten the rows, or see "
                 "docs/out_of_memory.md for what to try in which order."
             )
-        best = search.fastest(top)
+        best = search.fastest(largest)
     speeds = {size: search.tokens / search.seconds[size] for size in sorted(search.seconds)}
-    _report(trainer, speeds, rows, {"fastest": best, "largest that fits": sizes[top], "as given": given})
+    _report(trainer, speeds, rows, {"fastest": best, "largest that fits": largest, "as given": given})
     settings = {"batch_size": best, "gradient_accumulation_steps": rows // best, "workers": backend.world_size}
     fits = {str(size): held for size, held in sorted(search.tried.items())}
     tokens_per_second = {str(size): speed for size, speed in speeds.items()}
-    found = {**settings, "largest_that_fits": sizes[top], "fits": fits, "tokens_per_second": tokens_per_second}
+    found = {**settings, "largest_that_fits": largest, "fits": fits, "tokens_per_second": tokens_per_second}
     write_found(trainer, folder, "find_micro_batch.json", found)
     return best
 
@@ -108,14 +108,6 @@ class _Search:
     tried: dict[int, bool] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     tokens: int = 0
-
-    def largest(self) -> int:
-        """Index of the largest size that fits on all workers, by bisection; -1 if none does."""
-        low, high = -1, len(self.sizes)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(self.sizes[middle]) else (low, middle)
-        return low
 
     def fits(self, size: int) -> bool:
         """True if every worker makes its part of a step in micro-batches of this size."""
@@ -159,10 +151,10 @@ class _Search:
         self.tokens = info.tokens if info is not None else self.tokens
         return max(backend.gather(time.perf_counter() - started))
 
-    def fastest(self, top: int) -> int:
-        """Time sizes from index `top` down, until several smaller ones are slower; returns the fastest."""
-        best = self.sizes[top]
-        for size in reversed(self.sizes[: top + 1]):
+    def fastest(self, largest: int) -> int:
+        """Time sizes from `largest` down, until several smaller ones are slower; returns the fastest."""
+        best = largest
+        for size in reversed(self.sizes[: self.sizes.index(largest) + 1]):
             self.step(size)  # the first one is a warm-up
             self.seconds[size] = min(self.step(size) for _ in range(_NUM_TIMED))
             best = min(self.seconds, key=self.seconds.get)

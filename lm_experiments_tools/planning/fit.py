@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -85,36 +87,44 @@ def largest_fit(args: ExperimentArgs, estimate: Estimate, memory: float) -> Fit:
         options = {} if optimizer == args.optimizer else {"optimizer_options": ()}
         for checkpointing in dict.fromkeys([args.gradient_checkpointing, True]):
             tried = replace(args, gradient_checkpointing=checkpointing, optimizer=optimizer, **options)
-            found, smallest = _largest_micro_batch(tried, estimate, memory)
+            found, estimated = _largest_micro_batch(tried, estimate, memory)
             if found is not None:
                 names = "batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "optimizer"
-                changed = {n: getattr(found[0], n) for n in names if getattr(found[0], n) != getattr(args, n)}
+                changed = {n: getattr(found, n) for n in names if getattr(found, n) != getattr(args, n)}
                 flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
-                return Fit(*found, " ".join(flags))
+                return Fit(found, estimated, " ".join(flags))
     raise UserError(
         f"{human_bytes(memory)} for tensors is too little: micro-batches of one row with gradient checkpointing and "
-        f"Adafactor still need {human_bytes(smallest.total)}. Shorten the rows, shard the model (--workers N "
+        f"Adafactor still need {human_bytes(estimated.total)}. Shorten the rows, shard the model (--workers N "
         "--sharding fsdp), or take adapters or a smaller model."
     )
 
 
+def largest_size(rows: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest divisor of `rows` that fits, by bisection; None if none does."""
+    sizes = divisors(rows)
+    index = bisect_left(sizes, True, key=lambda size: not fits(size))
+    return sizes[index - 1] if index else None
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors, ascending: the micro-batches of so many rows."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def _largest_micro_batch(
     args: ExperimentArgs, estimate: Estimate, memory: float
-) -> tuple[tuple[ExperimentArgs, MemoryEstimate] | None, MemoryEstimate]:
-    """The largest one that fits, if any, and the estimate of one row."""
-    rows, found, smallest = args.rows_per_worker(), None, None
-    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    low, high = 0, len(sizes)
-    while low < high:  # sizes below `low` fit, those from `high` on do not
-        middle = (low + high) // 2 if found else 0
-        tried = replace(args, batch_size=sizes[middle], gradient_accumulation_steps=rows // sizes[middle])
-        estimated = estimate(tried)
-        smallest = smallest or estimated
-        if estimated.total <= memory:
-            found, low = (tried, estimated), middle + 1
-        else:
-            high = middle
-    return found, smallest
+) -> tuple[ExperimentArgs | None, MemoryEstimate]:
+    """Settings with the largest one that fits, and their estimate; None and the estimate of one row if none does."""
+    rows = args.rows_per_worker()
+
+    @cache
+    def tried(size: int) -> tuple[ExperimentArgs, MemoryEstimate]:
+        settings = replace(args, batch_size=size, gradient_accumulation_steps=rows // size)
+        return settings, estimate(settings)
+
+    size = largest_size(rows, lambda size: tried(size)[1].total <= memory)
+    return tried(size) if size else (None, tried(1)[1])
 
 
 def try_steps(args: ExperimentArgs, device: str, memory: float | None = None) -> int | None:

@@ -23,7 +23,7 @@ class AttentionArgs:
     output: str
     """Maps: a .png picture or the arrays as .npz. Layouts: a .png picture."""
     model: str | None = None
-    """Folder of a checkpoint or run, or name of a model on the Hugging Face hub."""
+    """Hugging Face name or folder, run directory (its best checkpoint, else its last) or checkpoint."""
     text: Annotated[str | None, needs("model")] = None
     """Input of the model."""
     target: Annotated[str | None, needs("model")] = None
@@ -73,24 +73,13 @@ def _draw_layouts(args: AttentionArgs) -> Path:
 
 
 def _draw_maps(args: AttentionArgs) -> Path:
-    from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
-
     import lm_experiments_tools.attention.huggingface  # noqa: F401 - configurations may name its attention
-    import modeling_bert  # noqa: F401 - and AutoModel then knows variants
-    import modeling_t5  # noqa: F401
-    from lm_experiments_tools.checkpoint.source import find_source
-    from lm_experiments_tools.models.saved import unread
+    from lm_experiments_tools.models.saved import open_saved
     from lm_experiments_tools.tools.attention_maps import attention_maps, write_maps
 
     layers, heads = (numbers(getattr(args, flag), flag) for flag in ("layers", "heads"))
-    last = Path(args.model) / "last"  # a run's own config.json holds its settings
-    name = find_source(str(last) if last.exists() else args.model, "--model").name
-    with unread(f"--model {args.model}", "a model with its tokenizer"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModel
-        model = auto.from_pretrained(name, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    maps = attention_maps(model, tokenizer, args.text, target=args.target, layers=layers, heads=heads)
+    opened = open_saved(args.model, flag="--model")
+    maps = attention_maps(opened.model, opened.tokenizer, args.text, target=args.target, layers=layers, heads=heads)
     return write_maps(maps, args.output, title=f"{args.model}: {args.text}")
 
 

@@ -140,7 +140,7 @@ def write_maps(maps: Sequence[AttentionMap], path: Path | str, *, title: str) ->
         tokens = {f"{m.kind}_{side}": np.array(getattr(m, side)) for m in maps for side in ("queries", "keys")}
         np.savez_compressed(path, **arrays, **tokens)
         return path
-    figure, panels = _panels(len(maps), 3.6)
+    figure, panels = new_figure(len(maps), 3.6)
     plain = {"parse_math": False}  # a dollar sign in a text starts no formula
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, **plain)
     for one, axes in zip(maps, panels, strict=True):
@@ -160,7 +160,7 @@ def draw_layouts(configs: Sequence[SparsityConfig], seq_len: int, path: Path | s
     """
     path = Path(path)
     reasons = [layout_parts(config, seq_len) for config in configs]
-    figure, panels = _panels(len(configs), 2.2)
+    figure, panels = new_figure(len(configs), 2.2)
     for config, blocks, axes in zip(configs, reasons, panels, strict=True):
         image = np.full((*blocks["local"].shape, 3), 0.93)
         for reason, colour in _COLOURS.items():
@@ -195,8 +195,12 @@ def layout_parts(config: Any, seq_len: int) -> dict[str, Tensor]:
     return {"local": local, "global": fixed & ~local, "random": whole & ~fixed}
 
 
-def _panels(number: int, inches: float) -> tuple[Any, list[Any]]:
-    """A figure and its axes, at most five in a row."""
+def new_figure(number: int, width: float, height: float | None = None) -> tuple[Any, list[Any]]:
+    """A figure and its axes, at most five in a row; width and height (None: the width) of each are in inches.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -204,7 +208,7 @@ def _panels(number: int, inches: float) -> tuple[Any, list[Any]]:
         raise UserError("drawing a .png needs matplotlib: pip install matplotlib.") from None
     columns = min(5, number)
     rows = math.ceil(number / columns)
-    figure = Figure(figsize=(inches * columns, inches * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(width * columns, (height or width) * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(rows, columns, place + 1) for place in range(number)]
 

@@ -145,14 +145,9 @@ def _length(lengths: np.ndarray, what: str) -> str:
 
 def _plot_lengths(kinds: Mapping[str, np.ndarray], path: Path) -> Path:
     """Write a PNG with a histogram of lengths for each kind. Raises UserError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(f"--output draws with matplotlib, which is not importable ({error}): install it") from None
-    figure = Figure(figsize=(6, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    from lm_experiments_tools.tools.attention_maps import new_figure
+
+    figure, (axes,) = new_figure(1, 6.0, 3.0)
     for kind, lengths in kinds.items():
         if len(lengths):
             axes.hist(np.maximum(lengths, 1), np.geomspace(1, lengths.max() + 2, 60), alpha=0.7, label=kind)

@@ -71,12 +71,12 @@ _MARKS = {
 def main(argv: Sequence[str]) -> int:
     """Read the script or file and the flags, and print the estimate; returns 0. Raises UserError."""
     names_one = bool(argv) and not argv[0].startswith("-")
-    asked, *flags = argv if names_one else ["pretrain-t5", *argv]
-    name = _FILES.get(Path(asked).stem, asked)
+    word, *flags = argv if names_one else ["pretrain-t5", *argv]
+    name = _FILES.get(Path(word).stem, word)
     if name not in SCRIPTS:
-        if not asked.endswith((".yaml", ".yml")):
-            raise UserError(f"lmtools plan {asked}: name one of {', '.join(SCRIPTS)}, or a YAML file of settings")
-        name, flags = _script_of(asked), ["--config", asked, *flags]
+        if not word.endswith((".yaml", ".yml")):
+            raise UserError(f"lmtools plan {word}: name one of {', '.join(SCRIPTS)}, or a YAML file of settings")
+        name, flags = _script_of(word), ["--config", word, *flags]
     args, origins = parse(
         SCRIPTS[name],
         flags,
@@ -93,6 +93,6 @@ def main(argv: Sequence[str]) -> int:
 def _script_of(path: str) -> str:
     """The script whose settings a YAML file holds."""
     file = Path(path)
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""  # `parse` says what is wrong
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""  # `parse` reports it
     keys = {line.partition(":")[0].strip() for line in text.splitlines()}
     return next((script for script, marks in _MARKS.items() if keys & set(marks)), "pretrain-t5")

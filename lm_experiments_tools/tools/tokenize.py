@@ -6,7 +6,7 @@ A cluster does it in n parts: with `--on slurm` and `--on ray` by datatrove, or 
 
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.flags import COUNT, check_groups, needs, only
 from lm_experiments_tools.errors import UserError
@@ -55,6 +55,12 @@ class TokenizeArgs:
         if self.on == "slurm" and self.partition is None:
             raise UserError("--on slurm needs --partition; `sinfo -s` lists those of the cluster.")
 
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `tokenize_corpus`, without `workers` and `shard`."""
+        paths = {"inputs": self.input, "vocab_path": self.vocab, "output_prefix": self.output}
+        names = "append_eos", "text_key", "max_bad_lines", "encode_by", "overwrite"
+        return paths | {name: getattr(self, name) for name in names}
+
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize and print the counts."""
@@ -62,26 +68,13 @@ def run(args: TokenizeArgs) -> None:
     from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
     check_output(args.output)
-    settings = {
-        "inputs": args.input,
-        "vocab_path": args.vocab,
-        "output_prefix": args.output,
-        "append_eos": args.append_eos,
-        "text_key": args.text_key,
-        "max_bad_lines": args.max_bad_lines,
-        "encode_by": args.encode_by,
-        "overwrite": args.overwrite,
-    }
     if args.on:
-        from lm_experiments_tools.tools.tokenize_parts import Parts, tokenize_parts
+        from lm_experiments_tools.tools.tokenize_parts import tokenize_parts
 
-        parts = Parts(
-            args.on, args.shards, settings, workers=args.workers or 1, partition=args.partition, time=args.time
-        )
-        return tokenize_parts(parts)
+        return tokenize_parts(args)
     shard = parse_shard(args.shard)
     start = time.perf_counter()
-    meta = tokenize_corpus(**settings, workers=args.workers, shard=shard)
+    meta = tokenize_corpus(**args.settings(), workers=args.workers, shard=shard)
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
     empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""

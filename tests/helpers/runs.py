@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 
 def words(**flags: Any) -> list[str]:
@@ -20,6 +22,24 @@ def words(**flags: Any) -> list[str]:
             values = () if value is True else value if isinstance(value, tuple) else (value,)
             line += [f"--{name}", *map(str, values)]
     return line
+
+
+def tiny_run(folder: Path, model: Mapping[str, Any], **flags: Any) -> dict[str, Any]:
+    """Flags of a small pre-training run, whose text, vocabulary and model configuration are written to a folder."""
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "tiny.json").write_text(json.dumps(model))
+    return {
+        "data_path": folder / "text.jsonl", "vocab": numbered_words_vocabulary(folder), "batch_size": 4, "lr": 1e-3,
+        "model_cfg": folder / "tiny.json", "input_seq_len": 32, "data_n_workers": 1, "log_interval": 1,
+        "save_interval": 2, "data_pipeline": "native", **flags,
+    }  # fmt: skip
+
+
+def tiny_t5_run(folder: Path, **model: Any) -> dict[str, Any]:
+    """Flags of a T5's, with validation."""
+    more = {"target_seq_len": 16, "valid_interval": 2, "valid_samples": 8, "valid_data_path": folder / "text.jsonl"}
+    return tiny_run(folder, {**TINY, **model}, **more)
 
 
 def records(run_dir: str | Path, split: str = "train") -> list[dict[str, Any]]:

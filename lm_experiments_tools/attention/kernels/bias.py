@@ -8,7 +8,6 @@ Everything is differentiable, and each gradient is summed in one order: equal in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -65,8 +64,16 @@ def _buckets_between(
     return t5_bucket(torch.arange(low, high + 1, device="cpu"), bidirectional, num_buckets, max_distance).to(device)
 
 
+class _Distances:
+    """Base of biases by distance."""
+
+    def dense(self, query_length: int, key_length: int) -> Tensor:
+        """The matrix, [1, heads, query_length, key_length]."""
+        return dense_bias(self, query_length, key_length)
+
+
 @dataclass(eq=False)
-class T5Bias:
+class T5Bias(_Distances):
     """The relative attention bias of T5: one learned number per head and bucket of distances.
 
     Args:
@@ -113,13 +120,9 @@ class T5Bias:
         # contiguous: adding a mask to the matrix made of it takes a quarter of the time
         return self.weight[buckets].t().contiguous()
 
-    def dense(self, query_length: int, key_length: int) -> Tensor:
-        """The matrix, [1, heads, query_length, key_length]."""
-        return dense_bias(self, query_length, key_length)
-
 
 @dataclass(eq=False)
-class AlibiBias:
+class AlibiBias(_Distances):
     """Attention with linear biases (Press et al. 2022): -slope * |key position - query position|.
 
     Args:
@@ -140,10 +143,6 @@ class AlibiBias:
         """Values [heads, 2 * length - 1] for distances -(length - 1)..length - 1."""
         distance = torch.arange(1 - length, length, device=self.slopes.device).abs()
         return -self.slopes[:, None] * distance.to(self.slopes.dtype)
-
-    def dense(self, query_length: int, key_length: int) -> Tensor:
-        """The matrix, [1, heads, query_length, key_length]."""
-        return dense_bias(self, query_length, key_length)
 
 
 DistanceBias = T5Bias | AlibiBias
@@ -176,8 +175,12 @@ class _Toeplitz(torch.autograd.Function):
     """[..., rows + columns - 1] -> [..., rows, columns], where element (r, c) is vector[c - r + rows - 1]."""
 
     @staticmethod
-    def forward(ctx, vector: Tensor, rows: int, columns: int) -> Tensor:
+    def forward(vector: Tensor, rows: int, columns: int) -> Tensor:
         return vector.unfold(-1, columns, 1).flip(-2)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        """Nothing is saved. torch.func requires this method."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -185,43 +188,16 @@ class _Toeplitz(torch.autograd.Function):
         return sum_diagonals(grad), None, None
 
 
-class _ToeplitzInVjp(torch.autograd.Function):
-    """The same for torch.func, in a form that costs another 25 microseconds a call."""
-
-    @staticmethod
-    def forward(vector: Tensor, rows: int, columns: int) -> Tensor:
-        return _Toeplitz.forward(None, vector, rows, columns)
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
-        """Nothing is saved."""
-
-    backward = _Toeplitz.backward
-
-
 def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
     """The matrices [..., rows, columns] whose diagonals are `vector` [..., rows + columns - 1], bottom left first."""
     if _are_numbers(rows, columns):
-        return (_ToeplitzInVjp if _in_vjp else _Toeplitz).apply(vector, rows, columns)
+        return _Toeplitz.apply(vector, rows, columns)
     # Unfolding would fix the lengths. Instead copies padded by one element are read as rows of one element less, so
     # that each row starts one element earlier.
     width = rows + columns - 1
     padded = torch.nn.functional.pad(vector, (0, 1)).unsqueeze(-2)
     copies = padded.expand(*vector.shape[:-1], rows, width + 1).flatten(-2)
     return copies[..., rows - 1 : rows - 1 + rows * width].unflatten(-1, (rows, width))[..., :columns]
-
-
-_in_vjp = False
-
-
-def vjp(function: Callable[..., Tensor], *primals: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """torch.func.vjp of a function that may call `toeplitz`."""
-    global _in_vjp
-    _in_vjp = True
-    try:
-        return torch.func.vjp(function, *primals)
-    finally:
-        _in_vjp = False
 
 
 def _are_numbers(*lengths: int) -> bool:

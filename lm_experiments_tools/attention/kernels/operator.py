@@ -23,7 +23,6 @@ from lm_experiments_tools.attention.kernels.bias import (
     Bias,
     T5Bias,
     values_of,
-    vjp,
     wants_gradient,
     with_values,
 )
@@ -168,7 +167,8 @@ def _dense_gradients(
         return module.attend(AttentionInputs(*qkv, inputs.spec._replace(bias=bias)), seed)
 
     with _seeded(inputs, module, seed):
-        _, pull = vjp(attend, *(x for x, is_wanted in zip(leaves, wanted, strict=True) if is_wanted))
+        primals = [x for x, is_wanted in zip(leaves, wanted, strict=True) if is_wanted]
+        pull = torch.func.vjp(attend, *primals)[1]
     found = iter(pull(grad))
     return [next(found) if is_wanted else None for is_wanted in wanted]
 

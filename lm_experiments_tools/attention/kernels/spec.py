@@ -153,7 +153,7 @@ def validate(inputs: AttentionInputs) -> AttentionInputs:
         raise UserError(f"dropout_p is {dropout_p!r}; it must be a number from 0 to below 1.")
     if not (scale is None or isinstance(scale, Real)):
         raise UserError(f"scale is {describe(scale)}; it must be a number (multiply a learned one into q).")
-    _check_bias(bias, q, key_length)
+    check_bias(bias, q, key_length)
     if key_padding_mask is not None:
         _check("key_padding_mask", key_padding_mask, q, (torch.bool,), (batch,), (key_length,))
         if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # on a GPU this would synchronize
@@ -180,16 +180,12 @@ def _check(name: str, x: object, q: Tensor, dtypes: Sequence[torch.dtype], *size
         not isinstance(x, Tensor)
         or x.dtype not in dtypes
         or x.dim() != len(sizes)
-        or not all(map(_is_in, x.shape, sizes))
+        or not all(size in allowed for size, allowed in zip(x.shape, sizes, strict=True))
     ):
         kind, shape = str(dtypes[-1]).removeprefix("torch."), [" or ".join(map(str, size)) for size in sizes]
         raise UserError(f"{name} is {describe(x)}; it must be {kind} [{', '.join(shape)}].")
     if x.device != q.device:
         raise UserError(f"{name} is on {x.device}, but q is on {q.device}.")
-
-
-def _is_in(size: int, sizes: Sequence[int]) -> bool:
-    return size in sizes
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -206,18 +202,19 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(f"q, k and v must share dtype and device; they are {found}.")
 
 
-def _check_bias(bias: Bias | None, q: Tensor, key_length: int) -> None:
+def check_bias(bias: Bias | None, q: Tensor, key_length: int, name: str = "bias") -> None:
+    """Raise UserError, which calls the bias `name`, unless it fits q [batch, heads, query_length, head_dim]."""
     batch, num_heads, query_length, _ = q.shape
     if isinstance(bias, Tensor):
         sizes = sorted({1, batch}), sorted({1, num_heads}), (query_length,), (key_length,)
-        _check("bias", bias, q, _FLOATS, *sizes)
+        _check(name, bias, q, _FLOATS, *sizes)
     elif bias is not None:
         if not isinstance(bias, DistanceBias):
-            raise UserError(f"bias is {describe(bias)}; it must be a T5Bias, an AlibiBias, a matrix or None.")
+            raise UserError(f"{name} is {describe(bias)}; it must be a T5Bias, an AlibiBias, a matrix or None.")
         if bias.num_heads != num_heads:
-            raise UserError(f"bias has values for {bias.num_heads} heads, but q has {num_heads}.")
+            raise UserError(f"{name} has values for {bias.num_heads} heads, but q has {num_heads}.")
         if values_of(bias).device != q.device:
-            raise UserError(f"bias is on {values_of(bias).device}, but q is on {q.device}.")
+            raise UserError(f"{name} is on {values_of(bias).device}, but q is on {q.device}.")
 
 
 def _check_segments(segment_ids: Segments | None, q: Tensor, key_length: int) -> tuple[Tensor, Tensor] | None:

@@ -101,6 +101,7 @@ def test_the_command_writes_arrays_and_pictures_of_a_run(t5, tokenizer, tmp_path
     """A run's folder has its last checkpoint under `last`, and the run's settings in its own config.json."""
     for part in (t5, tokenizer):
         part.save_pretrained(tmp_path / "run" / "last")
+    (tmp_path / "run" / "last" / "trainer_state.safetensors").touch()  # by which a checkpoint of ours is known
     (tmp_path / "run" / "config.json").write_text('{"iters": 3}')
     command = ["attention", "--model", str(tmp_path / "run"), "--text", TEXT, "--target", "the dog sat"]
     assert main([*command, "--output", str(tmp_path / "m.npz"), "--layers", "0-1", "--heads", "0,2"]) == 0
@@ -134,18 +135,18 @@ MAPS, LAYOUT = ["--model", "a", "--text", "a"], ["--layout", "BigBird", "--outpu
         (["--model", "/nowhere/at/all", "--text", "a"], "--model /nowhere/at/all"),
     ],
 )
-def test_mistakes_are_sentences(argv, named, capsys):
+def test_mistakes_are_error_messages(argv, named, capsys):
     assert main(["attention", "--output", "x.npz", *argv]) == 2
     error = capsys.readouterr().err
     assert named in error and "Traceback" not in error
 
 
-def test_truncated_weights_are_a_sentence(t5, tokenizer, tmp_path, capsys):
+def test_truncated_weights_are_an_error_message(t5, tokenizer, tmp_path, capsys):
     for part in (t5, tokenizer):
         part.save_pretrained(tmp_path)
     truncate("model.safetensors", 0.5)(tmp_path)
     assert main(["attention", "--model", str(tmp_path), "--text", TEXT, "--output", str(tmp_path / "m.npz")]) == 2
-    assert f"--model {tmp_path}: it cannot be read as a model with its tokenizer" in capsys.readouterr().err
+    assert f"{tmp_path}: it cannot be read as T5ForConditionalGeneration (Error" in capsys.readouterr().err
 
 
 def test_a_text_beyond_the_positions_of_a_model_is_refused(tokenizer, tmp_path, capsys):

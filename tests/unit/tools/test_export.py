@@ -28,7 +28,7 @@ from lm_experiments_tools.tools.main import main
 from run_t5_pretraining import main as pretrain
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import ROWS, save_toy, t5_config
-from tests.helpers.runs import TINY, records, words
+from tests.helpers.runs import records, tiny_t5_run, words
 from tests.helpers.suite_toys import save_decoder_with_t5_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -72,17 +72,8 @@ class HalvedT5(T5ForConditionalGeneration):
 def run(tmp_path_factory):
     """A run of four updates, its best checkpoint the last."""
     folder = tmp_path_factory.mktemp("exported")
-    vocab = numbered_words_vocabulary(folder)
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "tiny.json").write_text(json.dumps({**TINY, "tie_word_embeddings": False}))
-    flags = {
-        "data_path": folder / "text.jsonl", "valid_data_path": folder / "text.jsonl", "vocab": vocab, "batch_size": 4,
-        "model_cfg": folder / "tiny.json", "input_seq_len": 32, "target_seq_len": 16, "data_n_workers": 1, "lr": 1e-3,
-        "valid_interval": 2, "log_interval": 1, "save_interval": 2, "data_pipeline": "native", "valid_samples": 8,
-        "iters": 4,
-    }  # fmt: skip
-    pretrain(words(**flags, model_path=folder / "run"))
+    flags = tiny_t5_run(folder, tie_word_embeddings=False)
+    pretrain(words(**flags, iters=4, model_path=folder / "run"))
     return folder / "run"
 
 

@@ -12,8 +12,7 @@ import pytest
 from lm_experiments_tools.tools import suites
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
-from tests.helpers.runs import GPT2, records, words
-from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+from tests.helpers.runs import GPT2, records, tiny_run, words
 
 KEPT = 2
 
@@ -21,16 +20,8 @@ KEPT = 2
 @pytest.fixture
 def live(tmp_path):
     """The directory of a run that saves every second update and keeps two checkpoints, until the test ends."""
-    vocab = numbered_words_vocabulary(tmp_path)
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "tiny.json").write_text(json.dumps(GPT2))
-    flags = {
-        "data_path": tmp_path / "text.jsonl", "vocab": vocab, "model_cfg": tmp_path / "tiny.json", "batch_size": 4,
-        "model_cls": "transformers:GPT2LMHeadModel", "task": "causal_lm", "input_seq_len": 32, "data_n_workers": 1,
-        "lr": 1e-3, "log_interval": 1, "save_interval": 2, "keep_checkpoints": KEPT, "data_pipeline": "native",
-        "iters": 1_000_000,
-    }  # fmt: skip
+    more = {"model_cls": "transformers:GPT2LMHeadModel", "task": "causal_lm", "keep_checkpoints": KEPT}
+    flags = tiny_run(tmp_path, GPT2, **more, iters=1_000_000)
     with (tmp_path / "out.txt").open("w") as out:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "run_t5_pretraining.py"), *words(**flags, model_path=tmp_path / "run")],

@@ -12,25 +12,16 @@ from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.tools.compare import differences, read_run
 from lm_experiments_tools.tools.main import main
 from run_t5_pretraining import main as pretrain
-from tests.helpers.runs import TINY, records, words
-from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+from tests.helpers.runs import records, tiny_t5_run, words
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two real runs, of other learning rates and lengths."""
     folder = tmp_path_factory.mktemp("compared")
-    vocab = numbered_words_vocabulary(folder)
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "tiny.json").write_text(json.dumps(TINY))
-    flags = {
-        "data_path": folder / "text.jsonl", "valid_data_path": folder / "text.jsonl", "vocab": vocab, "batch_size": 4,
-        "model_cfg": folder / "tiny.json", "input_seq_len": 32, "target_seq_len": 16, "data_n_workers": 1,
-        "valid_interval": 2, "log_interval": 1, "save_interval": 2, "data_pipeline": "native", "valid_samples": 8,
-    }  # fmt: skip
+    flags = tiny_t5_run(folder)
     for name, lr, iters in (("a", 1e-3, 4), ("b", 1e-2, 6)):
-        pretrain(words(**flags, model_path=folder / "runs" / name, lr=lr, iters=iters))
+        pretrain(words(**flags | {"model_path": folder / "runs" / name, "lr": lr, "iters": iters}))
     (folder / "runs" / "no_run").mkdir()
     for name in "ab":  # this process made them, and holds their locks until it ends
         (folder / "runs" / name / ".lock").unlink()
@@ -77,7 +68,7 @@ def test_seconds_are_those_of_steps_without_validation_and_pauses(copied):
     assert math.isclose(read_run(copied / "a").records[-1]["seconds"], expected)
 
 
-def test_what_is_damaged_is_a_sentence_and_the_rest_is_shown(copied, capsys):
+def test_damage_is_an_error_message_and_the_rest_is_shown(copied, capsys):
     with (copied / "a" / "metrics.jsonl").open("a") as file:
         whole = '{"step": 9, "split": "train", "samples": 9, "tokens": 9, "time": 9, "loss": 1.5, "metrics": ["loss"]}'
         file.write(f'{{"step": 5, "split"\nnull\n{whole}\n{{"torn')

@@ -52,7 +52,7 @@ def test_parts_are_those_of_shard_and_their_merge_is_one_run(tokenize):
 
 
 @pytest.mark.skipif(missing("datatrove") is not None, reason="datatrove is not installed: pip install datatrove")
-def test_a_part_that_fails_is_a_sentence_and_made_again(tokenize):
+def test_a_part_that_fails_is_an_error_message_and_made_again(tokenize):
     with open("text.jsonl", "a", encoding="utf-8") as file:
         file.write("not json\n" * 3)
     code, said = tokenize("parts", on="local", shards=2, max_bad_lines=0)
@@ -74,13 +74,13 @@ def by_hand(monkeypatch):
     """
     fail: list[int] = []
 
-    def run(parts, folder):
-        for number in range(parts.count):
+    def run(args, folder):
+        for number in range(args.shards):
             mark = folder / "completions" / f"{number:05d}"
             if mark.exists():
                 continue
-            settings = {**parts.settings, "vocab_path": "absent"} if number in fail else parts.settings
-            tokenize_parts._part(replace(parts, settings=settings), os.getcwd(), folder, None, number, parts.count)
+            changed = {"vocab": "absent"} if number in fail else {}
+            tokenize_parts._part(replace(args, **changed), os.getcwd(), folder, None, number, args.shards)
             mark.parent.mkdir(exist_ok=True)
             mark.touch()
 
@@ -142,13 +142,13 @@ def test_parts_of_something_else_are_left_alone(tokenize, by_hand):
         ({"on": "spark", "shards": 2}, "local, slurm, ray"),
     ],
 )
-def test_a_mistake_is_one_sentence(flags, sentence, tokenize):
+def test_a_mistake_is_one_line(flags, sentence, tokenize):
     code, said = tokenize("parts", **flags)
     assert code == 2 and sentence in said and len(said.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("engine", "package"), [("local", "datatrove"), ("ray", "ray"), ("slurm", "datatrove")])
-def test_an_engine_that_is_not_installed_is_a_sentence(engine, package, tokenize, monkeypatch):
+def test_an_engine_that_is_not_installed_is_an_error_message(engine, package, tokenize, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else True)
     flags = {"on": engine, "shards": 2} | ({"partition": "p"} if engine == "slurm" else {})
     code, said = tokenize("parts", **flags)
