@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from transformers import PreTrainedModel, initialization
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
@@ -32,7 +32,8 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast
+from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast, make_norm
+from modeling_bert.losses import exact, mean_loss, place_loss, words_loss
 from modeling_bert.packing import of_documents, positions_of, spec_of_packed_rows, starts_of
 from modeling_bert.positions import RelativeKeyPosition
 
@@ -92,7 +93,7 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
         super()._init_weights(module)
         if isinstance(module, (RelativeBiasPosition, RelativeKeyPosition)):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-        elif isinstance(module, BertPredictions):
+        elif isinstance(module, BertPredictions) and has_named_bias(self.config):
             initialization.zeros_(module.bias)
         if isinstance(module, PositionScheme):
             tables = ("weight",) if isinstance(module, RelativeBiasPosition) else ()
@@ -195,12 +196,17 @@ class BertPredictionTransform(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.classifier_bias)
         self.activation = ACT2FN[config.hidden_act]
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = make_norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.LayerNorm(self.activation(self.dense(x)))
+
+
+def has_named_bias(config: BertConfig) -> bool:
+    """True if the output layer's bias is a parameter of the head too, as in BERT's checkpoints."""
+    return config.decoder_bias and config.head_transform
 
 
 class BertPredictions(nn.Module):
@@ -208,9 +214,10 @@ class BertPredictions(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.transform = BertPredictionTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
+        self.transform = BertPredictionTransform(config) if config.head_transform else nn.Identity()
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=config.decoder_bias)
+        if has_named_bias(config):
+            self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
@@ -230,6 +237,7 @@ class BertHeads(nn.Module):
 class _WithWords(BertPreTrainedModel):
     """Models that have the words' matrix twice, as input and as output, and tie the two."""
 
+    has_causal_loss = True  # with `is_decoder`
     _tied_weights_keys = TIED
     _judges_pairs: ClassVar[bool]
 
@@ -237,6 +245,8 @@ class _WithWords(BertPreTrainedModel):
         super().__init__(config)
         self.bert = BertModel(config, add_pooling_layer=self._judges_pairs)
         self.cls = BertHeads(config, self._judges_pairs)
+        if not has_named_bias(config):
+            self._tied_weights_keys = {name: source for name, source in TIED.items() if name.endswith("weight")}
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
@@ -245,6 +255,8 @@ class _WithWords(BertPreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.cls.predictions.decoder = new_embeddings
         bias = new_embeddings.bias
+        if not has_named_bias(self.config):
+            return
         if not self.config.tie_word_embeddings:  # two of their own: shared, one would be saved and not found again
             bias = nn.Parameter(bias.detach().clone())
         self.cls.predictions.bias = bias
@@ -296,8 +308,8 @@ class BertForPreTraining(_WithWords):
         outputs = self.bert(*inputs, **packed, return_dict=True, **kwargs)
         words = self.cls.predictions(outputs.last_hidden_state)
         pairs = self.cls.seq_relationship(outputs.pooler_output)
-        loss_mlm = None if labels is None else _mean_loss(words, labels)
-        loss_nsp = None if next_sentence_label is None else _mean_loss(pairs, next_sentence_label)
+        loss_mlm = None if labels is None else words_loss(words, labels, segment_ids, self.config.is_decoder)
+        loss_nsp = None if next_sentence_label is None else mean_loss(pairs, next_sentence_label)
         parts = [part for part in (loss_mlm, loss_nsp) if part is not None]
         return BertForPreTrainingOutput(
             loss=sum(parts) if parts else None,
@@ -326,11 +338,12 @@ class BertForMaskedLM(_WithWords):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere."""
+        """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere. With `is_decoder` they are the
+        tokens themselves, each of which is predicted from those before it."""
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         words = self.cls.predictions(outputs.last_hidden_state)
-        loss = None if labels is None else _mean_loss(words, labels)
+        loss = None if labels is None else words_loss(words, labels, segment_ids, self.config.is_decoder)
         return MaskedLMOutput(loss=loss, logits=words, **_recorded(outputs))
 
 
@@ -383,8 +396,8 @@ class BertForSequenceClassification(_WithClassifier):
         elif problem is None:
             problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
         if problem == "single_label_classification":
-            return _mean_loss(logits, labels)
-        logits = _exact(logits)
+            return mean_loss(logits, labels)
+        logits = exact(logits)
         labels = labels.to(logits.dtype)
         distance = mse_loss if problem == "regression" else binary_cross_entropy_with_logits
         labels = labels.reshape(logits.shape) if problem == "regression" else labels
@@ -415,7 +428,7 @@ class BertForTokenClassification(_WithClassifier):
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None if labels is None else _mean_loss(logits, labels)
+        loss = None if labels is None else mean_loss(logits, labels)
         return TokenClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
 
@@ -450,7 +463,7 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # [B, L] each
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (_place_loss(start, start_positions) + _place_loss(end, end_positions)) / 2
+            loss = (place_loss(start, start_positions) + place_loss(end, end_positions)) / 2
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
 
 
@@ -473,24 +486,6 @@ def _spec_of(attention_mask: Tensor | None, batch: int, length: int) -> Attentio
 def _is_full(mask: Tensor) -> bool:
     """True if a mask is known to hide nothing; on a GPU it is not looked at, as that would wait for it."""
     return mask.is_cpu and not torch.compiler.is_compiling() and bool(mask.all())
-
-
-def _exact(logits: Tensor) -> Tensor:
-    """Losses are computed in float32 at least."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _mean_loss(logits: Tensor, labels: Tensor, ignored: int = IGNORED_LABEL) -> Tensor:
-    """Cross-entropy of logits [..., classes], mean over the labels [...] that are not `ignored`; 0 if all are."""
-    labels = labels.flatten()
-    total = cross_entropy(_exact(logits.flatten(0, -2)), labels, ignore_index=ignored, reduction="sum")
-    return total / (labels != ignored).sum().clamp(min=1)
-
-
-def _place_loss(scores: Tensor, positions: Tensor) -> Tensor:
-    """Of the places of a text, scores [B, L]; a place beyond it is ignored."""
-    length = scores.shape[1]
-    return _mean_loss(scores, positions.clamp(0, length), ignored=length)
 
 
 def _recorded(outputs: BaseModelOutputWithPooling) -> dict[str, Any]:
