@@ -9,6 +9,8 @@ from transformers.activations import ACT2FN
 from lm_experiments_tools.modules.variants import VariantConfig
 
 POSITIONS = ("absolute", "relative_key", "relative_key_query", "relative_attention_bias", "rotary", "alibi", "none")
+NORMS = ("layer_norm", "rms_norm")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @strict
@@ -27,6 +29,22 @@ class BertConfig(VariantConfig, transformers.BertConfig):
         relative_attention_num_buckets, relative_last_bucket_distance: of "relative_attention_bias"; T5's 32 and 128.
         rotary_dim: features of a head that "rotary" turns, the first ones; all if None.
         rotary_base: of "rotary".
+        norm_type: "layer_norm", or "rms_norm" (Zhang and Sennrich 2019, arXiv 1910.07467), of all norms.
+        norm_bias: biases of layer norms; RMSNorm has none.
+        attention_bias, mlp_bias: biases of the linear layers of attention, of the feed-forward network.
+        gated_mlp: gate the feed-forward network: activation(x W) * (x V), e.g. GeGLU with hidden_act "gelu" and SwiGLU
+            with "silu" (Shazeer 2020, arXiv 2002.05202). `intermediate_size` is the width of each half.
+        embedding_norm: norm the embeddings.
+        first_attention_norm: with pre_layer_norm, norm the input of the first attention, which `embedding_norm` has
+            already done.
+        num_key_value_heads: heads of keys and values, each shared by a group of query heads (Ainslie et al. 2023, arXiv
+            2305.13245); None for `num_attention_heads`.
+        layer_types: "full_attention" or "sliding_attention" for each layer (transformers' names); None for full.
+        local_attention: window in tokens of "sliding_attention": a token sees those at a distance of up to half of it.
+        local_rotary_base: `rotary_base` of these layers; None for the same.
+        head_transform: layer and norm between the hidden states and the MLM head's output layer.
+        classifier_bias, decoder_bias: biases of that layer, and of the output layer.
+        is_decoder: causal attention, for language modeling from left to right.
         sparse_config_cls, sparse_attention: name and settings of a block-sparse layout, e.g. "BigBird" and
             `{"block": 64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
 
@@ -35,7 +53,11 @@ class BertConfig(VariantConfig, transformers.BertConfig):
     """
 
     variant_type = "lm_experiments_bert"
-    variant_keys = ("pre_layer_norm", "position_embedding_type", "sparse_config_cls")
+    variant_keys = (
+        "pre_layer_norm", "position_embedding_type", "sparse_config_cls", "norm_type", "norm_bias", "attention_bias",
+        "mlp_bias", "gated_mlp", "embedding_norm", "num_key_value_heads", "layer_types", "head_transform",
+        "classifier_bias", "decoder_bias", "is_decoder",
+    )  # fmt: skip
 
     pre_layer_norm: bool = False
     last_layer_norm: bool = True
@@ -44,6 +66,20 @@ class BertConfig(VariantConfig, transformers.BertConfig):
     relative_last_bucket_distance: int = 128
     rotary_dim: int | None = None
     rotary_base: float | int = 10000.0
+    norm_type: str = "layer_norm"
+    norm_bias: bool = True
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    gated_mlp: bool = False
+    embedding_norm: bool = True
+    first_attention_norm: bool = True
+    num_key_value_heads: int | None = None
+    layer_types: list[str] | None = None
+    local_attention: int | None = None
+    local_rotary_base: float | int | None = None
+    head_transform: bool = True
+    classifier_bias: bool = True
+    decoder_bias: bool = True
     sparse_config_cls: str | None = None
     sparse_attention: dict | None = None
 
@@ -57,20 +93,54 @@ class BertConfig(VariantConfig, transformers.BertConfig):
                 f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}, nor a "
                 "class written module:Class."
             )
-        if self.is_decoder or self.add_cross_attention:
-            raise ValueError("is_decoder and add_cross_attention are for decoders, but this BERT is an encoder.")
+        if self.add_cross_attention:
+            raise ValueError("add_cross_attention is for decoders, but this BERT is an encoder.")
         if not (self.last_layer_norm or self.pre_layer_norm):
             raise ValueError(
                 "last_layer_norm=False goes with pre_layer_norm=True; otherwise each layer has its norms."
             )
         if self.rotary_dim is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
             raise ValueError(f'rotary_dim={self.rotary_dim} is of position_embedding_type "rotary": leave it out.')
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if self.norm_type not in NORMS:
+            raise ValueError(f"norm_type={self.norm_type!r} is none of {', '.join(NORMS)}.")
+        if not (self.first_attention_norm or self.pre_layer_norm):
+            raise ValueError("first_attention_norm=False goes with pre_layer_norm=True.")
+        groups = self.num_key_value_heads
+        if groups is not None and (groups < 1 or self.num_attention_heads % groups):
+            raise ValueError(
+                f"num_key_value_heads={groups} does not divide num_attention_heads={self.num_attention_heads}."
+            )
+        types = self.layer_types or []
+        if self.layer_types is not None and (len(types) != self.num_hidden_layers or {*types} - {*LAYER_TYPES}):
+            raise ValueError(
+                f"layer_types={types} must be {self.num_hidden_layers} values (num_hidden_layers), each of "
+                f"{' or '.join(LAYER_TYPES)}."
+            )
+        local = "sliding_attention" in types
+        if local != (self.local_attention is not None) or (local and self.local_attention < 2):
+            raise ValueError(
+                f"local_attention={self.local_attention} must be the window of layers of layer_types "
+                '"sliding_attention", at least 2 tokens; without such layers leave it out.'
+            )
+        if self.local_rotary_base is not None and (not local or self.position_embedding_type != "rotary"):
+            raise ValueError('local_rotary_base is of "sliding_attention" layers with "rotary" positions.')
+        if local and (
+            self.sparse_config_cls is not None or self.position_embedding_type not in ("absolute", "rotary", "none")
+        ):
+            raise ValueError(
+                "sliding_attention goes with absolute, rotary or no positions, and without sparse_config_cls."
+            )
 
     def _check_sizes(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
+        for name in (*sizes, "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.type_vocab_size < 0:
+            raise ValueError(f"type_vocab_size={self.type_vocab_size} must be at least 0, which is no embedding.")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")

@@ -21,7 +21,7 @@ from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
 from lm_experiments_tools.modules.fast_step import dropped, joined, normed, stream_dtype
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.positions import content_position, shared_position
+from modeling_bert.positions import content_position, local_position, shared_position, window_bias, window_layout
 
 
 class CanBeFast(nn.Module):
@@ -39,7 +39,7 @@ class CanBeFast(nn.Module):
 
 
 class BertEmbeddings(CanBeFast):
-    """Tokens, token types and, for "absolute" positions, positions: added up and normed."""
+    """Tokens, token types if there are any and, for "absolute" positions, positions: added up and normed."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -49,15 +49,19 @@ class BertEmbeddings(CanBeFast):
             if config.position_embedding_type == "absolute"
             else None
         )
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.token_type_embeddings = (
+            nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        )
+        self.LayerNorm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
         """Embeddings [B, L, D] from those of the words alone; types are 0 and positions 0..L-1 unless given [B, L]."""
-        if token_type_ids is None:
-            token_type_ids = torch.zeros(inputs_embeds.shape[:-1], dtype=torch.long, device=inputs_embeds.device)
-        x = inputs_embeds + self.token_type_embeddings(token_type_ids)
+        x = inputs_embeds
+        if self.token_type_embeddings is not None:
+            if token_type_ids is None:
+                token_type_ids = torch.zeros(inputs_embeds.shape[:-1], dtype=torch.long, device=inputs_embeds.device)
+            x = x + self.token_type_embeddings(token_type_ids)
         if self.position_embeddings is not None:
             if position_ids is None:
                 position_ids = torch.arange(x.shape[1], device=x.device)[None]
@@ -78,9 +82,12 @@ class BertSelfAttention(CanBeFast):
             raise ValueError(
                 f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={self.num_heads}."
             )
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.head_dim = config.hidden_size // self.num_heads
+        self.group_size = self.num_heads // (config.num_key_value_heads or self.num_heads)
+        width, shared = config.hidden_size, config.hidden_size // self.group_size
+        self.query = nn.Linear(width, width, bias=config.attention_bias)
+        self.key = nn.Linear(width, shared, bias=config.attention_bias)
+        self.value = nn.Linear(width, shared, bias=config.attention_bias)
         self.distance_embedding = content_position(config)
 
     def forward(
@@ -95,8 +102,10 @@ class BertSelfAttention(CanBeFast):
         """[B, L, D] -> [B, L, D] and, on request, the weights [B, H, L, L]; `offset` is for `position.rotate`."""
         projections = self.query, self.key, self.value
         features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in features)  # [B, H, L, d]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in features)  # [B, H, L, d]
         q, k = position.rotate(q, k, offset)
+        if self.group_size > 1:
+            k, v = (part.repeat_interleave(self.group_size, dim=1) for part in (k, v))
         if self.distance_embedding is not None:
             of_content = self.distance_embedding(q, k)
             bias = of_content if bias is None else of_content + bias
@@ -106,7 +115,7 @@ class BertSelfAttention(CanBeFast):
             q,
             k,
             v,
-            spec._replace(bias=bias, layout=self.layout, dropout_p=dropout_p),
+            spec._replace(bias=bias, layout=self.layout or spec.layout, dropout_p=dropout_p),
             backend,
             prefers_products=self.is_fast and backend == "sdpa",
             output_attentions=output_attentions,
@@ -117,10 +126,10 @@ class BertSelfAttention(CanBeFast):
 class BertResidual(CanBeFast):
     """Back to D features, onto the residual stream; the sum is normed, unless `pre_layer_norm` norms elsewhere."""
 
-    def __init__(self, config: BertConfig, width: int) -> None:
+    def __init__(self, config: BertConfig, width: int, bias: bool) -> None:
         super().__init__()
-        self.dense = nn.Linear(width, config.hidden_size)
-        self.LayerNorm = nn.Identity() if config.pre_layer_norm else _norm(config)
+        self.dense = nn.Linear(width, config.hidden_size, bias=bias)
+        self.LayerNorm = nn.Identity() if config.pre_layer_norm else make_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -133,19 +142,24 @@ class BertAttention(nn.Module):
     def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
         super().__init__()
         self.self = BertSelfAttention(config, layout)
-        self.output = BertResidual(config, config.hidden_size)
+        self.output = BertResidual(config, config.hidden_size, config.attention_bias)
 
 
 class BertIntermediate(nn.Module):
-    """The wide half of the feed-forward network."""
+    """The wide half of the feed-forward network; with `gated_mlp` the activated features come first, then the gate."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.is_gated = config.gated_mlp
+        width = config.intermediate_size * (2 if self.is_gated else 1)
+        self.dense = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.dense(x))
+        if not self.is_gated:
+            return self.activation(self.dense(x))
+        activated, gate = self.dense(x).chunk(2, dim=-1)
+        return self.activation(activated) * gate
 
 
 class BertLayer(CanBeFast, GradientCheckpointingLayer):
@@ -154,14 +168,15 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
     The norms in front have the names of t5-experiments, which the GENA-LM checkpoints made with it carry.
     """
 
-    def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
+    def __init__(self, config: BertConfig, layout: SparsityConfig | None, number: int) -> None:
         super().__init__()
         self.config = config
-        self.pre_attention_ln = _norm(config) if config.pre_layer_norm else nn.Identity()
+        is_normed = config.pre_layer_norm and (number > 0 or config.first_attention_norm)
+        self.pre_attention_ln = make_norm(config) if is_normed else nn.Identity()
         self.attention = BertAttention(config, layout)
-        self.post_attention_ln = _norm(config) if config.pre_layer_norm else nn.Identity()
+        self.post_attention_ln = make_norm(config) if config.pre_layer_norm else nn.Identity()
         self.intermediate = BertIntermediate(config)
-        self.output = BertResidual(config, config.intermediate_size)
+        self.output = BertResidual(config, config.intermediate_size, config.mlp_bias)
 
     def forward(
         self,
@@ -184,31 +199,51 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
 
 
 class BertEncoder(nn.Module):
-    """All layers, and what they share: the position scheme, whose bias is made once."""
+    """All layers, and what they share: position schemes, and biases, which are made once for each kind of layer."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
         self.position = shared_position(config)
-        self.layer = nn.ModuleList(BertLayer(config, layout) for layout in _layouts(config))
+        self.local_position = local_position(config)
+        self.local_layout = window_layout(config)
+        self.layer = nn.ModuleList(
+            BertLayer(config, layout, number) for number, layout in enumerate(_layouts(config))
+        )
         final_norm = config.pre_layer_norm and config.last_layer_norm
-        self.last_layer_ln = _norm(config) if final_norm else nn.Identity()
+        self.last_layer_ln = make_norm(config) if final_norm else nn.Identity()
 
     def forward(self, x: Tensor, spec: AttentionSpec, offset: int | Tensor, output_attentions: bool) -> Tensor:
         """[B, L, D] -> [B, L, D]"""
+        length = x.shape[1]
+        spec = spec._replace(causal=self.config.is_decoder)
+        whole = self.position, *self._bias(self.position.bias(length, length, device=x.device), x, spec)
+        local = whole
+        if self.local_position is not None:
+            skips_blocks = backend_for(self.config) == "auto"
+            bias, of_local = self._bias(window_bias(self.config, skips_blocks, x), x, spec, is_local=True)
+            local = self.local_position, bias, of_local._replace(layout=self.local_layout if skips_blocks else None)
+        types = self.config.layer_types or ["full_attention"] * len(self.layer)
+        for layer, kind in zip(self.layer, types, strict=True):
+            position, bias, of_kind = local if kind == "sliding_attention" else whole
+            # reentrant checkpoints need the bias as an argument of its own
+            x = layer(x, bias, of_kind, position, offset, output_attentions)
+        return self.last_layer_ln(x)
+
+    def _bias(
+        self, bias: Bias | None, x: Tensor, spec: AttentionSpec, is_local: bool = False
+    ) -> tuple[Bias | None, AttentionSpec]:
+        """The bias that layers of a kind share, and their spec, in which it may have replaced the segment IDs."""
         length, backend = x.shape[1], backend_for(self.config)
-        bias = self.position.bias(length, length, device=x.device)
         bias_backend = backend if spec.mask is None else "sdpa"  # under a mask of queries by keys all is dense
-        is_dense = self.config.sparse_config_cls is None
+        is_dense = self.config.sparse_config_cls is None and not is_local
         bias = shared_bias(bias, length, length, bias_backend, x.device, is_dense, self.training)
         if spec.segment_ids is not None and backend != "auto":  # documents separated by the bias, for all layers
             queries, keys = spec.segment_ids
             same = queries[:, None, :, None] == keys[:, None, None, :]
             mask = torch.zeros(same.shape, dtype=x.dtype, device=same.device).masked_fill(~same, -torch.inf)
             bias, spec = mask if bias is None else bias + mask, spec._replace(segment_ids=None)
-        for layer in self.layer:  # reentrant checkpoints need the bias as an argument of its own
-            x = layer(x, bias, spec, self.position, offset, output_attentions)
-        return self.last_layer_ln(x)
+        return bias, spec
 
 
 def backend_for(config: BertConfig) -> str:
@@ -216,8 +251,11 @@ def backend_for(config: BertConfig) -> str:
     return "auto" if config.sparse_config_cls is not None else backend_of(config._attn_implementation)
 
 
-def _norm(config: BertConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:
+    """A norm of D features, of the configured type."""
+    if config.norm_type == "rms_norm":
+        return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.norm_bias)
 
 
 def _layouts(config: BertConfig) -> list[SparsityConfig | None]:

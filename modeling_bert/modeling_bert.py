@@ -32,7 +32,7 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast
+from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast, make_norm
 from modeling_bert.packing import of_documents, positions_of, spec_of_packed_rows, starts_of
 from modeling_bert.positions import RelativeKeyPosition
 
@@ -92,7 +92,7 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
         super()._init_weights(module)
         if isinstance(module, (RelativeBiasPosition, RelativeKeyPosition)):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-        elif isinstance(module, BertPredictions):
+        elif isinstance(module, BertPredictions) and has_named_bias(self.config):
             initialization.zeros_(module.bias)
         if isinstance(module, PositionScheme):
             tables = ("weight",) if isinstance(module, RelativeBiasPosition) else ()
@@ -195,12 +195,17 @@ class BertPredictionTransform(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.classifier_bias)
         self.activation = ACT2FN[config.hidden_act]
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = make_norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.LayerNorm(self.activation(self.dense(x)))
+
+
+def has_named_bias(config: BertConfig) -> bool:
+    """True if the output layer's bias is a parameter of the head too, as in BERT's checkpoints."""
+    return config.decoder_bias and config.head_transform
 
 
 class BertPredictions(nn.Module):
@@ -208,9 +213,10 @@ class BertPredictions(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.transform = BertPredictionTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
+        self.transform = BertPredictionTransform(config) if config.head_transform else nn.Identity()
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=config.decoder_bias)
+        if has_named_bias(config):
+            self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, V]"""
@@ -237,6 +243,8 @@ class _WithWords(BertPreTrainedModel):
         super().__init__(config)
         self.bert = BertModel(config, add_pooling_layer=self._judges_pairs)
         self.cls = BertHeads(config, self._judges_pairs)
+        if not has_named_bias(config):
+            self._tied_weights_keys = {name: source for name, source in TIED.items() if name.endswith("weight")}
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
@@ -245,6 +253,8 @@ class _WithWords(BertPreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.cls.predictions.decoder = new_embeddings
         bias = new_embeddings.bias
+        if not has_named_bias(self.config):
+            return
         if not self.config.tie_word_embeddings:  # two of their own: shared, one would be saved and not found again
             bias = nn.Parameter(bias.detach().clone())
         self.cls.predictions.bias = bias

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lm_experiments_tools.attention.kernels.bias import T5Bias
+from lm_experiments_tools.attention.layouts import LocalSlidingWindowSparsityConfig, SparsityConfig
 from lm_experiments_tools.attention.positions import (
     AlibiPosition,
     NoPosition,
@@ -23,17 +25,56 @@ def shared_position(config: BertConfig) -> PositionScheme:
     Raises:
         ValueError: settings that the scheme refuses, or no such class.
     """
-    kind, heads = config.position_embedding_type, config.num_attention_heads
+    kind, heads, is_bidirectional = config.position_embedding_type, config.num_attention_heads, not config.is_decoder
     if ":" in kind:
-        return resolve_configured(kind, PositionScheme, f"position_embedding_type={kind!r}")(config, True)
+        return resolve_configured(kind, PositionScheme, f"position_embedding_type={kind!r}")(config, is_bidirectional)
     schemes = {
         "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
         "alibi": lambda: AlibiPosition(heads),
         "relative_attention_bias": lambda: RelativeBiasPosition(
-            config.relative_attention_num_buckets, config.relative_last_bucket_distance, heads, bidirectional=True
+            config.relative_attention_num_buckets, config.relative_last_bucket_distance, heads, is_bidirectional
         ),
     }
     return schemes.get(kind, NoPosition)()
+
+
+def local_position(config: BertConfig) -> PositionScheme | None:
+    """The scheme of "sliding_attention" layers; None without such layers."""
+    if config.local_attention is None:
+        return None
+    base = config.rotary_base if config.local_rotary_base is None else config.local_rotary_base
+    if config.position_embedding_type != "rotary":
+        return NoPosition()
+    return RotaryPosition(config.hidden_size // config.num_attention_heads, config.rotary_dim, base)
+
+
+def window_bias(config: BertConfig, is_checked: bool, like: Tensor) -> T5Bias:
+    """0 up to a distance of half of `local_attention`, -inf beyond it, as a table that every backend reads.
+
+    Args:
+        is_checked: the backend wants a column for each head; one that makes a matrix of it needs a single one.
+        like: its device and dtype.
+    """
+    reach = config.local_attention // 2
+    heads = config.num_attention_heads if is_checked else 1
+    num_buckets = 4 * (reach + 1)  # half for each direction; half of those hold one distance each: 0 to reach
+    column = torch.full((num_buckets // 2,), -torch.inf, dtype=like.dtype, device=like.device)
+    column[: reach + 1] = 0.0
+    return T5Bias(column.repeat(2)[:, None].repeat(1, heads), True, num_buckets, reach + 2)
+
+
+def window_layout(config: BertConfig) -> SparsityConfig | None:
+    """Blocks that hold the window of each token, out of which `window_bias` cuts it exactly; None without windows."""
+    if config.local_attention is None:
+        return None
+    reach = config.local_attention // 2
+    block = min(64, max(16, 1 << (reach - 1).bit_length()))
+    return LocalSlidingWindowSparsityConfig(
+        config.num_attention_heads,
+        block,
+        num_sliding_window_blocks=2 * -(-reach // block) + 1,
+        attention="bidirectional",
+    )
 
 
 def content_position(config: BertConfig) -> RelativeKeyPosition | None:

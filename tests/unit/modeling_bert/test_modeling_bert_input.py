@@ -108,7 +108,7 @@ def test_masks_of_queries_by_keys_are_understood(way):
         ({"rotary_dim": 4}, 'rotary_dim=4 is of position_embedding_type "rotary"'),
         ({"position_embedding_type": "nowhere:Mine"}, "'nowhere:Mine': module nowhere is not imported"),
         ({"position_embedding_type": "torch.nn:Linear"}, "not a subclass of .*PositionScheme"),
-        ({"is_decoder": True}, "for decoders, but this BERT is an encoder"),
+        ({"add_cross_attention": True}, "for decoders, but this BERT is an encoder"),
         ({"position_embedding_type": "rotary", "rotary_dim": 3}, "rotary_dim=3 must be an even number"),
         ({"position_embedding_type": "rotary", "rotary_dim": 10}, "rotary_dim=10 must be an even number"),
         ({"position_embedding_type": "rotary", "rotary_base": 0.5}, "rotary_base=0.5 must be above 1"),
