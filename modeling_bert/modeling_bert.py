@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from transformers import PreTrainedModel, initialization
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
@@ -33,6 +33,7 @@ from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast, make_norm
+from modeling_bert.losses import exact, mean_loss, place_loss, words_loss
 from modeling_bert.packing import of_documents, positions_of, spec_of_packed_rows, starts_of
 from modeling_bert.positions import RelativeKeyPosition
 
@@ -306,8 +307,8 @@ class BertForPreTraining(_WithWords):
         outputs = self.bert(*inputs, **packed, return_dict=True, **kwargs)
         words = self.cls.predictions(outputs.last_hidden_state)
         pairs = self.cls.seq_relationship(outputs.pooler_output)
-        loss_mlm = None if labels is None else _mean_loss(words, labels)
-        loss_nsp = None if next_sentence_label is None else _mean_loss(pairs, next_sentence_label)
+        loss_mlm = None if labels is None else words_loss(words, labels, segment_ids, self.config.is_decoder)
+        loss_nsp = None if next_sentence_label is None else mean_loss(pairs, next_sentence_label)
         parts = [part for part in (loss_mlm, loss_nsp) if part is not None]
         return BertForPreTrainingOutput(
             loss=sum(parts) if parts else None,
@@ -336,11 +337,12 @@ class BertForMaskedLM(_WithWords):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere."""
+        """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere. With `is_decoder` they are the
+        tokens themselves, each of which is predicted from those before it."""
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         words = self.cls.predictions(outputs.last_hidden_state)
-        loss = None if labels is None else _mean_loss(words, labels)
+        loss = None if labels is None else words_loss(words, labels, segment_ids, self.config.is_decoder)
         return MaskedLMOutput(loss=loss, logits=words, **_recorded(outputs))
 
 
@@ -393,8 +395,8 @@ class BertForSequenceClassification(_WithClassifier):
         elif problem is None:
             problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
         if problem == "single_label_classification":
-            return _mean_loss(logits, labels)
-        logits = _exact(logits)
+            return mean_loss(logits, labels)
+        logits = exact(logits)
         labels = labels.to(logits.dtype)
         distance = mse_loss if problem == "regression" else binary_cross_entropy_with_logits
         labels = labels.reshape(logits.shape) if problem == "regression" else labels
@@ -425,7 +427,7 @@ class BertForTokenClassification(_WithClassifier):
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None if labels is None else _mean_loss(logits, labels)
+        loss = None if labels is None else mean_loss(logits, labels)
         return TokenClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
 
@@ -460,7 +462,7 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # [B, L] each
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (_place_loss(start, start_positions) + _place_loss(end, end_positions)) / 2
+            loss = (place_loss(start, start_positions) + place_loss(end, end_positions)) / 2
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
 
 
@@ -483,24 +485,6 @@ def _spec_of(attention_mask: Tensor | None, batch: int, length: int) -> Attentio
 def _is_full(mask: Tensor) -> bool:
     """True if a mask is known to hide nothing; on a GPU it is not looked at, as that would wait for it."""
     return mask.is_cpu and not torch.compiler.is_compiling() and bool(mask.all())
-
-
-def _exact(logits: Tensor) -> Tensor:
-    """Losses are computed in float32 at least."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _mean_loss(logits: Tensor, labels: Tensor, ignored: int = IGNORED_LABEL) -> Tensor:
-    """Cross-entropy of logits [..., classes], mean over the labels [...] that are not `ignored`; 0 if all are."""
-    labels = labels.flatten()
-    total = cross_entropy(_exact(logits.flatten(0, -2)), labels, ignore_index=ignored, reduction="sum")
-    return total / (labels != ignored).sum().clamp(min=1)
-
-
-def _place_loss(scores: Tensor, positions: Tensor) -> Tensor:
-    """Of the places of a text, scores [B, L]; a place beyond it is ignored."""
-    length = scores.shape[1]
-    return _mean_loss(scores, positions.clamp(0, length), ignored=length)
 
 
 def _recorded(outputs: BaseModelOutputWithPooling) -> dict[str, Any]:

@@ -50,8 +50,12 @@ def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm(x)` of a layer norm, computed in float32; bfloat16 stays bfloat16, unlike under autocast."""
-    if x.dtype != torch.bfloat16 or not is_plain(norm, nn.LayerNorm):
+    """`norm(x)` of a layer norm or RMSNorm, computed in float32; bfloat16 stays bfloat16, unlike under autocast."""
+    if x.dtype != torch.bfloat16:
+        return norm(x)
+    if is_plain(norm, nn.RMSNorm):
+        return F.rms_norm(x.float(), norm.normalized_shape, norm.weight, norm.eps).to(x.dtype)
+    if not is_plain(norm, nn.LayerNorm):
         return norm(x)
     wide = x if x.is_cpu else x.float()  # the CPU's kernel computes in float32
     return F.layer_norm(wide, norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)

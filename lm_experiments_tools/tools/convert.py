@@ -4,18 +4,23 @@
     lmtools convert nanoT5/logs/.../pytorch_model.bin --to mine --model_cfg t5-v1_1-base --tokenizer DIR
     lmtools convert t5_1_1_small/checkpoint_1000000 --to mine --model_cfg t5-v1_1-small
     lmtools convert megatron/bert/iter_0100000 --to mine
+    lmtools convert ModernBERT-base --to mine
+    lmtools convert runs/mine --to theirs --model_type modernbert
+    lmtools convert ModernBERT-base --to large --tile modernbert-large
 
 It reads weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
-folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). Checkpoints of this package and
-folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
+folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). ModernBERT, EuroBERT and NeoBERT become
+modeling_bert's BertForMaskedLM, and with --model_type the first two are written again. Other checkpoints of this package
+and folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.export import check_shard_size
 
@@ -39,6 +44,11 @@ class ConvertArgs:
     model_cls: str | None = None
     """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration; for Megatron's checkpoints
     the equivalent class of transformers."""
+    model_type: Literal["modernbert", "eurobert"] | None = None
+    """Write modeling_bert's BertForMaskedLM as this model of transformers."""
+    tile: str | None = None
+    """Configuration of a larger BertForMaskedLM, whose weights are then tiled from those of the source (ModernBERT-large
+    was initialized so from base)."""
     tokenizer: str | None = None
     """Folder, .model file or name of the Hub. None: the one next to the weights, if there is one."""
     max_shard_size: str = "50GB"
@@ -49,6 +59,8 @@ class ConvertArgs:
     def __post_init__(self) -> None:
         if self.source is None or self.to is None:
             raise UserError("lmtools convert: name weights and the new folder, as in lmtools convert a.pth --to a.")
+        if (self.tile or self.model_type) and (self.model_cfg or self.model_cls):
+            raise UserError("--tile and --model_type read a folder with its config.json: leave --model_cfg and --model_cls out.")
         check_shard_size(self.max_shard_size)
 
 
@@ -87,6 +99,8 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
     source = Path(args.source)
+    if args.model_cfg is None and (encoder := _encoder(args)) is not None:
+        return encoder
     if is_megatron(source):
         if args.model_cfg is not None or args.model_cls is not None:
             raise UserError(f"{source} is a checkpoint of Megatron-LM: leave --model_cfg and --model_cls out.")
@@ -103,6 +117,29 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0)
     load_weights(model, source, allow_pickle=args.allow_pickle)
     return model
+
+
+def _encoder(args: ConvertArgs) -> PreTrainedModel | None:
+    """An encoder of modeling_bert or one that it can express, tiled and renamed as requested; None for other sources."""
+    from lm_experiments_tools.checkpoint.source import find_source
+    from lm_experiments_tools.checkpoint.weights import read_weights
+    from lm_experiments_tools.models.build import load_model_config
+    from lm_experiments_tools.models.saved import open_saved
+    from modeling_bert import BertConfig
+    from modeling_bert.conversion import FAMILIES, from_original, to_original
+    from modeling_bert.tiling import tile_model
+
+    is_folder = (Path(args.source) / CONFIG).is_file()
+    found = find_source(args.source, "--source") if is_folder else None
+    if found is not None and found.config.get("model_type") in FAMILIES:
+        model = from_original(found.config, read_weights(found.path, args.allow_pickle)).float()
+    elif args.tile is not None or args.model_type is not None:
+        model = open_saved(args.source, "modeling_bert:BertForMaskedLM", "--source").model
+    else:
+        return None
+    if args.tile is not None:
+        model = tile_model(model, load_model_config(args.tile, BertConfig))
+    return model if args.model_type is None else to_original(model, args.model_type)
 
 
 def _save_tokenizer(args: ConvertArgs, folder: Path) -> bool:
