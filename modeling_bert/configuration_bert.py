@@ -37,8 +37,8 @@ class BertConfig(VariantConfig, transformers.BertConfig):
         embedding_norm: norm the embeddings.
         first_attention_norm: with pre_layer_norm, norm the input of the first attention, which `embedding_norm` has
             already done.
-        num_key_value_heads: heads of keys and values, each shared by a group of query heads (Ainslie et al. 2023, arXiv
-            2305.13245); None for `num_attention_heads`.
+        num_key_value_heads: heads of keys and values, each shared by a group of query heads (Ainslie et al. 2023,
+            arXiv 2305.13245); None for `num_attention_heads`.
         layer_types: "full_attention" or "sliding_attention" for each layer (transformers' names); None for full.
         local_attention: window in tokens of "sliding_attention": a token sees those at a distance of up to half of it.
         local_rotary_base: `rotary_base` of these layers; None for the same.
@@ -133,6 +133,11 @@ class BertConfig(VariantConfig, transformers.BertConfig):
             raise ValueError(
                 "sliding_attention goes with absolute, rotary or no positions, and without sparse_config_cls."
             )
+
+    @property
+    def is_variant(self) -> bool:
+        """True if transformers' class would compute something else, or lacks a BERT without token types."""
+        return super().is_variant or self.type_vocab_size == 0
 
     def _check_sizes(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")

@@ -1,7 +1,7 @@
 """Weights and configurations of ModernBERT, EuroBERT and NeoBERT as ours, and ours as ModernBERT and EuroBERT.
 
-ModernBERT: Warner et al. 2024, arXiv 2412.13663. EuroBERT: Boizard et al. 2025, arXiv 2503.05500. NeoBERT: Le Breton et
-al. 2025, arXiv 2502.19587; its code is at huggingface.co/chandar-lab/NeoBERT.
+ModernBERT: Warner et al. 2024, arXiv 2412.13663. EuroBERT: Boizard et al. 2025, arXiv 2503.05500. NeoBERT: Le Breton
+et al. 2025, arXiv 2502.19587; its code is at huggingface.co/chandar-lab/NeoBERT.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,9 +66,13 @@ def from_original(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
     with torch.device("meta"):
         model = BertForMaskedLM(config)
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-    wrong = sorted(name for name in shapes.keys() | ours.keys() if name not in ours or shapes.get(name) != ours[name].shape)
+    wrong = sorted(
+        name for name in shapes.keys() | ours.keys() if name not in ours or shapes.get(name) != ours[name].shape
+    )
     if wrong:
-        raise UserError(f"The weights do not fit config.json of this {kind}: {', '.join(wrong[:3])} is missing or differs.")
+        raise UserError(
+            f"The weights do not fit config.json of this {kind}: {', '.join(wrong[:3])} is missing or differs."
+        )
     model.load_state_dict(ours, assign=True)
     model.tie_weights()
     return model.eval()
@@ -185,7 +189,9 @@ def _modernbert_config(ours: BertConfig) -> ModernBertConfig:
 def _eurobert_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     theirs = EuroBertConfig(**values)
     if theirs.head_dim * theirs.num_attention_heads != theirs.hidden_size:
-        raise UserError(f"head_dim={theirs.head_dim}: modeling_bert's heads are hidden_size / num_attention_heads wide.")
+        raise UserError(
+            f"head_dim={theirs.head_dim}: modeling_bert's heads are hidden_size / num_attention_heads wide."
+        )
     return _COMMON | {key: getattr(theirs, key) for key in _SHARED} | {
         "num_key_value_heads": theirs.num_key_value_heads, "rotary_base": _rotary_base(theirs.rope_parameters),
         "hidden_act": theirs.hidden_act, "attention_probs_dropout_prob": theirs.attention_dropout,
@@ -246,7 +252,8 @@ FAMILIES = {
     ),
     "eurobert": _Family(
         (
-            ("model.embed_tokens.", "bert.embeddings.word_embeddings."), ("model.norm.", "bert.encoder.last_layer_ln."),
+            ("model.embed_tokens.", "bert.embeddings.word_embeddings."),
+            ("model.norm.", "bert.encoder.last_layer_ln."),
             ("model.layers.", "bert.encoder.layer."), (".input_layernorm.", ".pre_attention_ln."),
             (".post_attention_layernorm.", ".post_attention_ln."), (".self_attn.q_proj.", _PARTS[0]),
             (".self_attn.k_proj.", _PARTS[1]), (".self_attn.v_proj.", _PARTS[2]),
@@ -257,7 +264,8 @@ FAMILIES = {
     ),
     "neobert": _Family(
         (
-            ("model.encoder.", "bert.embeddings.word_embeddings."), ("model.layer_norm.", "bert.encoder.last_layer_ln."),
+            ("model.encoder.", "bert.embeddings.word_embeddings."),
+            ("model.layer_norm.", "bert.encoder.last_layer_ln."),
             ("model.transformer_encoder.", "bert.encoder.layer."), (".attention_norm.", ".pre_attention_ln."),
             (".ffn_norm.", ".post_attention_ln."), (".qkv.", _QKV), (".wo.", ".attention.output.dense."),
             (".ffn.w12.", _WIDE), (".ffn.w3.", ".output.dense."), ("decoder.", f"{_HEAD}decoder."),

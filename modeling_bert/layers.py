@@ -207,9 +207,7 @@ class BertEncoder(nn.Module):
         self.position = shared_position(config)
         self.local_position = local_position(config)
         self.local_layout = window_layout(config)
-        self.layer = nn.ModuleList(
-            BertLayer(config, layout, number) for number, layout in enumerate(_layouts(config))
-        )
+        self.layer = nn.ModuleList(BertLayer(config, layout, number) for number, layout in enumerate(_layouts(config)))
         final_norm = config.pre_layer_norm and config.last_layer_norm
         self.last_layer_ln = make_norm(config) if final_norm else nn.Identity()
 

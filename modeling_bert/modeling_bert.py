@@ -237,6 +237,7 @@ class BertHeads(nn.Module):
 class _WithWords(BertPreTrainedModel):
     """Models that have the words' matrix twice, as input and as output, and tie the two."""
 
+    has_causal_loss = True  # with `is_decoder`
     _tied_weights_keys = TIED
     _judges_pairs: ClassVar[bool]
 

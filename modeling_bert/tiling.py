@@ -13,7 +13,11 @@ from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.modeling_bert import BertForMaskedLM
 
 _LAYERS = "bert.encoder.layer."
-_ROWS_KEPT = ("embeddings.weight", "cls.predictions.decoder.", "cls.predictions.bias")  # a row each for a token or position
+_ROWS_KEPT = (
+    "embeddings.weight",
+    "cls.predictions.decoder.",
+    "cls.predictions.bias",
+)  # a row each for a token or position
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _MAY_DIFFER = {"num_key_value_heads", "layer_types"}
 _MUST_AGREE = "vocab_size", "type_vocab_size", "max_position_embeddings", "tie_word_embeddings", "hidden_act"
@@ -22,8 +26,8 @@ _MUST_AGREE = "vocab_size", "type_vocab_size", "max_position_embeddings", "tie_w
 def tile_model(small: BertForMaskedLM, config: BertConfig) -> BertForMaskedLM:
     """A larger model of the same kind with tiled weights.
 
-    Layer i is made of layer round(i * layers of the smaller / layers of the larger) (Rae et al. 2021, arXiv 2112.11446,
-    appendix G.3.3).
+    Layer i is made of layer round(i * layers of the smaller / layers of the larger) (Rae et al. 2021, arXiv
+    2112.11446, appendix G.3.3).
 
     Raises:
         UserError: a size is smaller than the model's, or another vocabulary, head size or variant.
@@ -36,7 +40,9 @@ def tile_model(small: BertForMaskedLM, config: BertConfig) -> BertForMaskedLM:
     if head[0] != head[1]:
         other.append(f"features of a head ({head[0]} and {head[1]})")
     if smaller or other:
-        raise UserError(f"Tiling makes a larger model of the same kind; these do not fit: {', '.join(smaller + other)}.")
+        raise UserError(
+            f"Tiling makes a larger model of the same kind; these do not fit: {', '.join(smaller + other)}."
+        )
     with torch.device("meta"):
         large = BertForMaskedLM(config)
     weights, gated = small.state_dict(), config.gated_mlp

@@ -151,10 +151,18 @@ class ModelSource:
     config: PreTrainedConfig
 
     @property
+    def may_be_decoder(self) -> bool:
+        """True for a class whose loss is of next tokens if the configuration has `is_decoder`."""
+        return getattr(self.cls, "has_causal_loss", False)
+
+    @property
     def kind(self) -> ModelKind:
-        """By the configuration's `is_encoder_decoder`; of the others, those that can generate are decoders."""
+        """By the configuration's `is_encoder_decoder`; of the others, decoders are those that can generate, and our
+        BERT with `is_decoder`."""
         if getattr(self.config, "is_encoder_decoder", False):
             return "encoder-decoder"
+        if self.may_be_decoder and self.config.is_decoder:
+            return "decoder"
         return "decoder" if hasattr(self.cls, "can_generate") and self.cls.can_generate() else "encoder"
 
 

@@ -184,9 +184,12 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
     """
     kind, kinds = model.kind, args.objective().models
     if args.task in OBJECTIVES and kind not in kinds:
+        example = f"choose a class such as {_EXAMPLE_OF[kinds[0]]}"
+        is_one_key_away = model.may_be_decoder and "decoder" in kinds
+        advice = "set is_decoder to true in its configuration" if is_one_key_away else example
         raise UserError(
             f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, --model_cls {args.model_cls} is "
-            f"of kind {kind}: choose a class such as {_EXAMPLE_OF[kinds[0]]}, or another --task."
+            f"of kind {kind}: {advice}, or another --task."
         )
     check_vocabulary(model.config, vocabulary_size)
     positions = getattr(model.config, "max_position_embeddings", None)

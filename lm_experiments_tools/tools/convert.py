@@ -9,9 +9,9 @@
     lmtools convert ModernBERT-base --to large --tile modernbert-large
 
 It reads weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
-folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). ModernBERT, EuroBERT and NeoBERT become
-modeling_bert's BertForMaskedLM, and with --model_type the first two are written again. Other checkpoints of this package
-and folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
+folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). ModernBERT, EuroBERT and NeoBERT
+become modeling_bert's BertForMaskedLM, which --model_type writes as one of the first two. Other checkpoints of this
+package and folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ConvertArgs:
     model_type: Literal["modernbert", "eurobert"] | None = None
     """Write modeling_bert's BertForMaskedLM as this model of transformers."""
     tile: str | None = None
-    """Configuration of a larger BertForMaskedLM, whose weights are then tiled from those of the source (ModernBERT-large
-    was initialized so from base)."""
+    """Configuration of a larger BertForMaskedLM, to be initialized with tiles of the weights, as ModernBERT-large was
+    from base."""
     tokenizer: str | None = None
     """Folder, .model file or name of the Hub. None: the one next to the weights, if there is one."""
     max_shard_size: str = "50GB"
@@ -60,7 +60,9 @@ class ConvertArgs:
         if self.source is None or self.to is None:
             raise UserError("lmtools convert: name weights and the new folder, as in lmtools convert a.pth --to a.")
         if (self.tile or self.model_type) and (self.model_cfg or self.model_cls):
-            raise UserError("--tile and --model_type read a folder with its config.json: leave --model_cfg and --model_cls out.")
+            raise UserError(
+                "--tile and --model_type read a folder with its config.json: leave --model_cfg and --model_cls out."
+            )
         check_shard_size(self.max_shard_size)
 
 
@@ -120,7 +122,7 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
 
 
 def _encoder(args: ConvertArgs) -> PreTrainedModel | None:
-    """An encoder of modeling_bert or one that it can express, tiled and renamed as requested; None for other sources."""
+    """An encoder of modeling_bert, or one that it can express, converted as requested; None for other sources."""
     from lm_experiments_tools.checkpoint.source import find_source
     from lm_experiments_tools.checkpoint.weights import read_weights
     from lm_experiments_tools.models.build import load_model_config
