@@ -21,7 +21,7 @@ import torch
 
 from lm_experiments_tools.backends.backend import PendingStep
 from lm_experiments_tools.errors import RunError, UserError, first_line
-from lm_experiments_tools.planning.fit import USABLE, divisors, is_out_of_memory, largest_size, limit_memory, memory_of
+from lm_experiments_tools.planning.fit import USABLE, is_out_of_memory, largest_size, limit_memory, memory_of
 from lm_experiments_tools.planning.show import watched
 from lm_experiments_tools.recipes.common import close_run, train_or_validate
 from lm_experiments_tools.recipes.finders import find_lr, only_steps, write_found
@@ -71,11 +71,11 @@ def find_micro_batch(trainer: TrainingLoop, folder: str | None) -> int:
             f"{_FLAG} does not work with {getattr(backend, 'wrapping', backend.name)}, where no worker can make a "
             "pass alone. Use it with DDP or Horovod, or run lmtools plan --fit with --workers and --sharding."
         )
-    sizes = divisors(rows)
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     with only_steps(trainer), _limited_memory(backend):
         search = _Search(trainer, _largest_batch(trainer), sizes)
         trainer.say(f"{rows} rows of a worker and update: {len(sizes)} micro-batches are possible")
-        largest = largest_size(rows, search.fits) if _create_state(search) else None
+        largest = largest_size(sizes, search.fits) if _create_state(search) else None
         if largest is None:
             raise UserError(
                 f"{_FLAG}: not even micro-batches of one row fit into memory on all workers. Shorten the rows, or see "

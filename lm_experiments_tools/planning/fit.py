@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import resource
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -100,16 +100,10 @@ def largest_fit(args: ExperimentArgs, estimate: Estimate, memory: float) -> Fit:
     )
 
 
-def largest_size(rows: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest divisor of `rows` that fits, by bisection; None if none does."""
-    sizes = divisors(rows)
+def largest_size(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of ascending sizes that fits, by bisection; None if none does."""
     index = bisect_left(sizes, True, key=lambda size: not fits(size))
     return sizes[index - 1] if index else None
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors, ascending: the micro-batches of so many rows."""
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _largest_micro_batch(
@@ -123,7 +117,8 @@ def _largest_micro_batch(
         settings = replace(args, batch_size=size, gradient_accumulation_steps=rows // size)
         return settings, estimate(settings)
 
-    size = largest_size(rows, lambda size: tried(size)[1].total <= memory)
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    size = largest_size(sizes, lambda size: tried(size)[1].total <= memory)
     return tried(size) if size else (None, tried(1)[1])
 
 
