@@ -63,6 +63,9 @@ class ModelArgs:
     """Hugging Face name or folder whose configuration is used; the weights are random (see --init_checkpoint)."""
     dropout_rate: Annotated[float | None, DROPOUT] = None
     """Dropout probability, instead of the configuration's."""
+    z_loss: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight of log(Z)^2 in the loss, Z the softmax's denominator (1e-4 in T5X and PaLM), for
+    modeling_t5:T5ForConditionalGeneration. None: the configuration's."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     speed: Annotated[Literal["auto", "off"], HARMLESS] = "auto"
@@ -86,8 +89,8 @@ class OptimizerArgs:
     lr: Annotated[float | None, Range(POSITIVE.holds, f"{POSITIVE.reason}, for example 1e-3")] = None
     """Learning rate; the peak where there is a schedule. None only for --relative_step."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight decay of matrices, decoupled from the gradient and multiplied by the learning rate. A fully decoupled decay
-    d at --lr is d / lr here: 1e-5 at 8e-4 is 0.0125."""
+    """Weight decay of matrices, decoupled from the gradient and multiplied by the learning rate. A fully decoupled
+    decay d at --lr is d / lr here: 1e-5 at 8e-4 is 0.0125."""
     scale_parameter: Annotated[bool, _OF_ADAFACTOR] = False
     """Adafactor: scale the learning rate of each tensor by its RMS."""
     relative_step: Annotated[bool, _OF_ADAFACTOR] = False

@@ -29,6 +29,7 @@ from lm_experiments_tools.models.build import (
     num_parameters,
     pretrained_config,
     set_dropout,
+    set_z_loss,
 )
 from lm_experiments_tools.models.speed import check_agreement, describe_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names_of
@@ -215,6 +216,8 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
     """
     if args.dropout_rate is not None:
         set_dropout(source.config, args.dropout_rate)
+    if args.z_loss is not None:
+        set_z_loss(source.config, args.z_loss)
     check_vocabulary(source.config, vocabulary_size)
     if "labels" not in forward_names_of(source.cls):
         raise UserError(f"--model_cls {source.name} takes no labels: choose a class such as {type(args).model_cls}.")
