@@ -4,9 +4,9 @@
     python benchmarks/speedrun.py --seconds 300 --seeds 1 2 3 --lr ours=2e-2,4e-2 trainer=5e-5,1e-3 nanot5=2e-2
 
 All systems read the same examples in the same order (span corruption by our loader, whose time counts), train one
-architecture (t5-micro) from random weights at one batch size, and are measured by one evaluation: our validation of
-transformers' weights. A system's steps are those that fit the time, by its own speed in `--calibration` steps before,
-so that its schedule ends with it. Learning rates are searched with the first seed; the others run the best one.
+architecture (t5-micro, gated and untied as T5 v1.1) from random weights at one batch size, and are measured by one
+evaluation, ours. A system's steps are those that fit the time, by its own speed in `--calibration` steps before, so
+that its schedule ends with it. Learning rates are searched with the first seed; the others run the best one.
 
 nanoT5 needs a checkout of github.com/PiotrNawrot/nanoT5, named by --nanot5.
 """
@@ -39,7 +39,7 @@ from lm_experiments_tools.training.trainer import TrainingLoop
 
 RATES = {"ours": [1e-2, 2e-2, 4e-2], "trainer": [5e-5, 1e-3, 4e-3], "nanot5": [1e-2, 2e-2, 4e-2]}
 DATA = Path("../shared/data/corpus")
-PRESET = "t5-micro"
+MODEL = {"base": "t5-micro", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # nanoT5 needs both
 SPLITS = ("train", "valid")  # names of files begin so
 COLUMNS = ("system", "rate", "bits per byte", "spread", "blanks", "steps", "input tokens", "s")
 
@@ -56,7 +56,11 @@ class Job:
 
     def args(self, **flags: Any) -> T5PretrainingArgs:
         """Flags of run_t5_pretraining.py that all systems share, for data and evaluation."""
-        shared = {"model_cls": "modeling_t5:T5ForConditionalGeneration", "model_cfg": PRESET, "dropout_rate": 0.0}
+        shared = {
+            "model_cls": "modeling_t5:T5ForConditionalGeneration",
+            "model_cfg": f"{self.data}/model.json",
+            "dropout_rate": 0.0,
+        }
         shared |= {"input_seq_len": 64, "target_seq_len": 36, "noise_density": 0.3, "batch_size": self.options.batch}
         shared |= {"data_path": (f"{self.data}/train",), "valid_data_path": f"{self.data}/valid"}
         shared |= {"seed": self.seed, "lr": self.lr, "iters": max(self.steps, 2), "log_interval": 10**6}
@@ -111,7 +115,9 @@ class Examples(IterableDataset):
 
 def configuration(job: Job) -> transformers.T5Config:
     torch.manual_seed(job.seed)
-    return transformers.T5Config.from_dict(load_model_config(PRESET).to_dict() | {"dropout_rate": 0.0})
+    return transformers.T5Config.from_dict(
+        load_model_config(f"{job.data}/model.json").to_dict() | {"dropout_rate": 0.0}
+    )
 
 
 def trainer(job: Job) -> dict[str, torch.Tensor]:
@@ -160,6 +166,7 @@ def nanot5(job: Job) -> dict[str, torch.Tensor]:
         logging=SimpleNamespace(every_steps=100, grad_l2=True, weights_l2=True),
     )  # fmt: skip
     quiet = SimpleNamespace(log_stats=lambda **kwargs: None)
+    parts["train_utils"].maybe_eval_predict = lambda *_: None  # the evaluation is ours
     parts["train_utils"].train(model, loader, None, accelerator, schedule, optimizer, quiet, args, None)
     return {name: value.cpu() for name, value in accelerator.unwrap_model(model).state_dict().items()}
 
@@ -196,6 +203,7 @@ def prepared(options: argparse.Namespace) -> Path:
     """Folder with a vocabulary of 8,000 pieces and token files of the data, made once."""
     folder = options.work
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.json").write_text(json.dumps(MODEL))
     vocabulary, texts = (
         folder / "vocab.model",
         {name: sorted(map(str, options.data.glob(f"{name}*"))) for name in SPLITS},

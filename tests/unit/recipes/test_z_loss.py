@@ -21,16 +21,12 @@ def built(flag, package=modeling_t5, **config):
 
 @pytest.mark.parametrize("chunk_size", [0, 3])
 def test_the_flag_adds_the_squared_log_of_the_denominator(chunk_size):
-    plain, weighted = (built(z, cross_entropy_chunk_size=chunk_size) for z in (None, 1e-2))
+    assert built(None, z_loss=1e-4).config.z_loss == 1e-4
+    plain, weighted = (built(z, cross_entropy_chunk_size=chunk_size, z_loss=1.0) for z in (0.0, 1e-2))
     inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[6, 7, 1, -100]])}
     log_z = plain(**inputs, return_logits=True).logits[0, :3].double().logsumexp(-1)
     losses = [model(**inputs, return_logits=False).loss.item() for model in (plain, weighted)]
     assert losses[1] - losses[0] == pytest.approx(1e-2 * log_z.square().mean().item(), rel=1e-3)
-
-
-def test_zero_replaces_the_configurations():
-    assert built(0.0, z_loss=1e-4).config.z_loss == 0.0
-    assert built(None, z_loss=1e-4).config.z_loss == 1e-4
 
 
 def test_a_class_that_computes_its_own_loss_refuses_the_flag():

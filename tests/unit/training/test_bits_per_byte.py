@@ -1,5 +1,6 @@
 """Bits per byte in logs; the oracle is a sum over transformers' logits, divided by the bytes that Python counts."""
 
+import copy
 import math
 
 import numpy as np
@@ -23,7 +24,8 @@ TEXTS = ["naïve cafés, 你好", "short", "a third text — of another length",
 
 def gpt2(zero=False):
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=8, n_layer=1, n_head=1, n_positions=64))
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=8, n_layer=1, n_head=1, n_positions=64, **off))
     if zero:
         torch.nn.init.zeros_(model.transformer.wte.weight)
     return model.eval()
@@ -65,10 +67,6 @@ def test_training_and_validation_measure_the_nats_of_the_text_for_any_split(batc
     model, batch = gpt2(), rows()
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].double()
     nats = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").item()
-    model.config.resid_pdrop = model.config.embd_pdrop = 0.0
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     trainer = loop(model, batch, with_bytes(LANGUAGE_MODEL_LOSS, BYTES, model), batch_size, accumulate)
     trainer.train()
     expected = pytest.approx(nats / math.log(2) / num_bytes(), rel=1e-6)
@@ -77,15 +75,14 @@ def test_training_and_validation_measure_the_nats_of_the_text_for_any_split(batc
 
 
 def test_workers_with_different_numbers_of_tokens_measure_all_bytes():
-    batch = rows()
+    batch, model = rows(), gpt2()
     part_of = {0: slice(0, 1), 1: slice(1, 4)}
 
     def work(backend):
-        model, mine = gpt2(), {name: value[part_of[backend.rank]] for name, value in batch.items()}
-        trainer = loop(model, mine, with_bytes(LANGUAGE_MODEL_LOSS, BYTES, model), backend=backend)
+        own, mine = copy.deepcopy(model), {name: value[part_of[backend.rank]] for name, value in batch.items()}
+        trainer = loop(own, mine, with_bytes(LANGUAGE_MODEL_LOSS, BYTES, own), backend=backend)
         return trainer.validate([mine])["bits_per_byte"]
 
-    model = gpt2()
     alone = loop(model, batch, with_bytes(LANGUAGE_MODEL_LOSS, BYTES, model)).validate([batch])["bits_per_byte"]
     assert Workers(2).run(work) == pytest.approx([alone, alone], rel=1e-6)
 
