@@ -166,7 +166,8 @@ def nanot5(job: Job) -> dict[str, torch.Tensor]:
         logging=SimpleNamespace(every_steps=100, grad_l2=True, weights_l2=True),
     )  # fmt: skip
     quiet = SimpleNamespace(log_stats=lambda **kwargs: None)
-    parts["train_utils"].maybe_eval_predict = lambda *_: None  # the evaluation is ours
+    for name in ("maybe_eval_predict", "maybe_save_checkpoint"):  # the evaluation is ours
+        setattr(parts["train_utils"], name, lambda *_: None)
     parts["train_utils"].train(model, loader, None, accelerator, schedule, optimizer, quiet, args, None)
     return {name: value.cpu() for name, value in accelerator.unwrap_model(model).state_dict().items()}
 

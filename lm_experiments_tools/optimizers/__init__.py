@@ -188,6 +188,14 @@ def build_optimizer(
         optimizer = cls(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"--optimizer {name} refuses its settings: {error}") from error
+    _record_choices(optimizer, name, rules, extra)
+    return optimizer
+
+
+def _record_choices(
+    optimizer: Optimizer, name: str, rules: Sequence[tuple[str, Mapping[str, Any]]], extra: Mapping[str, Any]
+) -> None:
+    """Note the chosen options in the groups; UserError for an option of a rule that is not one of a group."""
     for pattern, options in rules:
         if unused := [key for key in options if key not in (*optimizer.defaults, "lr_scale")]:
             raise UserError(
@@ -196,7 +204,6 @@ def build_optimizer(
     if extra:  # in the groups, which survive wrappers of the optimizer; a restored checkpoint reads it
         for group in optimizer.param_groups:
             group[CHOSEN] = sorted({*extra, *group.get(CHOSEN, ())})
-    return optimizer
 
 
 def _checked_rule(

@@ -220,17 +220,24 @@ def split_batch(
             widths = used_widths({k: v[span] for k, v in loaded.items()}, trim_to, has_decoder)
             part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
         here = min(batch_size, num_rows - start)
-        weights = {k: here if v is None else int((v[span] != IGNORED_LABEL).sum()) for k, v in labels.items()}
-        num_bytes = 0
-        if labels.get("labels") is not None:
-            found = labels["labels"][span]
-            valid = targets.valid(found, None if mask is None else mask[span])
-            weights["labels"] = int(valid.sum())
-            num_bytes = 0 if token_bytes is None else int(token_bytes[found[valid].cpu()].sum())
+        found = {k: None if v is None else v[span] for k, v in labels.items()}
+        weights, num_bytes = _counts(found, here, targets, None if mask is None else mask[span], token_bytes)
         inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
         micro_batches.append(MicroBatch(inputs, part, weights, num_bytes))
     weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
     return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
+
+
+def _counts(
+    labels: Mapping[str, Any], rows: int, targets: Targets, mask: Tensor | None, token_bytes: Tensor | None
+) -> tuple[dict[str, int], int]:
+    """Valid labels by name (rows where a label is absent), and the bytes of the valid `labels`."""
+    weights = {k: rows if v is None else int((v != IGNORED_LABEL).sum()) for k, v in labels.items()}
+    if labels.get("labels") is None:
+        return weights, 0
+    valid = targets.valid(labels["labels"], mask)
+    weights["labels"] = int(valid.sum())
+    return weights, 0 if token_bytes is None else int(token_bytes[labels["labels"][valid].cpu()].sum())
 
 
 def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
