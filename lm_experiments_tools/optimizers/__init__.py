@@ -153,8 +153,7 @@ def build_optimizer(
         weight_decay: for matrices (group 0).
         scale_parameter, relative_step, warmup_init: options of Adafactor; other classes must not be given them.
         extra: further keyword arguments of the class (`--optimizer_options`).
-        rules: (pattern of parameter names, options of their group), see `parameter_groups`. Besides arguments of the
-            class, `lr_scale` multiplies `lr`, and `weight_decay` replaces that of the group.
+        rules: see `parameter_groups`. Besides arguments of the class, `lr_scale` multiplies `lr`.
 
     Raises:
         UserError: unknown name, an option the class does not take, options in conflict, or values it refuses.
