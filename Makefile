@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint docs screenshots wheel bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint docs screenshots wheel bench bench-step speedrun clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,6 +158,9 @@ wheel: env ## a wheel in dist/
 
 bench-step: env ## one training step of ours, transformers and (NANOT5=a checkout of it) nanoT5, about 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py $(if $(NANOT5),--nanot5 $(NANOT5)) $(ARGS)
+
+speedrun: env ## five minutes of training each, three rates and seeds: ours, HF Trainer and (NANOT5=a checkout of it) nanoT5, by bits per byte
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python benchmarks/speedrun.py $(if $(NANOT5),--nanot5 $(NANOT5)) $(ARGS)
 
 bench: env-full data data-bert ## the benchmarks of this machine: the loop and the data path
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data, most_labels
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
-    from lm_experiments_tools.training.losses import bert_loss
+    from lm_experiments_tools.training.losses import bert_loss, with_bytes
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     args, origins = choose_speed(args, origins)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch_transform_fn=transform,
         batch_metrics_fn=bert_metrics,
         tokenizer_dir=data.tokenizer_dir,
-        loss=bert_loss(args.use_nsp, labels),
+        loss=with_bytes(bert_loss(args.use_nsp, labels), data.tokenizer.token_bytes, model),
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
     if find_or_train(trainer, origins, folder, data):

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = t5_data.pretraining_data(args, backend, sources, model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     t5_data.check_causality(args, model)
-    loss = t5_data.pretraining_loss(args, backend, model)
+    loss = t5_data.pretraining_loss(args, backend, model, data.vocabulary)
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
     number, vocabulary = args.show_valid_examples, data.vocabulary

@@ -151,7 +151,7 @@ def nanot5(shape: Shape, batches: Batches, precision: str, checkout: Path, compi
     """nanoT5's model, AdamWScale and `train` on an Accelerator, as its main.py puts them together."""
     from accelerate import Accelerator
 
-    parts = _import_nanot5(checkout)
+    parts = import_nanot5(checkout)
     config = transformers.T5Config.from_dict(config_of(shape).to_dict())
     config.tie_word_embeddings = False  # the constructor of transformers 5 overwrites it
     config.is_bf16 = torch.cuda.is_available() and precision == "bf16"
@@ -181,7 +181,7 @@ def nanot5(shape: Shape, batches: Batches, precision: str, checkout: Path, compi
     parts["train_utils"].train(model, loader, None, accelerator, schedule, optimizer, quiet, args, None)
 
 
-def _import_nanot5(checkout: Path) -> dict[str, types.ModuleType]:
+def import_nanot5(checkout: Path) -> dict[str, types.ModuleType]:
     """Its modules, without the packages it logs and measures by, and with what transformers 5 no longer offers."""
     from transformers.data import data_collator
     from transformers.modeling_utils import ModuleUtilsMixin

@@ -8,7 +8,7 @@ library only, because `--help` must be instant.
 
 import os
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.finders import FinderArgs
 from lm_experiments_tools.config.flags import (
@@ -63,6 +63,9 @@ class ModelArgs:
     """Hugging Face name or folder whose configuration is used; the weights are random (see --init_checkpoint)."""
     dropout_rate: Annotated[float | None, DROPOUT] = None
     """Dropout probability, instead of the configuration's."""
+    z_loss: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight of log(Z)^2 in the loss, Z the softmax's denominator (1e-4 in T5X and PaLM), for
+    modeling_t5:T5ForConditionalGeneration. None: the configuration's."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     speed: Annotated[Literal["auto", "off"], HARMLESS] = "auto"
@@ -82,11 +85,12 @@ class OptimizerArgs:
     """The optimizer."""
 
     optimizer: str = "AdamW"
-    """Adafactor, AdamWScale, Muon, the name of one in torch.optim, transformers or apex, or module:Class."""
+    """Adafactor, AdamWScale, Muon, StableAdamW, a name of torch.optim, transformers or apex, or module:Class."""
     lr: Annotated[float | None, Range(POSITIVE.holds, f"{POSITIVE.reason}, for example 1e-3")] = None
     """Learning rate; the peak where there is a schedule. None only for --relative_step."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Decoupled weight decay, per update."""
+    """Weight decay of matrices, decoupled from the gradient and multiplied by the learning rate. A fully decoupled
+    decay d at --lr is d / lr here: 1e-5 at 8e-4 is 0.0125."""
     scale_parameter: Annotated[bool, _OF_ADAFACTOR] = False
     """Adafactor: scale the learning rate of each tensor by its RMS."""
     relative_step: Annotated[bool, _OF_ADAFACTOR] = False
@@ -96,9 +100,28 @@ class OptimizerArgs:
     optimizer_options: tuple[str, ...] = ()
     """Other arguments of the optimizer's class as NAME=VALUE, for example betas=0.9,0.98 eps=1e-6."""
 
+    optimizer_groups: tuple[str, ...] = ()
+    """Options of the parameters whose names match a pattern, as "PATTERN: NAME=VALUE ...", for example
+    "*embed*: lr_scale=0.5 weight_decay=0". lr_scale multiplies --lr; other names are those of --optimizer_options. The
+    first pattern that matches counts."""
+
     def check(self) -> None:
         check_conflict(self, "relative_step", "lr", "Adafactor then computes its own learning rate")
         read_options("optimizer_options", self.optimizer_options)
+        self.group_rules()
+
+    def group_rules(self) -> list[tuple[str, dict[str, Any]]]:
+        """`--optimizer_groups` as (pattern, options). Raises UserError."""
+        rules = []
+        for text in self.optimizer_groups:
+            pattern, _, options = text.partition(":")
+            if not pattern.strip() or not options.strip():
+                raise UserError(
+                    f"--optimizer_groups {text!r} is not 'PATTERN: NAME=VALUE ...': write for example "
+                    "'*embed*: lr_scale=0.5 weight_decay=0', in quotes."
+                )
+            rules.append((pattern.strip(), read_options("optimizer_groups", options.split())))
+        return rules
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,12 @@ from lm_experiments_tools.metrics import instructions, labels, numbers, text
 from lm_experiments_tools.metrics.metric import Metric
 
 _PERPLEXITY = Metric(
-    function=None, tasks=("causal_lm",), scale="from 1", usual_for=("causal_lm",), lower_is_better=True
+    function=None,
+    tasks=("causal_lm",),
+    scale="from 1, from 0",
+    values=("perplexity", "bits_per_byte"),
+    usual_for=("causal_lm",),
+    lower_is_better=True,
 )
 METRICS: dict[str, Metric] = {
     **instructions.METRICS,

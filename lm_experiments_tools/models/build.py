@@ -257,6 +257,16 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
         setattr(config, name, rate)
 
 
+def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
+    """Set the weight of the z-loss (see modeling_t5/losses.py). Raises UserError for a class that has none."""
+    if not hasattr(type(config), "z_loss"):  # an instance has any key of its file
+        raise UserError(
+            f"--z_loss: the model of {type(config).__module__}.{type(config).__name__} computes its own loss, without "
+            "z-loss: choose --model_cls modeling_t5:T5ForConditionalGeneration, or leave the flag out"
+        )
+    config.z_loss = weight
+
+
 def first_position(model: nn.Module) -> int:
     """The position embedding of the first token: RoBERTa leaves out those up to the padding token's."""
     tables = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "position_embeddings"]

@@ -34,6 +34,7 @@ from lm_experiments_tools.models.build import (
     register_own_models,
     set_decoder_start,
     set_dropout,
+    set_z_loss,
     takes_our_attention,
     untie_only_output,
 )
@@ -114,6 +115,8 @@ def untrained_model(args: FinetuningArgs) -> PreTrainedModel:
     config = _config(args, files)
     if args.dropout_rate is not None:
         set_dropout(config, args.dropout_rate)
+    if args.z_loss is not None:
+        set_z_loss(config, args.z_loss)
     return build_model(_model_class(args, config), config, seed=args.seed)
 
 
@@ -252,6 +255,8 @@ def kind_of(config: PreTrainedConfig) -> str | None:
 def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: Sequence[str]) -> None:
     if args.dropout_rate is not None:
         set_dropout(config, args.dropout_rate)
+    if args.z_loss is not None:
+        set_z_loss(config, args.z_loss)
     if args.model_type != "encoder":
         return
     if args.task == "regression":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -193,6 +193,36 @@ def unread(name: str, called: str) -> Iterator[None]:
         raise refused_pickle(name) from error
     except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError) as error:
         raise UserError(f"{name}: it cannot be read as {called} ({first_line(error)}).") from error
+
+
+@torch.no_grad()
+def average_weights(model: torch.nn.Module, others: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """Set the weights of `model` to the mean of its own and those of `others`, computed in float64.
+
+    Args:
+        others: (name for messages, model), read one after another.
+
+    Raises:
+        UserError: another model has weights of other names or shapes, or another value that is no real number.
+    """
+    own, sums, number = model.state_dict(), {}, 1
+    for name, other in others:
+        sums, number = sums or {key: value.double() for key, value in own.items()}, number + 1
+        theirs = other.state_dict()
+        differing = [key for key in {**own, **theirs} if _shape(own.get(key)) != _shape(theirs.get(key))]
+        differing += [
+            k for k in own if not differing and not own[k].is_floating_point() and (own[k] != theirs[k]).any()
+        ]
+        if differing:
+            raise UserError(f"--average {name} is another model: {some_names(differing)} differ")
+        for key, value in theirs.items():
+            sums[key] += value
+    for key, total in sums.items():
+        own[key].copy_(total / number)
+
+
+def _shape(weight: torch.Tensor | None) -> torch.Size | None:
+    return None if weight is None else weight.shape
 
 
 def whole_model(source: Source) -> PreTrainedModel:

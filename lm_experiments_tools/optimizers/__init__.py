@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import importlib
 import inspect
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import Parameter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +17,15 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.config.options import checked_options, parameters_of
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.names import nearest_names, resolve_name
 from lm_experiments_tools.optimizers.adafactor import Adafactor
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
 from lm_experiments_tools.optimizers.muon import Muon, hidden_matrices_first
+from lm_experiments_tools.optimizers.stable_adamw import StableAdamW
 
-__all__ = ["Adafactor", "AdamWScale", "Muon", "build_optimizer", "get_optimizer", "parameter_groups"]
+__all__ = ["Adafactor", "AdamWScale", "Muon", "StableAdamW", "build_optimizer", "get_optimizer", "parameter_groups"]
 
-OWN = {"Adafactor": Adafactor, "AdamWScale": AdamWScale, "Muon": Muon}
+OWN = {"Adafactor": Adafactor, "AdamWScale": AdamWScale, "Muon": Muon, "StableAdamW": StableAdamW}
 APEX = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD")
 # Arguments of constructors that are given by flags or the model.
 FLAGS = {name: name for name in ("lr", "weight_decay", "scale_parameter", "relative_step", "warmup_init")}
@@ -38,8 +43,8 @@ def get_optimizer(name: str) -> type[Optimizer]:
     """The optimizer class of this name; ours come before torch's, torch's before transformers', apex's last.
 
     Args:
-        name: `Adafactor`, `AdamWScale`, a class of torch.optim or transformers.optimization, one of apex.optimizers
-            (`FusedAdam`, ...) where NVIDIA apex is installed, or `module:Class` (`torch.optim:Adafactor`).
+        name: one of `OWN`, a class of torch.optim or transformers.optimization, one of apex.optimizers (`FusedAdam`,
+            ...) where NVIDIA apex is installed, or `module:Class` (`torch.optim:Adafactor`).
 
     Raises:
         UserError: unknown (the nearest names are given), not installed, or not usable in a training loop.
@@ -84,25 +89,44 @@ def _apex_optimizer(name: str) -> type[Optimizer]:
         ) from error
 
 
-def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict]:
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    weight_decay: float,
+    rules: Sequence[tuple[str, Mapping[str, Any]]] = (),
+) -> list[dict]:
     """The trainable parameters in two groups: [0] matrices, with weight decay; [1] the rest, without.
 
     Layer-norm weights, biases and T5's relative attention biases are not decayed (nanoT5's rule; t5-experiments
     decayed everything). An empty group is left out.
 
+    Args:
+        rules: (pattern, options of a group). A parameter whose name matches a pattern (shell style, `*norm*`) goes to
+            groups of the first such pattern, after the others. `weight_decay` among its options is that of all of
+            them, vectors included.
+
     Raises:
-        UserError: nothing is trainable.
+        UserError: nothing is trainable, or a pattern is the first match of no trainable parameter.
     """
-    decay: list[Tensor] = []
-    no_decay: list[Tensor] = []
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            bias = any(part.endswith("bias") for part in name.split("."))
-            (no_decay if bias or parameter.ndim < 2 else decay).append(parameter)
-    if not decay and not no_decay:
+    groups: dict[tuple[int, bool], list[Tensor]] = {(-1, True): [], (-1, False): []}
+    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if not named:
         raise UserError("The model has no trainable parameter (requires_grad is False everywhere).")
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    for name, parameter in named:
+        bias = any(part.endswith("bias") for part in name.split("."))
+        rule = next((i for i, (pattern, _) in enumerate(rules) if fnmatch.fnmatchcase(name, pattern)), -1)
+        groups.setdefault((rule, parameter.ndim >= 2 and not bias), []).append(parameter)
+    for i, (pattern, _) in enumerate(rules):
+        if all(rule != i for rule, _ in groups):
+            names = [name for name, _ in named]
+            raise UserError(
+                f"--optimizer_groups {pattern} is the first match of no trainable parameter"
+                f"{nearest_names(pattern, names) or f'; the first one is {names[0]}'}."
+            )
+    chosen = [
+        {"params": parameters, "weight_decay": weight_decay * decays, **(rules[rule][1] if rule >= 0 else {})}
+        for (rule, decays), parameters in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1]))
+    ]
+    return [group for group in chosen if group["params"]]
 
 
 def build_optimizer(
@@ -115,6 +139,7 @@ def build_optimizer(
     relative_step: bool = False,
     warmup_init: bool = False,
     extra: dict | None = None,
+    rules: Sequence[tuple[str, Mapping[str, Any]]] = (),
 ) -> Optimizer:
     """The optimizer of this name over the trainable parameters, grouped by `parameter_groups`.
 
@@ -128,6 +153,7 @@ def build_optimizer(
         weight_decay: for matrices (group 0).
         scale_parameter, relative_step, warmup_init: options of Adafactor; other classes must not be given them.
         extra: further keyword arguments of the class (`--optimizer_options`).
+        rules: see `parameter_groups`. Besides arguments of the class, `lr_scale` multiplies `lr`.
 
     Raises:
         UserError: unknown name, an option the class does not take, options in conflict, or values it refuses.
@@ -146,11 +172,11 @@ def build_optimizer(
 
     named = model_or_named_parameters
     named = list(named.named_parameters() if isinstance(named, nn.Module) else named)
-    groups = parameter_groups(named, weight_decay)
+    groups = parameter_groups(named, weight_decay, [_checked_rule(name, rule, lr, taken) for rule in rules])
     if issubclass(cls, Muon):
         groups = hidden_matrices_first(groups, named)
     if taken is not None and "weight_decay" not in taken:
-        groups = [{"params": group["params"]} for group in groups]
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     options: dict = {"lr": lr}
     options.update({key: value for key, value in adafactor.items() if taken is not None and key in taken})
     if cls.__module__.startswith("torch.optim") and "fused" in (taken or ()) and not extra.get("foreach"):
@@ -161,10 +187,49 @@ def build_optimizer(
         optimizer = cls(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"--optimizer {name} refuses its settings: {error}") from error
+    _record_choices(optimizer, name, rules, extra)
+    return optimizer
+
+
+def _record_choices(
+    optimizer: Optimizer, name: str, rules: Sequence[tuple[str, Mapping[str, Any]]], extra: Mapping[str, Any]
+) -> None:
+    """Note the chosen options in the groups; UserError for an option of a rule that is not one of a group."""
+    for pattern, options in rules:
+        if unused := [key for key in options if key not in (*optimizer.defaults, "lr_scale")]:
+            raise UserError(
+                f"--optimizer_groups {pattern}: --optimizer {name} has one {unused[0]} for all parameters."
+            )
     if extra:  # in the groups, which survive wrappers of the optimizer; a restored checkpoint reads it
         for group in optimizer.param_groups:
-            group[CHOSEN] = sorted(extra)
-    return optimizer
+            group[CHOSEN] = sorted({*extra, *group.get(CHOSEN, ())})
+
+
+def _checked_rule(
+    name: str, rule: tuple[str, Mapping[str, Any]], lr: float | None, taken: Mapping[str, Parameter] | None
+) -> tuple[str, dict[str, Any]]:
+    """A rule with the options of its parameter group as the optimizer takes them; UserError for others."""
+    pattern, options = rule
+    said = f"--optimizer_groups {pattern}"
+    own = {key: options[key] for key in ("lr_scale", "weight_decay") if key in options}
+    for key, value in own.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not (0 if key == "weight_decay" else 1e-12) <= value < math.inf
+        ):
+            raise UserError(f"{said}: {key} is {value!r}, but it takes a number of at least 0.")
+    if "weight_decay" in own and taken is not None and "weight_decay" not in taken:
+        raise UserError(f"{said}: --optimizer {name} takes no weight_decay: drop it.")
+    others = {key: value for key, value in options.items() if key not in own}
+    checked: dict[str, Any] = {**checked_options(f"{said}: --optimizer {name}", others, taken, FLAGS)}
+    if "weight_decay" in own:
+        checked["weight_decay"] = float(own["weight_decay"])
+    if "lr_scale" in own:
+        if lr is None:
+            raise UserError(f"{said}: lr_scale multiplies --lr, which is not given.")
+        checked["lr"] = lr * own["lr_scale"]
+    return pattern, {**checked, CHOSEN: sorted(checked)}
 
 
 def _keyword_arguments(cls: type[Optimizer]) -> dict[str, inspect.Parameter] | None:

@@ -79,7 +79,7 @@ class Muon(AdamWScale):
                 torch.optim.Muon(list(group["params"]), lr, adjust_lr_fn=adjust_lr_fn, **options)
                 group.update(options, adjust_lr_fn=adjust_lr_fn)
             else:
-                group.setdefault("lr", lr * others_lr_scale)
+                group["lr"] = group.get("lr", lr) * others_lr_scale
                 group["others"] = others
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
@@ -122,19 +122,24 @@ class Muon(AdamWScale):
 
 
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:
-    """Split the group of matrices: those of numbered layers (`encoder.block.0. ...`), marked hidden, come first.
+    """Split each group: matrices of numbered layers (`encoder.block.0. ...`), marked hidden, come first.
 
     Raises:
         UserError: no matrix is in a numbered layer.
     """
-    numbered = {id(p) for name, p in named_parameters if p.ndim == 2 and any(map(str.isdigit, name.split(".")))}
-    matrices = groups[0]
-    hidden = [p for p in matrices["params"] if id(p) in numbered]
-    if matrices["params"][0].ndim < 2 or not hidden:
+    hidden = {id(p) for name, p in named_parameters if p.ndim == 2 and _is_in_layer(name)}
+    split = []
+    for group in groups:
+        split.append({**group, "params": [p for p in group["params"] if id(p) in hidden], HIDDEN: True})
+        split.append({**group, "params": [p for p in group["params"] if id(p) not in hidden]})
+    if not any(group.get(HIDDEN) and group["params"] for group in split):
         raise UserError("--optimizer Muon needs trainable matrices of numbered layers (encoder.block.0. ...).")
-    others = [p for p in matrices["params"] if id(p) not in numbered]
-    split = [{**matrices, "params": hidden, HIDDEN: True}, {**matrices, "params": others}, *groups[1:]]
     return [group for group in split if group["params"]]
+
+
+def _is_in_layer(name: str) -> bool:
+    words = name.split(".")
+    return any(map(str.isdigit, words)) and not any(word.endswith("bias") for word in words)
 
 
 def _full_matrices(tensors: list[Tensor]) -> list[Tensor]:

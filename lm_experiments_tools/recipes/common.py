@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,7 @@ from lm_experiments_tools.models.build import (
     num_parameters,
     pretrained_config,
     set_dropout,
+    set_z_loss,
 )
 from lm_experiments_tools.models.speed import check_agreement, describe_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names_of
@@ -75,7 +76,9 @@ def _check_optimization(args: ExperimentArgs) -> None:
         return
     if getattr(args, "epochs", None) is not None:  # the number of updates is not known yet
         args = replace(args, iters=10**9)
-    LearningRate(args, _optimizer(args, [("layer.0.weight", nn.Parameter(torch.zeros(2, 2)))]))
+    rules = [(f"rule {i}", options) for i, (_, options) in enumerate(args.group_rules())]  # each matches a toy
+    names = ["layer.0.weight", *(pattern for pattern, _ in rules)]
+    LearningRate(args, _optimizer(args, [(name, nn.Parameter(torch.zeros(2, 2))) for name in names], rules))
 
 
 class RunData(Protocol):
@@ -213,6 +216,8 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
     """
     if args.dropout_rate is not None:
         set_dropout(source.config, args.dropout_rate)
+    if args.z_loss is not None:
+        set_z_loss(source.config, args.z_loss)
     check_vocabulary(source.config, vocabulary_size)
     if "labels" not in forward_names_of(source.cls):
         raise UserError(f"--model_cls {source.name} takes no labels: choose a class such as {type(args).model_cls}.")
@@ -247,10 +252,14 @@ def labels_alone(
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
     """The optimizer that the flags describe, over the trainable parameters; None with `--validate_only`."""
-    return None if args.validate_only else _optimizer(args, model)
+    return None if args.validate_only else _optimizer(args, model, args.group_rules())
 
 
-def _optimizer(args: ExperimentArgs, model: nn.Module | Iterable[tuple[str, Tensor]]) -> Optimizer:
+def _optimizer(
+    args: ExperimentArgs,
+    model: nn.Module | Iterable[tuple[str, Tensor]],
+    rules: Sequence[tuple[str, Mapping[str, Any]]],
+) -> Optimizer:
     return build_optimizer(
         model,
         name=args.optimizer,
@@ -260,6 +269,7 @@ def _optimizer(args: ExperimentArgs, model: nn.Module | Iterable[tuple[str, Tens
         relative_step=args.relative_step,
         warmup_init=args.warmup_init,
         extra=read_options("optimizer_options", args.optimizer_options),
+        rules=rules,
     )
 
 

@@ -17,6 +17,7 @@ from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, read_manifest
 from lm_experiments_tools.checkpoint.source import CONFIG, TASK_FILE
 from lm_experiments_tools.config.flags import is_given
+from lm_experiments_tools.data.text.token_bytes import pretrained_token_bytes
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.measuring import chosen_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
@@ -27,7 +28,7 @@ from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.recipes import common
 from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.training.generators import preserved_random_state
-from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS
+from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS, with_bytes
 from lm_experiments_tools.training.trainer import TrainingLoop
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def finetuning_loop(
 
     valid = data.splits.get("valid")
     is_fast = getattr(model, "is_fast", False) and "return_logits" in forward_names(model)
+    is_causal = args.task == "causal_lm"
     loop = TrainingLoop(
         args,
         backend,
@@ -135,7 +137,7 @@ def finetuning_loop(
         forward_kwargs={"return_logits": False} if is_fast else None,  # what is written is measured, not logits
         generate_kwargs=args.generation_options(),
         tokenizer_dir=tokenizer_dir,
-        loss=LANGUAGE_MODEL_LOSS if args.task == "causal_lm" else MODEL_LOSS,
+        loss=with_bytes(LANGUAGE_MODEL_LOSS, pretrained_token_bytes(tokenizer), model) if is_causal else MODEL_LOSS,
         collect=collect if args.task != "causal_lm" and args.metric_names() else None,
     )
     return loop

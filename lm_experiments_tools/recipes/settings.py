@@ -73,6 +73,7 @@ class FineTuningSettings(TypedDict, total=False):
     model_cfg: str | None
     base_model: str | None
     dropout_rate: float | None
+    z_loss: float | None
     gradient_checkpointing: bool
     speed: Literal["auto", "off"]
     compile: bool
@@ -83,6 +84,7 @@ class FineTuningSettings(TypedDict, total=False):
     relative_step: bool
     warmup_init: bool
     optimizer_options: Sequence[str]
+    optimizer_groups: Sequence[str]
     model_path: Any
     iters: int
     seed: int

@@ -26,7 +26,7 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_vocabulary
 from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
-from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
+from lm_experiments_tools.training.losses import MODEL_LOSS, Loss, with_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,13 +98,14 @@ def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mappin
     return transform
 
 
-def pretraining_loss(args: T5PretrainingArgs, backend: Backend, model: nn.Module) -> Loss:
+def pretraining_loss(args: T5PretrainingArgs, backend: Backend, model: nn.Module, vocabulary: Vocabulary) -> Loss:
     """The model's own loss, for masked language models on masked positions only where the head can do so."""
+    loss = with_bytes(MODEL_LOSS, vocabulary.token_bytes, model)
     if args.task != "mlm":
-        return MODEL_LOSS
+        return loss
     tokens, probability = args.input_seq_len, args.mlm_probability
     return replace(
-        MODEL_LOSS,
+        loss,
         most_labels=labels_alone(args, backend, model, lambda rows: spread_labels(rows * tokens, probability)),
     )
 

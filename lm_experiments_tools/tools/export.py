@@ -2,6 +2,7 @@
 
     lmtools export runs/t5 --to t5-mine
     lmtools export runs/t5/checkpoints/step_001000 --to t5-mine --max_shard_size 2GB
+    lmtools export runs/t5 --average runs/t5/checkpoints/step_00[89]* --to t5-mine
     lmtools export runs/summaries --output summaries.onnx
 
 --to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card with
@@ -36,6 +37,8 @@ class ExportArgs:
     """New folder in the layout of the Hugging Face Hub."""
     max_shard_size: str = "50GB"
     """Largest file of weights in --to, as in 5GB or 500MB."""
+    average: tuple[str, ...] = ()
+    """Other checkpoints of the same model, for --to: the mean of their weights and its own is written."""
     output: str | None = None
     """Folder to write as ONNX."""
     model_cls: str | None = None
@@ -44,6 +47,10 @@ class ExportArgs:
     def __post_init__(self) -> None:
         if self.from_pretrained is None:
             raise UserError("lmtools export: name the model, as in lmtools export runs/mine --to mine.")
+        if self.average and (self.to is None or self.output is not None):
+            raise UserError(
+                "--average writes a folder for Hugging Face: give --to alone; export that to ONNX afterwards."
+            )
         if self.to is None and self.output is None:
             raise UserError("there is nothing to write: give --to (Hugging Face) or --output (ONNX).")
         check_shard_size(self.max_shard_size)
@@ -66,14 +73,19 @@ def run(args: ExportArgs) -> None:
 
 
 def _to_hub(args: ExportArgs, folder: Path) -> None:
-    from lm_experiments_tools.models.saved import open_saved
+    from lm_experiments_tools.models.saved import average_weights, open_saved
     from lm_experiments_tools.tools.hub_folder import check_folder, new_folder, write_card, write_files
 
     with new_folder(folder) as temporary:
         opened = open_saved(args.from_pretrained, args.model_cls)
+        others = ((name, open_saved(name, args.model_cls, "--average").model) for name in args.average)
+        average_weights(opened.model, others)
         write_files(opened, temporary, args.max_shard_size)
         loading = check_folder(opened, temporary)
         write_card(opened, temporary, folder.resolve().name, loading)
+        if args.average:
+            with (temporary / "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\nWeights: the mean of {len(args.average) + 1} checkpoints.\n")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
     check = "its loaded logits are equal" if loading.is_complete else "it needs code that is not in the folder"
     print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; {check}.")

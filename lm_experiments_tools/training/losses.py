@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lm_experiments_tools.errors import UserError
+
+BYTES_PER_TOKEN = "bytes_per_token"  # of valid labels, a metric until `Loss.with_total` divides by it
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,13 @@ class Loss:
         means: f(the model's inputs, its outputs) -> {term: its mean over the micro-batch}.
         most_labels: f(rows) -> maximum number of `labels` of a micro-batch, for a model that scores only these
             (modules/labelled_head.py); None for all.
+        token_bytes: int64[IDs], UTF-8 bytes of each ID's text, for bits per byte; None: these are not measured.
     """
 
     labels: Mapping[str, str]
     means: Callable[[Mapping[str, Any], Any], dict[str, Tensor]]
     most_labels: Callable[[int], int] | None = None
+    token_bytes: Tensor | None = None
 
     def label_names(self) -> tuple[str, ...]:
         """The entries of a batch that are counted."""
@@ -49,10 +55,22 @@ class Loss:
         return sum(means[term] * (weights[name] / max(totals[name], 1)) for term, name in self.labels.items())
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a split, with their `loss` in front: the sum of its terms, if all of them had labels."""
-        if not metrics.keys() >= self.labels.keys():
-            return dict(metrics)
-        return {"loss": sum(metrics[term] for term in self.labels), **metrics}
+        """Metrics of a split, with their `loss` in front: the sum of its terms, if all of them had labels.
+
+        With `token_bytes` they include `bits_per_byte`: nats of all valid labels / (ln 2 * UTF-8 bytes of their text).
+        The labels of a causal model are the text. Those of span corruption are the masked text and sentinels that say
+        where it was, so this bounds the bits of the masked text, given the rest. Those of a masked language model are
+        masked tokens, each predicted by itself, given the rest. Labels without text (EOS, sentinels) add nats only.
+        """
+        values = dict(metrics)
+        num_bytes = values.pop(BYTES_PER_TOKEN, 0.0)
+        if not values.keys() >= self.labels.keys():
+            return values
+        values = {"loss": sum(values[term] for term in self.labels), **values}
+        if num_bytes:
+            nats = next(values[term] for term, name in self.labels.items() if name == "labels")
+            values["bits_per_byte"] = nats / (math.log(2) * num_bytes)
+        return values
 
 
 @dataclass(frozen=True)
@@ -83,6 +101,19 @@ def loss_of(outputs: Any) -> Tensor:
 MODEL_LOSS = Loss({"loss": "labels"}, lambda inputs, outputs: {"loss": loss_of(outputs)})
 
 LANGUAGE_MODEL_LOSS = LanguageModelLoss(MODEL_LOSS.labels, MODEL_LOSS.means)
+
+
+def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> Loss:
+    """A loss that also measures bits per byte, unless bytes are unknown or the model adds terms to its cross-entropy.
+
+    Args:
+        token_bytes: int64[IDs], UTF-8 bytes of each ID's text.
+    """
+    config = getattr(model, "config", None)
+    if token_bytes is None or any(getattr(config, name, 0) for name in ("z_loss", "label_smoothing")):
+        return loss
+    size = max(len(token_bytes), getattr(config, "vocab_size", 0))  # padded embeddings have more IDs
+    return replace(loss, token_bytes=torch.from_numpy(np.pad(token_bytes, (0, size - len(token_bytes)))))
 
 
 def bert_loss(use_nsp: bool, most_labels: Callable[[int], int] | None = None) -> Loss:

@@ -53,11 +53,13 @@ class MicroBatch:
         inputs: arguments of the model's forward, first dimension at most `batch_size`.
         batch: all entries of the batch, for the metrics functions.
         weights: name of a label entry -> its valid labels (those that are not -100), or rows where it is absent.
+        num_bytes: UTF-8 bytes of the text of the valid `labels`; 0 where they are not counted.
     """
 
     inputs: dict[str, Any]
     batch: dict[str, Any]
     weights: dict[str, int]
+    num_bytes: int = 0
 
     @property
     def weight(self) -> int:
@@ -83,7 +85,7 @@ class MicroBatch:
             if name == "labels" and isinstance(inputs.get(LABELS_MASK), Tensor):
                 inputs[LABELS_MASK] = inputs[LABELS_MASK].clone()
                 inputs[LABELS_MASK][-1] = 1
-        return MicroBatch(inputs, self.batch, self.weights)
+        return replace(self, inputs=inputs)
 
     def with_valid_labels_only(self, most: int) -> MicroBatch:
         """`labels` [1, most]: the valid ones in their order, then others, with their indices as `label_positions`.
@@ -96,7 +98,7 @@ class MicroBatch:
         positions = (labels == IGNORED_LABEL).byte().argsort(stable=True)[:most]
         picked = {"labels": labels[positions][None]}
         inputs = {**self.inputs, **picked, LABEL_POSITIONS: positions}
-        return MicroBatch(inputs, {**self.batch, **picked}, self.weights)
+        return replace(self, inputs=inputs, batch={**self.batch, **picked})
 
 
 @dataclass
@@ -173,6 +175,7 @@ def split_batch(
     label_names: Sequence[str] = ("labels",),
     trim_to: int | None = None,
     targets: Targets = _ALL_LABELS,
+    token_bytes: Tensor | None = None,
 ) -> StepBatch:
     """Cut a worker's batch into micro-batches of at most `batch_size` rows, and count tokens and valid labels.
 
@@ -183,6 +186,7 @@ def split_batch(
         label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
         targets: how valid entries of `labels` are counted.
+        token_bytes: int64[IDs], bytes of each ID's text, which are added up for valid entries of `labels`.
 
     Raises:
         UserError: a batch without rows, or with entries of different lengths.
@@ -216,13 +220,24 @@ def split_batch(
             widths = used_widths({k: v[span] for k, v in loaded.items()}, trim_to, has_decoder)
             part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
         here = min(batch_size, num_rows - start)
-        weights = {k: here if v is None else int((v[span] != IGNORED_LABEL).sum()) for k, v in labels.items()}
-        if labels.get("labels") is not None:
-            weights["labels"] = targets.count(labels["labels"][span], None if mask is None else mask[span])
+        found = {k: None if v is None else v[span] for k, v in labels.items()}
+        weights, num_bytes = _counts(found, here, targets, None if mask is None else mask[span], token_bytes)
         inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
-        micro_batches.append(MicroBatch(inputs, part, weights))
+        micro_batches.append(MicroBatch(inputs, part, weights, num_bytes))
     weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
     return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
+
+
+def _counts(
+    labels: Mapping[str, Any], rows: int, targets: Targets, mask: Tensor | None, token_bytes: Tensor | None
+) -> tuple[dict[str, int], int]:
+    """Valid labels by name (rows where a label is absent), and the bytes of the valid `labels`."""
+    weights = {k: rows if v is None else int((v != IGNORED_LABEL).sum()) for k, v in labels.items()}
+    if labels.get("labels") is None:
+        return weights, 0
+    valid = targets.valid(labels["labels"], mask)
+    weights["labels"] = int(valid.sum())
+    return weights, 0 if token_bytes is None else int(token_bytes[labels["labels"][valid].cpu()].sum())
 
 
 def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
@@ -318,9 +333,9 @@ class BatchSplitter:
 
     def _split(self, batch: Mapping[str, Any], batch_size: int) -> StepBatch:
         how = (batch_size, self.names, self.backend.device, self.has_decoder, self.loss.label_names())
-        trim_to, targets = self.args.trim_to(), self.targets or Targets()
+        trim_to, targets, token_bytes = self.args.trim_to(), self.targets or Targets(), self.loss.token_bytes
         part = split_over_virtual_ranks(
-            batch, self.backend.shares, lambda rows: split_batch(rows, *how, trim_to, targets)
+            batch, self.backend.shares, lambda rows: split_batch(rows, *how, trim_to, targets, token_bytes)
         )
         return part if self.loss.most_labels is None else part.with_valid_labels_only(self.loss.most_labels)
 

@@ -32,7 +32,11 @@ class Targets:
     masks_logits: bool = False
 
     def count(self, labels: Tensor, mask: Tensor | None = None) -> int:
-        """Number of valid targets.
+        """Number of valid targets; arguments as of `valid`."""
+        return int(self.valid(labels, mask).sum())
+
+    def valid(self, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+        """True where a label is a valid target, bool of the shape of `labels` (of `labels_mask`, if that is smaller).
 
         Args:
             labels: [rows], [rows, columns], or [rows, columns, classes], one target a token under a mask.
@@ -42,7 +46,10 @@ class Targets:
         if mask is not None and mask.shape == valid.shape[: mask.dim()]:
             mask = mask.bool().roll(1, dims=-1) if self.masks_logits else mask.bool()
             valid = mask & (valid.flatten(mask.dim()).any(-1) if valid.dim() > mask.dim() else valid)
-        return int((valid[:, self.first :] if valid.dim() > 1 else valid).sum())
+        if self.first and valid.dim() > 1:
+            valid = valid.clone()
+            valid[:, : self.first] = False
+        return valid
 
 
 def find_targets(loss_of: Callable[[Mapping[str, Any]], float], inputs: Mapping[str, Any]) -> Targets:

@@ -36,7 +36,7 @@ from lm_experiments_tools.training.checks import (
 )
 from lm_experiments_tools.training.flops import FlopMeter
 from lm_experiments_tools.training.generators import seed_all
-from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
+from lm_experiments_tools.training.losses import BYTES_PER_TOKEN, MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import (
     AccumulatedOutputs,
     Collector,
@@ -305,6 +305,8 @@ class TrainingLoop:
         for term in self.loss.labels.keys() - values.keys():
             sums.add({term: means[term]}, part.weights[self.loss.labels[term]])
         sums.add(values, part.weight)
+        if self.loss.token_bytes is not None:
+            sums.add({BYTES_PER_TOKEN: (part.num_bytes, part.weights["labels"])}, 0)
         collector.add(part.batch, outputs)
 
     def seed_noise(self, position: int, i: int) -> None:

@@ -19,9 +19,10 @@ CASES = [
     ("Adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
     ("Adafactor", {"lr": 0.05, "relative_step": False, "scale_parameter": False}),
     ("Muon", {"lr": 0.05, "weight_decay": 0.1}),
+    ("StableAdamW", {"lr": 0.05, "weight_decay": 0.1}),
     ("Muon", {"lr": 0.05, "weight_decay": 0.1, "others": "AdamW"}),
 ]
-COLLECTIVES = {"AdamWScale": 1, "Adafactor": 2, "Muon": 1}  # however many parameters
+COLLECTIVES = {"AdamWScale": 1, "Adafactor": 2, "Muon": 1, "StableAdamW": 1}  # however many parameters
 
 
 class Toy(nn.Module):

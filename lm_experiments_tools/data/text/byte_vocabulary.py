@@ -78,6 +78,11 @@ class ByteVocabulary(Vocabulary):
         character = chr(index - _FIRST)
         return character if character.isascii() and character.isprintable() else f"<0x{index - _FIRST:02X}>"
 
+    @property
+    def token_bytes(self) -> np.ndarray:
+        ids = np.arange(self.size)
+        return ((ids >= _FIRST) & (ids < _END)).astype(np.int64)
+
     @cached_property
     def identity(self) -> str:
         return hashlib.sha256(json.dumps([BYTES, self.num_sentinels]).encode()).hexdigest()

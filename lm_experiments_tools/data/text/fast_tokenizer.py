@@ -64,7 +64,7 @@ class FastTokenizer:
         WordPiece marks the other subwords with "##"; SentencePiece and byte-level BPE mark the space before a word.
         """
         is_wordpiece, starts = self.kind == "WordPiece", np.ones(self.size, bool)
-        mark = self.settings["model"]["continuing_subword_prefix"] if is_wordpiece else self._word_mark
+        mark = self.settings["model"]["continuing_subword_prefix"] if is_wordpiece else self.word_mark
         if not mark:
             return None
         for piece, index in self.pieces.items():
@@ -72,9 +72,10 @@ class FastTokenizer:
         return starts
 
     @property
-    def _word_mark(self) -> str:
+    def word_mark(self) -> str:
+        """The mark that subwords have for the space before a word; "" if there is none."""
         marks = {"Metaspace": "replacement", "Prepend": "prepend"}
-        for part in (*_components(self.settings["normalizer"]), *_components(self.settings["pre_tokenizer"])):
+        for part in (*components(self.settings["normalizer"]), *components(self.settings["pre_tokenizer"])):
             if part["type"] == "ByteLevel":
                 return WORD_MARKS[1]
             if part["type"] in marks:
@@ -101,13 +102,13 @@ def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], reme
     return pretrained
 
 
-def _components(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def components(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """A normalizer or pre-tokenizer, or the parts of a sequence of them."""
     if settings is None:
         return
     if settings["type"] == "Sequence":
         for part in settings.get("normalizers", settings.get("pretokenizers")):
-            yield from _components(part)
+            yield from components(part)
     else:
         yield settings
 

@@ -130,6 +130,15 @@ class SentencePieceVocabulary(Vocabulary):
     def starts_word(self, index: int) -> bool:
         return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
 
+    @property
+    def token_bytes(self) -> np.ndarray:
+        model, counts = self._processor, np.zeros(self.size, np.int64)
+        for index in set(range(self.num_pieces)) - {*self.special_ids}:
+            if not model.is_control(index):
+                text = model.id_to_piece(index).replace("\u2581", " ")
+                counts[index] = 1 if model.is_byte(index) else len(text.encode())
+        return counts
+
     @cached_property
     def identity(self) -> str:
         model = _parse_model(self.path, self._content)

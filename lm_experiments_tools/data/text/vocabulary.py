@@ -106,6 +106,11 @@ class Vocabulary(ABC):
 
     @property
     @abstractmethod
+    def token_bytes(self) -> np.ndarray | None:
+        """int64[IDs]: UTF-8 bytes of each token's text (see token_bytes.py); None where they are unknown."""
+
+    @property
+    @abstractmethod
     def identity(self) -> str:
         """Hash of what decides ids: vocabularies of one identity are the same, whatever their files."""
 

@@ -22,7 +22,15 @@ from torch.utils.data import DataLoader
 from lm_experiments_tools.backends.backend import LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import LossScaledFp16
 from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.optimizers import Adafactor, AdamWScale, adafactor, adamw_scale, state
+from lm_experiments_tools.optimizers import (
+    Adafactor,
+    AdamWScale,
+    StableAdamW,
+    adafactor,
+    adamw_scale,
+    stable_adamw,
+    state,
+)
 from lm_experiments_tools.optimizers.muon import Muon
 from lm_experiments_tools.training.micro_batches import to_device
 from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
@@ -31,6 +39,7 @@ from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_
 
 OURS = {
     "adamw_scale": lambda model, **options: AdamWScale(model.parameters(), lr=1e-2, weight_decay=0.1, **options),
+    "stable_adamw": lambda model: StableAdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
     "adafactor": lambda model: Adafactor(
         model.parameters(), lr=1e-2, relative_step=False, weight_decay=0.1, beta1=0.9
     ),
@@ -49,7 +58,7 @@ def muon_of(model: nn.Module, others: str) -> Muon:
 @pytest.fixture
 def queued(monkeypatch):
     """Our optimizers take the CPU for a device with a queue."""
-    for module in (adafactor, adamw_scale, state):
+    for module in (adafactor, adamw_scale, stable_adamw, state):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 

@@ -1,0 +1,264 @@
+"""Train a small T5 for a fixed wall time and measure bits per byte of held-out text: ours, HF Trainer, nanoT5.
+
+    make speedrun
+    python benchmarks/speedrun.py --seconds 300 --seeds 1 2 3 --lr ours=2e-2,4e-2 trainer=5e-5,1e-3 nanot5=2e-2
+
+All systems read the same examples in the same order (span corruption by our loader, whose time counts), train one
+architecture (t5-micro, gated and untied as T5 v1.1) from random weights at one batch size, and are measured by one
+evaluation, ours. A system's steps are those that fit the time, by its own speed in `--calibration` steps before, so
+that its schedule ends with it. Learning rates are searched with the first seed; the others run the best one.
+
+nanoT5 needs a checkout of github.com/PiotrNawrot/nanoT5, named by --nanot5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import DataLoader, IterableDataset
+
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.models.build import load_model_config
+from lm_experiments_tools.recipes import common, t5_data
+from lm_experiments_tools.recipes.report import filled_right
+from lm_experiments_tools.recipes.t5_sources import T5Sources
+from lm_experiments_tools.training.trainer import TrainingLoop
+
+RATES = {"ours": [1e-2, 2e-2, 4e-2], "trainer": [5e-5, 1e-3, 4e-3], "nanot5": [1e-2, 2e-2, 4e-2]}
+DATA = Path("../shared/data/corpus")
+MODEL = {"base": "t5-micro", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # nanoT5 needs both
+SPLITS = ("train", "valid")  # names of files begin so
+COLUMNS = ("system", "rate", "bits per byte", "spread", "blanks", "steps", "input tokens", "s")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: `steps` optimizer steps of a system."""
+
+    options: argparse.Namespace
+    data: Path
+    seed: int
+    lr: float
+    steps: int
+
+    def args(self, **flags: Any) -> T5PretrainingArgs:
+        """Flags of run_t5_pretraining.py that all systems share, for data and evaluation."""
+        shared = {
+            "model_cls": "modeling_t5:T5ForConditionalGeneration",
+            "model_cfg": f"{self.data}/model.json",
+            "dropout_rate": 0.0,
+        }
+        shared |= {"input_seq_len": 64, "target_seq_len": 36, "noise_density": 0.3, "batch_size": self.options.batch}
+        shared |= {"data_path": (f"{self.data}/train",), "valid_data_path": f"{self.data}/valid"}
+        shared |= {"seed": self.seed, "lr": self.lr, "iters": max(self.steps, 2), "log_interval": 10**6}
+        shared |= {
+            "valid_samples": self.options.valid_samples,
+            "vocab": f"{self.data}/vocab.model",
+            "backend": "local",
+        }
+        return T5PretrainingArgs(**shared, **flags)
+
+
+def opened(args: T5PretrainingArgs, weights: dict[str, torch.Tensor] | None = None) -> tuple[TrainingLoop, Any]:
+    """Our loop as run_t5_pretraining.py makes it, optionally with weights, and its data."""
+    backend = get_backend(args)
+    source = common.model_source(args, backend)
+    data = t5_data.pretraining_data(args, backend, T5Sources(args), source.kind)
+    model = common.model_from_args(args, source, data.vocabulary.size)
+    if weights is not None:
+        model.load_state_dict(weights, strict=False)  # tied embeddings have one name in some
+    loss = t5_data.pretraining_loss(args, backend, model, data.vocabulary)
+    optimizer = common.optimizer_from_args(args, model)
+    return TrainingLoop(args, backend, model, optimizer, data.train, data.valid, loss=loss), data
+
+
+def ours(job: Job) -> dict[str, torch.Tensor]:
+    """Our trainer, with the recipe of examples/pretrain_cpu.yaml."""
+    warmup = max(1, min(30, job.steps // 10))
+    recipe = {"optimizer": "Muon", "lr_scheduler": "linear", "num_warmup_steps": warmup, "clip_grad_norm": 1.0}
+    loop, data = opened(job.args(**recipe, valid_interval=10**6))
+    for batch, _ in limited(loop.stream, job.steps):
+        loop.train_step(batch)
+    data.train.close()
+    return loop.backend.unwrap().state_dict()
+
+
+def limited(stream: Any, steps: int) -> Iterator[Any]:
+    """The first `steps` items of an endless stream."""
+    return (item for item, _ in zip(stream, range(steps), strict=False))
+
+
+class Examples(IterableDataset):
+    """`steps` batches of our loader."""
+
+    def __init__(self, job: Job) -> None:
+        self.loop, self.data = opened(job.args())
+        self.steps = job.steps
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch, _ in limited(self.loop.stream, self.steps):
+            yield {name: batch[name] for name in ("input_ids", "attention_mask", "labels") if name in batch}
+
+
+def configuration(job: Job) -> transformers.T5Config:
+    torch.manual_seed(job.seed)
+    return transformers.T5Config.from_dict(
+        load_model_config(f"{job.data}/model.json").to_dict() | {"dropout_rate": 0.0}
+    )
+
+
+def trainer(job: Job) -> dict[str, torch.Tensor]:
+    """transformers' T5 in its Trainer with the Trainer's defaults, but for rate, steps and batch size."""
+    model, examples = transformers.T5ForConditionalGeneration(configuration(job)), Examples(job)
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self) -> DataLoader:
+            return DataLoader(examples, batch_size=None)
+
+    folder = str(job.data / "trainer")
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=job.steps, learning_rate=job.lr, per_device_train_batch_size=job.options.batch,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(), seed=job.seed,
+    )  # fmt: skip
+    Trainer(model, arguments, train_dataset=examples).train()
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def nanot5(job: Job) -> dict[str, torch.Tensor]:
+    """nanoT5's model, AdamWScale, cosine schedule and `train`."""
+    from accelerate import Accelerator
+    from step_loops import import_nanot5
+
+    parts, steps = import_nanot5(job.options.nanot5), job.steps
+    config = configuration(job)
+    config.tie_word_embeddings, config.is_bf16 = False, False
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = parts["t5_model"].MyT5(config)
+    optimizer = parts["copied_utils"].AdamWScale(model.parameters(), lr=job.lr)
+    warmup = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=warmup),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup), eta_min=1e-5),
+        ],
+        [warmup],
+    )
+    loader = DataLoader(Examples(job), batch_size=None)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    never = SimpleNamespace(every_steps=10**9)
+    args = SimpleNamespace(
+        mode="pt", current_train_step=1, current_epoch=1, last_log=0.0, eval=never, checkpoint=never,
+        optim=SimpleNamespace(total_steps=steps, grad_acc=1, grad_clip=1.0),
+        logging=SimpleNamespace(every_steps=100, grad_l2=True, weights_l2=True),
+    )  # fmt: skip
+    quiet = SimpleNamespace(log_stats=lambda **kwargs: None)
+    for name in ("maybe_eval_predict", "maybe_save_checkpoint"):  # the evaluation is ours
+        setattr(parts["train_utils"], name, lambda *_: None)
+    parts["train_utils"].train(model, loader, None, accelerator, schedule, optimizer, quiet, args, None)
+    return {name: value.cpu() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+
+
+SYSTEMS: dict[str, Callable[[Job], dict[str, torch.Tensor]]] = {"ours": ours, "trainer": trainer, "nanot5": nanot5}
+
+
+def measured(system: str, options: argparse.Namespace, data: Path, seed: int, lr: float) -> dict[str, Any]:
+    """Train for the wall time and evaluate: one line of the results."""
+    calibration = Job(options, data, seed, lr, options.calibration)
+    SYSTEMS[system](calibration)  # imports, caches
+    seconds = [timed(lambda n=n: SYSTEMS[system](Job(options, data, seed, lr, n)))[1] for n in (2, calibration.steps)]
+    setup, per_step = seconds[0], max(1e-6, (seconds[1] - seconds[0]) / max(1, calibration.steps - 2))
+    job = Job(options, data, seed, lr, max(2, int((options.seconds - setup) / per_step)))
+    weights, wall = timed(lambda: SYSTEMS[system](job))
+    if not 0.9 < wall / options.seconds < 1.1:
+        print(f"{system} took {wall:.0f} s instead of {options.seconds:.0f}: is the machine busy?", file=sys.stderr)
+    loop, held_out = opened(job.args(), weights)
+    values = loop.validate(loop.valid_dataloader)
+    rows = options.batch * job.steps
+    return {
+        "system": system, "seed": seed, "lr": lr, "bits_per_byte": round(values["bits_per_byte"], 4),
+        "loss": round(values["loss"], 4), "blanks": (filled_right(loop, held_out) or "").partition(" one-word")[0],
+        "steps": job.steps, "input_tokens": rows * job.args().input_seq_len, "seconds": round(wall, 1),
+    }  # fmt: skip
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start
+
+
+def prepared(options: argparse.Namespace) -> Path:
+    """Folder with a vocabulary of 8,000 pieces and token files of the data, made once."""
+    folder = options.work
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    vocabulary, texts = (
+        folder / "vocab.model",
+        {name: sorted(map(str, options.data.glob(f"{name}*"))) for name in SPLITS},
+    )
+    commands = {vocabulary: ["vocab", "--size", "8000", "--output", str(vocabulary), "--input", *texts["train"][:1]]}
+    for name in SPLITS:
+        output = ["--vocab", str(vocabulary), "--output", str(folder / name)]
+        commands[folder / f"{name}.idx"] = ["tokenize", *output, "--input", *texts[name]]
+    for made, command in commands.items():
+        if not made.is_file():
+            subprocess.run([sys.executable, "-m", "lm_experiments_tools.tools.main", *command], check=True)
+    return folder
+
+
+def main() -> None:
+    options = parsed()
+    data, results = prepared(options), []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    rates = RATES | {name: [float(x) for x in text.split(",")] for name, text in (r.split("=") for r in options.lr)}
+    for system in options.systems:
+        if system == "nanot5" and not (options.nanot5 and (options.nanot5 / "nanoT5/utils/t5_model.py").is_file()):
+            print("nanot5 is left out: --nanot5 names no checkout of it")
+            continue
+        found = [measured(system, options, data, options.seeds[0], lr) for lr in rates[system]]
+        best = min(found, key=lambda line: line["bits_per_byte"])
+        found += [measured(system, options, data, seed, best["lr"]) for seed in options.seeds[1:]]
+        results += [line | {"best_rate": line["lr"] == best["lr"], "commit": commit} for line in found]
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for system in dict.fromkeys(line["system"] for line in results):
+        lines = [line for line in results if line["system"] == system and line["best_rate"]]
+        bits, first = [line["bits_per_byte"] for line in lines], lines[0]
+        print(
+            f"| {system} | {first['lr']:g} | {statistics.mean(bits):.4f} | {max(bits) - min(bits):.4f} | "
+            f"{first['blanks']} | {first['steps']} | {first['input_tokens']:,} | {first['seconds']} |"
+        )
+    print(f"\ncommit {commit}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300, help="wall time of a training, set-up included")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--lr", nargs="+", default=[], help="SYSTEM=RATE[,RATE...], tuned with the first seed")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--calibration", type=int, default=30, help="steps that measure the speed")
+    parser.add_argument("--valid_samples", type=int, default=1024)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of train*.jsonl and valid*.jsonl")
+    parser.add_argument("--work", type=Path, default=Path("runs/speedrun"), help="folder of tokens and vocabulary")
+    parser.add_argument("--output", type=Path, default=Path("runs/speedrun.json"))
+    parser.add_argument("--nanot5", type=Path, help="a checkout of nanoT5")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
