@@ -79,7 +79,7 @@ class Loading(NamedTuple):
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
     """A temporary folder that is renamed to `folder` at the end of the block, or removed if that fails.
 
     Raises:
@@ -87,7 +87,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"--to {folder} exists, and nothing is overwritten: name another folder.")
+        raise UserError(f"{flag} {folder} exists, and nothing is overwritten: name another folder.")
     temporary = folder.with_name(f".{folder.name}.tmp{secrets.token_hex(6)}")
     temporary.mkdir(parents=True)
     try:
