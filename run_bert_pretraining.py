@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data.valid,
         batch_metrics_fn=bert_metrics,
         tokenizer_dir=data.tokenizer_dir,
-        loss=bert_loss(args.use_nsp, most_labels),
+        loss=common.distilled_loss(args, backend, model, "encoder", bert_loss(args.use_nsp, most_labels)),
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
     if find_or_train(trainer, origins, folder, data):

@@ -2,7 +2,7 @@
 
 The modules and weight names are those of Gemma2ForCausalLM, Gemma3ForCausalLM and Qwen3ForCausalLM; only the causal
 mask is gone (LLM2Vec, arXiv 2404.05961, section 2.1), and labels are those of the same position. A layer with a
-sliding window sees that many tokens on each side. For Llama and Qwen2 transformers has such a class: EuroBertForMaskedLM.
+sliding window sees that many tokens on each side. For Llama and Qwen 2 transformers has EuroBertForMaskedLM.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _MaskedLM:
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Logits [B, L, V] of each position, and with `labels` [B, L] (-100: none) their mean cross-entropy in nats."""
+        """Logits [B, L, V], and with `labels` [B, L] (-100: none) the mean cross-entropy of their positions in nats."""
         kwargs["use_cache"] = False
         outputs = self.model(
             input_ids, attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs

@@ -16,7 +16,7 @@ from lm_experiments_tools.config.flags import (
     needs,
 )
 from lm_experiments_tools.config.objectives import MlmPositions
-from lm_experiments_tools.config.pretraining import MixtureArgs
+from lm_experiments_tools.config.pretraining import DistillationArgs, MixtureArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
@@ -101,7 +101,7 @@ class BertObjectiveArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, MixtureArgs, BertDataArgs):
+class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, DistillationArgs, MixtureArgs, BertDataArgs):
     """All arguments of run_bert_pretraining.py."""
 
     model_cls: str = "transformers:BertForPreTraining"

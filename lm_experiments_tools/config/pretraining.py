@@ -4,7 +4,16 @@ import inspect
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import COUNT, HARMLESS, NOT_NEGATIVE, POSITIVE, Ignored, is_given, needs
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    FRACTION,
+    HARMLESS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Ignored,
+    is_given,
+    needs,
+)
 from lm_experiments_tools.config.objectives import OF_NATIVE_PIPELINE, ObjectiveArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
@@ -41,6 +50,21 @@ class MixtureArgs:
         """The settings as `MixtureDataset` takes them."""
         limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationArgs:
+    """Learning from another model's predictions."""
+
+    distill_from: str | None = None
+    """Teacher: folder, run or Hugging Face name of a model of the same vocabulary, a decoder or of the model's own
+    kind. Every worker holds it; --plan does not count it."""
+    distill_weight: Annotated[float, FRACTION, needs("distill_from")] = 0.5
+    """Weight of the KL divergence from the teacher's predictions; the rest is that of the loss on labels."""
+
+    def check(self) -> None:
+        if self.distill_from is not None and getattr(self, "mlm_positions", None) == "labels":
+            raise UserError("--distill_from needs the words of all positions: leave --mlm_positions labels out.")
 
 
 _COMPARES_TARGETS = Ignored(
@@ -90,7 +114,7 @@ _SHOWS_TEXT = Ignored(lambda args: args.objective().report is None, "shows gener
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
+class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, DataArgs):
     """All arguments of run_t5_pretraining.py."""
 
     pad_to_multiple_of: int | None = 8

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -29,11 +29,13 @@ class Loss:
         means: f(the model's inputs, its outputs) -> {term: its mean over the micro-batch}.
         most_labels: f(rows) -> maximum number of `labels` of a micro-batch, for a model that scores only these
             (modules/labelled_head.py); None for all.
+        scales: weight of each term in the loss; 1 where there is none.
     """
 
     labels: Mapping[str, str]
     means: Callable[[Mapping[str, Any], Any], dict[str, Tensor]]
     most_labels: Callable[[int], int] | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     def label_names(self) -> tuple[str, ...]:
         """The entries of a batch that are counted."""
@@ -46,13 +48,17 @@ class Loss:
             means: of the micro-batch, by term.
             weights, totals: valid entries of the micro-batch and of the global step, by label name.
         """
-        return sum(means[term] * (weights[name] / max(totals[name], 1)) for term, name in self.labels.items())
+        scale = self.scales.get
+        return sum(
+            means[term] * (scale(term, 1.0) * weights[name] / max(totals[name], 1))
+            for term, name in self.labels.items()
+        )
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a split, with their `loss` in front: the sum of its terms, if all of them had labels."""
         if not metrics.keys() >= self.labels.keys():
             return dict(metrics)
-        return {"loss": sum(metrics[term] for term in self.labels), **metrics}
+        return {"loss": sum(metrics[term] * self.scales.get(term, 1.0) for term in self.labels), **metrics}
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,8 @@ def test_a_saved_encoder_decoder_equals_the_one_that_transformers_builds_of_the_
     for name, gradient in found.items():
         if "eoi_embedding" not in name:
             torch.testing.assert_close(gradient, expected[name], **EXACT)
-    assert all(weight.grad is not None for name, weight in model.named_parameters() if ".layers.0." in name)
+    no_gradient = {name for name, weight in model.named_parameters() if weight.grad is None}
+    assert not [name for name in no_gradient if "vision" not in name and "multi_modal" not in name]
 
 
 def test_an_encoder_of_another_width_gets_random_cross_attention_of_the_seed() -> None:
