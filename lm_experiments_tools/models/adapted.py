@@ -38,7 +38,7 @@ ENCODER_DECODERS = {
     "gemma2": "transformers:T5GemmaForConditionalGeneration",
     "gemma3_text": "transformers:T5Gemma2ForConditionalGeneration",
 }
-_NOT_CARRIED = {"architectures", "model_type", "use_bidirectional_attention", "transformers_version"}
+_NOT_CARRIED = {"architectures", "model_type", "use_bidirectional_attention", "transformers_version", "dtype"}
 _NORMS = {"input_layernorm": "pre_self_attn_layernorm", "post_attention_layernorm": "post_self_attn_layernorm"}
 _CROSS = {"self_attn.": "cross_attn.", "self_attn_layernorm": "cross_attn_layernorm"}
 # T5Gemma 2's classes always have a vision tower; text alone never calls this small one.
@@ -46,6 +46,7 @@ _VISION = {
     "model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 1, "image_size": 2, "patch_size": 1,
 }  # fmt: skip
+_NEW = ("cross_attn", "vision_tower", "multi_modal_projector")  # modules that no decoder has
 _NO_TOKEN = -1  # the number of T5Gemma 2's tokens of images
 
 
@@ -171,17 +172,23 @@ def _config(cls: type, source: PreTrainedConfig, **changes: Any) -> PreTrainedCo
 
 
 def _built(cls: type, config: PreTrainedConfig, weights: dict[str, Tensor], seed: int) -> PreTrainedModel:
-    """The model with these weights, in their dtype; others are random, from `seed`."""
+    """The model with these weights, in their dtype.
+
+    Others are random, from `seed`, and rounded to bfloat16, so that they fit in any dtype the weights are saved in.
+    """
     dtype = next(iter(weights.values())).dtype
     with quiet_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, info = cls.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
         )
-    new = [
-        name
-        for name in info["missing_keys"]
-        if not any(word in name for word in ("cross_attn", "vision", "multi_modal"))
-    ]
-    assert not new and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    new = info["missing_keys"]
+    assert all(any(word in name for word in _NEW) for name in new), new
+    assert not info["unexpected_keys"] and not info["mismatched_keys"], info
+    for name in new:
+        weight = model.get_parameter(name)
+        weight.data = weight.data.bfloat16().to(dtype)
+    for part in model.modules():  # else a part loads in this dtype, whatever the one of the saved weights
+        if hasattr(part, "config"):
+            part.config.dtype = None
     return model.eval()

@@ -23,6 +23,7 @@ from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.checkpoint.weights import copy_tokenizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, dump_json, read_json
+from lm_experiments_tools.models.build import pretrained_config
 from lm_experiments_tools.models.saved import Opened, position_of, run_folder
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tools.compare import read_run
@@ -103,7 +104,8 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
 def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
     """Write configuration and weights in the saved dtype (an adapter is merged), and the tokenizer."""
     source, model = opened.source, opened.model
-    dtype = getattr(torch, str(source.config.get("dtype") or source.config.get("torch_dtype")), torch.float32)
+    config = source.config or pretrained_config(source.name).to_dict()  # on the Hub
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     if not all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
         dtype = torch.float32  # some weights were saved in a wider dtype than the configuration names
     # Parameters alone: buffers such as the frequencies of rotary positions would lose digits.

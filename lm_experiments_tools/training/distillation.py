@@ -23,6 +23,7 @@ from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.training.losses import Loss
 
 DISTILLATION = "loss_distillation"
+_PACKED = "--distill_from reads rows of one document, and these are packed: leave packing out."
 Predict = Callable[[Mapping[str, Tensor]], Tensor]
 
 
@@ -77,7 +78,7 @@ def predictor(teacher: nn.Module, teacher_kind: str | None, student_kind: str) -
     """
     if teacher_kind == student_kind != "decoder":
         names = forward_names(teacher) - ({"labels"} if student_kind == "encoder" else set())
-        return lambda inputs: logits_of(teacher(**{name: inputs[name] for name in names & inputs.keys()}))
+        return lambda inputs: _read_same_batch(teacher, inputs, names)
     if teacher_kind == "decoder" and student_kind in _READINGS:
         return lambda inputs: _READINGS[student_kind](teacher, inputs)
     raise UserError(
@@ -86,7 +87,15 @@ def predictor(teacher: nn.Module, teacher_kind: str | None, student_kind: str) -
     )
 
 
+def _read_same_batch(teacher: nn.Module, inputs: Mapping[str, Tensor], names: set[str]) -> Tensor:
+    if "segment_ids" in inputs and "segment_ids" not in names:
+        raise UserError(_PACKED)
+    return logits_of(teacher(**{name: inputs[name] for name in names & inputs.keys()}))
+
+
 def _read_text_and_labels(teacher: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    if "segment_ids" in inputs:
+        raise UserError(_PACKED)
     ids, labels = inputs["input_ids"], inputs["labels"]
     mask = inputs.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
@@ -102,7 +111,7 @@ def _read_text_and_labels(teacher: nn.Module, inputs: Mapping[str, Tensor]) -> T
 
 def _read_restored_text(teacher: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     if "segment_ids" in inputs:
-        raise UserError("--distill_from a decoder reads rows of one document: leave packing out.")
+        raise UserError(_PACKED)
     labels = inputs["labels"]
     text = labels.where(labels != IGNORED_LABEL, inputs["input_ids"])
     logits = teacher(input_ids=text, attention_mask=inputs.get("attention_mask"), use_cache=False)["logits"]

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer, T5GemmaForConditionalGeneration
+from huggingface_hub import constants
+from safetensors import safe_open
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, T5GemmaForConditionalGeneration
 
 from lm_experiments_tools.models.adapted import adapted_encoder, adapted_encoder_decoder
 from lm_experiments_tools.tools.main import main
@@ -40,6 +42,20 @@ def test_a_sharded_source_becomes_a_t5gemma_in_its_dtype_with_its_tokenizer(gemm
         == (AutoTokenizer.from_pretrained(gemma)("word1 counts")["input_ids"])
     )
     assert model.generation_config.decoder_start_token_id == 2
+
+
+def test_new_weights_fit_in_the_dtype_of_the_source_also_from_the_hubs_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--someone--gemma"
+    source = repository / "snapshots" / "abc"
+    toy_decoder("gemma3_text").to(torch.bfloat16).save_pretrained(source)
+    byte_fallback_tokenizer(source)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert main(["adapt", "someone/gemma", "--to", "encoder-decoder", "--out", str(tmp_path / "out")]) == 0
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
 
 
 def test_an_encoder_is_loaded_by_auto_classes_and_its_tokenizer_knows_the_mask(gemma, tmp_path) -> None:

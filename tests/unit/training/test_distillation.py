@@ -51,8 +51,9 @@ def test_a_decoder_predicts_masked_tokens_from_the_words_before_them() -> None:
     torch.testing.assert_close(found[0, 5], teacher(text[:1, :5]).logits[0, -1], rtol=0, atol=1e-6)
     torch.testing.assert_close(found[1, 2], teacher(text[1:, :2]).logits[0, -1], rtol=0, atol=1e-6)
     assert found[:, 0].isnan().all()
-    with pytest.raises(UserError, match="rows of one document"):
-        predictor(teacher, "decoder", "encoder")({**batch, "segment_ids": labels})
+    for teacher_kind, student in (("decoder", "encoder"), ("decoder", "encoder-decoder"), ("encoder", "encoder")):
+        with pytest.raises(UserError, match="these are packed: leave packing out"):
+            predictor(teacher, teacher_kind, student)({**batch, "segment_ids": labels})
 
 
 def test_kinds_without_common_labels_are_refused() -> None:
