@@ -71,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch_transform_fn=transform,
         batch_metrics_fn=bert_metrics,
         tokenizer_dir=data.tokenizer_dir,
-        loss=with_bytes(bert_loss(args.use_nsp, labels), data.tokenizer.token_bytes, model),
+        loss=with_bytes(
+            common.distilled_loss(args, backend, model, "encoder", bert_loss(args.use_nsp, labels)),
+            data.tokenizer.token_bytes,
+            model,
+        ),
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
     if find_or_train(trainer, origins, folder, data):

@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     t5_data.check_causality(args, model)
     loss = t5_data.pretraining_loss(args, backend, model, data.vocabulary)
+    loss = common.distilled_loss(args, backend, model, model_source.kind, loss)
+    takes_no_logits = "return_logits" in forward_names(model) and args.distill_from is None
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
     number, vocabulary = args.show_valid_examples, data.vocabulary
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data.valid,
         batch_transform_fn=t5_data.without_full_masks(model),
         batch_metrics_fn=t5_data.pretraining_metrics,  # none of logits, which modeling_t5 then need not hold whole
-        forward_kwargs={"return_logits": False} if "return_logits" in forward_names(model) else None,
+        forward_kwargs={"return_logits": False} if takes_no_logits else None,
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
         loss=loss,

@@ -3,6 +3,7 @@
 import transformers
 
 from lm_experiments_tools.modules.variants import register_variants
+from modeling_bert.bidirectional import Gemma2ForMaskedLM, Gemma3ForMaskedLM, Qwen3ForMaskedLM
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.modeling_bert import (
     BertForMaskedLM,
@@ -23,6 +24,9 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "BertPreTrainedModel",
+    "Gemma2ForMaskedLM",
+    "Gemma3ForMaskedLM",
+    "Qwen3ForMaskedLM",
 ]
 
 register_variants(

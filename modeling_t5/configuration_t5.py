@@ -31,6 +31,16 @@ class T5Config(VariantConfig, transformers.T5Config):
         encoder_self_attention_layer, decoder_self_attention_layer, decoder_cross_attention_layer: the class of each
             kind of attention, "module:Class", called with (config, kind, layer_idx); see `layers.T5Attention`.
         num_cdq_heads: heads of `T5CDQAttention` whose queries know the sequence: half of num_heads, or all of them.
+        num_key_value_heads: heads of keys and values, each shared by as many of queries (grouped-query attention,
+            arXiv 2305.13245); num_heads if None.
+        attention_scale: factor of scores before softmax; 1 is T5's.
+        attention_softcap, final_softcap: c * tanh(x / c) of attention scores and logits (Gemma 2, arXiv 2408.00118).
+        local_attention: window of local layers of self-attention: a decoder's token sees those less than so far before
+            it, an encoder's those at most so far before and after it. None: all layers are global.
+        global_attn_every_n_layers: the last layer of so many sees all tokens, the others are local.
+        post_norms: a norm after each attention and feed-forward too, before it is added.
+        scale_embeddings: multiply embeddings by sqrt(d_model).
+        separate_encoder_embeddings: a table of its own for the encoder (T5Gemma, arXiv 2504.06225).
         num_memory_tokens: learned vectors before the encoder's input, which all layers and the decoder attend to.
         sparse_config_cls, sparse_attention: name and settings of a block-sparse layout of the encoder, e.g. "BigBird"
             and `{"block": 64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
@@ -55,6 +65,14 @@ class T5Config(VariantConfig, transformers.T5Config):
         "decoder_cross_attention_layer",
         "num_memory_tokens",
         "sparse_config_cls",
+        "num_key_value_heads",
+        "attention_scale",
+        "attention_softcap",
+        "final_softcap",
+        "local_attention",
+        "post_norms",
+        "scale_embeddings",
+        "separate_encoder_embeddings",
     )
 
     position_embedding_type: str = "relative_attention_bias"
@@ -65,6 +83,15 @@ class T5Config(VariantConfig, transformers.T5Config):
     decoder_self_attention_layer: str = "modeling_t5:T5Attention"
     decoder_cross_attention_layer: str = "modeling_t5:T5Attention"
     num_cdq_heads: int = 0
+    num_key_value_heads: int | None = None
+    attention_scale: float | int = 1.0
+    attention_softcap: float | int | None = None
+    final_softcap: float | int | None = None
+    local_attention: int | None = None
+    global_attn_every_n_layers: int = 2
+    post_norms: bool = False
+    scale_embeddings: bool = False
+    separate_encoder_embeddings: bool = False
     num_memory_tokens: int = 0
     sparse_config_cls: str | None = None
     sparse_attention: dict | None = None
@@ -106,6 +133,23 @@ class T5Config(VariantConfig, transformers.T5Config):
             raise ValueError(f'rotary_dim={self.rotary_dim} is of position_embedding_type "rotary": leave it out.')
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1.")
+
+        if self.num_key_value_heads is not None:
+            if self.num_key_value_heads < 1 or self.num_heads % self.num_key_value_heads:
+                raise ValueError(
+                    f"num_key_value_heads={self.num_key_value_heads} must divide num_heads={self.num_heads}."
+                )
+            if self.num_cdq_heads:
+                raise ValueError("num_cdq_heads and num_key_value_heads exclude each other: leave one out.")
+        if self.sparse_config_cls is not None and (self.attention_softcap or self.local_attention):
+            raise ValueError("sparse_config_cls has neither attention_softcap nor local_attention: leave them out.")
+        if self.final_softcap is not None and self.cross_entropy_chunk_size:
+            raise ValueError("cross_entropy_chunk_size knows no final_softcap: set it to 0.")
+        for name in ("attention_scale", "attention_softcap", "final_softcap", "local_attention"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
+        if self.global_attn_every_n_layers < 1:
+            raise ValueError(f"global_attn_every_n_layers={self.global_attn_every_n_layers} must be at least 1.")
 
     @property
     def shares_position_bias(self) -> bool:

@@ -137,17 +137,33 @@ class T5DenseGatedActDense(FeedForward):
         return self.act(limit_float16(gate)) * limit_float16(value)
 
 
-class T5LayerFF(nn.Module):
+class T5Sublayer(nn.Module):
+    """What attention and feed-forward have around them: a norm before and, with `post_norms`, one after."""
+
+    def add_norms(self, config: T5Config) -> None:
+        """After the modules that they are around, as in transformers' state dicts."""
+        self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
+        if config.post_norms:
+            self.post_layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
+        self.has_post_norm = config.post_norms
+        self.dropout = Dropout(config.dropout_rate)
+
+    def added(self, x: Tensor, output: Tensor) -> Tensor:
+        """x + output, normed where there is a norm."""
+        output = self.post_layer_norm(output) if self.has_post_norm else output
+        return limit_float16(x + self.dropout(output))
+
+
+class T5LayerFF(T5Sublayer):
     """x + feed-forward(norm(x))."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
         self.DenseReluDense = (T5DenseGatedActDense if config.is_gated_act else T5DenseActDense)(config)
-        self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
-        self.dropout = Dropout(config.dropout_rate)
+        self.add_norms(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return limit_float16(x + self.dropout(self.DenseReluDense(self.layer_norm(x))))
+        return self.added(x, self.DenseReluDense(self.layer_norm(x)))
 
 
 class T5ClassificationHead(nn.Module):
@@ -221,8 +237,11 @@ class T5Attention(nn.Module):
         self.head_dim, self.dropout = config.d_kv, config.dropout_rate
         inner = config.num_heads * config.d_kv
         self.q = nn.Linear(config.d_model, inner, bias=False)
-        self.k = nn.Linear(config.d_model, inner, bias=False)
-        self.v = nn.Linear(config.d_model, inner, bias=False)
+        self.num_key_value_heads = config.num_key_value_heads or config.num_heads
+        self.k = nn.Linear(config.d_model, self.num_key_value_heads * config.d_kv, bias=False)
+        self.v = nn.Linear(config.d_model, self.num_key_value_heads * config.d_kv, bias=False)
+        is_global = kind == DECODER_CROSS or (layer_idx + 1) % config.global_attn_every_n_layers == 0
+        self.window = None if is_global else config.local_attention
         self.o = nn.Linear(inner, config.d_model, bias=False)
         position = position_scheme(config, kind, layer_idx)
         # The one scheme with parameters that transformers knows is found under transformers' name.
@@ -278,6 +297,8 @@ class T5Attention(nn.Module):
             k, v, q = self.keys_and_values(q, states, past_key_values, offset)
         if self.kind == DECODER_SELF:
             spec = with_cache(spec, q.shape[2], k.shape[2], offset, x.device)
+        if self.window is not None:
+            spec = with_window(spec, self.window, self.kind, (q.shape[2], k.shape[2]), offset, x.device)
         bias = self.position_bias(bias, q.shape[2], k.shape[2], offset, x.device)
         output, weights = self.attend(q, k, v, bias, spec, output_attentions)
         return self.join_heads(output), bias, weights
@@ -292,7 +313,9 @@ class T5Attention(nn.Module):
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, H, Q, d] from queries, keys and values of that shape, and the weights or None."""
-        lengths = q.shape[2], k.shape[2]
+        lengths, groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         is_fast = self.is_fast and self.backend != "auto" and not output_attentions
         if is_fast and spec.segment_ids is not None and q.is_cpu and q.dtype != torch.float16:
             bias = spec.segment_ids.added_to(shared_bias(bias, *lengths, "eager"), spec.causal)
@@ -303,7 +326,9 @@ class T5Attention(nn.Module):
             bias = added.expand(-1, -1, *lengths) if bias is None else bias + added
         if self.backend != "auto" or spec.mask is not None or output_attentions:
             bias = shared_bias(bias, *lengths, "eager")
+        scale, softcap = float(self.config.attention_scale), self.config.attention_softcap
         spec = spec._replace(bias=bias, layout=self.layout, dropout_p=self.dropout if self.training else 0.0)
+        spec = spec._replace(scale=scale, softcap=softcap)
         return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
@@ -375,6 +400,21 @@ def with_cache(
     return AttentionSpec(mask=mask, scale=spec.scale)
 
 
+def with_window(
+    spec: AttentionSpec, window: int, kind: str, lengths: tuple[int, int], offset: int | Tensor, device: torch.device
+) -> AttentionSpec:
+    """The spec of a local layer.
+
+    A decoder's queries see keys less than `window` tokens before them, an encoder's those at most `window` tokens
+    before and after them, as with transformers' masks.
+    """
+    query_length, key_length = lengths
+    queries = torch.arange(query_length, device=device) + offset
+    distance = queries[:, None] - torch.arange(key_length, device=device)
+    near = distance < window if kind == DECODER_SELF else distance.abs() <= window
+    return spec._replace(mask=near[None, None] if spec.mask is None else spec.mask & near)
+
+
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
     """The attention that the configuration names for this kind."""
     key = f"{kind}_layer"
@@ -382,15 +422,14 @@ def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
     return resolve_configured(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)
 
 
-class T5LayerSelfAttention(nn.Module):
+class T5LayerSelfAttention(T5Sublayer):
     """x + attention(norm(x)); returns what `T5Attention` does."""
 
     def __init__(self, config: T5Config, layer_idx: int) -> None:
         super().__init__()
         kind = DECODER_SELF if config.is_decoder else ENCODER_SELF
         self.SelfAttention = make_attention(config, kind, layer_idx)
-        self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
-        self.dropout = Dropout(config.dropout_rate)
+        self.add_norms(config)
 
     def forward(
         self,
@@ -403,17 +442,16 @@ class T5LayerSelfAttention(nn.Module):
         output, bias, weights = self.SelfAttention(
             self.layer_norm(x), spec, bias, past_key_values=past_key_values, output_attentions=output_attentions
         )
-        return limit_float16(x + self.dropout(output)), bias, weights
+        return self.added(x, output), bias, weights
 
 
-class T5LayerCrossAttention(nn.Module):
+class T5LayerCrossAttention(T5Sublayer):
     """x + attention(norm(x), encoder's output); returns the sum and the weights or None."""
 
     def __init__(self, config: T5Config, layer_idx: int) -> None:
         super().__init__()
         self.EncDecAttention = make_attention(config, DECODER_CROSS, layer_idx)
-        self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
-        self.dropout = Dropout(config.dropout_rate)
+        self.add_norms(config)
 
     def forward(
         self,
@@ -430,7 +468,7 @@ class T5LayerCrossAttention(nn.Module):
             past_key_values=past_key_values,
             output_attentions=output_attentions,
         )
-        return limit_float16(x + self.dropout(output)), weights
+        return self.added(x, output), weights
 
 
 class T5Block(GradientCheckpointingLayer):

@@ -91,7 +91,8 @@ class T5Model(T5PreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.shared = value
-        self.encoder.set_input_embeddings(value)
+        if not self.config.separate_encoder_embeddings:
+            self.encoder.set_input_embeddings(value)
         self.decoder.set_input_embeddings(value)
 
     @can_return_tuple
@@ -220,12 +221,14 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         if self.config.scale_decoder_outputs:
             x = x * self.config.d_model**-0.5
         chunk_size = self.config.cross_entropy_chunk_size
-        if not chunk_size and self.is_fast and return_logits is False:
+        if not chunk_size and self.is_fast and return_logits is False and self.config.final_softcap is None:
             chunk_size = LOSS_CHUNK
         if return_logits is None:
             return_logits = not self.training
         is_chunked = labels is not None and chunk_size > 0
         logits = None if is_chunked and not return_logits else self.lm_head(x)
+        if logits is not None and (cap := self.config.final_softcap) is not None:
+            logits = cap * (logits / cap).tanh()
         loss = None if labels is None else self.loss(x, logits, labels, num_items_in_batch, chunk_size)
         return Seq2SeqLMOutput(loss=loss, logits=logits, **_all_but_last_hidden_state(outputs))
 

@@ -128,9 +128,12 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
         """transformers ties all or nothing; a T5 with an output layer of its own still has one input table."""
-        if all_submodels or self.config.tie_word_embeddings:
+        separate = self.config.separate_encoder_embeddings
+        if all_submodels or (self.config.tie_word_embeddings and not separate):
             return super().get_expanded_tied_weights_keys(all_submodels)
-        return {to: source for to, source in (self._tied_weights_keys or {}).items() if to != "lm_head.weight"}
+        own = {"encoder.embed_tokens.weight"} if separate else set()
+        own |= set() if self.config.tie_word_embeddings else {"lm_head.weight"}
+        return {to: source for to, source in (self._tied_weights_keys or {}).items() if to not in own}
 
     def _shift_right(self, labels: Tensor, segments: Tensor | None = None) -> Tensor:
         """The decoder's input for labels [B, T]: the start token, then all but the last; padding for -100."""
@@ -187,6 +190,8 @@ class T5Stack(T5PreTrainedModel):
         if use_cache and not self.is_decoder:
             raise ValueError("use_cache=True is for decoders; this is an encoder.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.scale_embeddings:
+            x = x * self.config.d_model**0.5
         if self.memory_tokens is not None:
             x = torch.cat([self.memory_tokens.to(x.dtype).expand(x.shape[0], -1, -1), x], dim=1)
             attention_mask = self.with_memory(attention_mask)

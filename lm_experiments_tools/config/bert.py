@@ -17,7 +17,7 @@ from lm_experiments_tools.config.flags import (
     needs,
 )
 from lm_experiments_tools.config.objectives import MlmPositions
-from lm_experiments_tools.config.pretraining import INHERITED, FromPretrainedArgs, MixtureArgs
+from lm_experiments_tools.config.pretraining import INHERITED, DistillationArgs, FromPretrainedArgs, MixtureArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
@@ -142,7 +142,9 @@ class BertObjectiveArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertPretrainingArgs(ExperimentArgs, FromPretrainedArgs, BertObjectiveArgs, MixtureArgs, BertDataArgs):
+class BertPretrainingArgs(
+    ExperimentArgs, FromPretrainedArgs, BertObjectiveArgs, DistillationArgs, MixtureArgs, BertDataArgs
+):
     """All arguments of run_bert_pretraining.py."""
 
     model_cls: str = "transformers:BertForPreTraining"

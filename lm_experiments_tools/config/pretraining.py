@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import COUNT, HARMLESS, NOT_NEGATIVE, POSITIVE, Ignored, is_given, needs
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    FRACTION,
+    HARMLESS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Ignored,
+    is_given,
+    needs,
+)
 from lm_experiments_tools.config.objectives import OF_NATIVE_PIPELINE, ObjectiveArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
@@ -52,6 +61,21 @@ class FromPretrainedArgs:
     from_pretrained: str | None = None
     """Folder (of a run: its best checkpoint, else its last) or Hugging Face name whose weights, configuration, class
     and tokenizer are used; other flags for these win."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationArgs:
+    """Learning from another model's predictions."""
+
+    distill_from: str | None = None
+    """Teacher: folder, run or Hugging Face name of a model of the same vocabulary, a decoder or of the model's own
+    kind. Every worker holds it; --plan does not count it."""
+    distill_weight: Annotated[float, FRACTION, needs("distill_from")] = 0.5
+    """Weight of the KL divergence from the teacher's predictions; the rest is that of the loss on labels."""
+
+    def check(self) -> None:
+        if self.distill_from is not None and getattr(self, "mlm_positions", None) == "labels":
+            raise UserError("--distill_from needs the words of all positions: leave --mlm_positions labels out.")
 
 
 _COMPARES_TARGETS = Ignored(
@@ -101,7 +125,7 @@ _SHOWS_TEXT = Ignored(lambda args: args.objective().report is None, "shows gener
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5PretrainingArgs(ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, MixtureArgs, DataArgs):
+class T5PretrainingArgs(ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, DataArgs):
     """All arguments of run_t5_pretraining.py."""
 
     pad_to_multiple_of: int | None = 8

@@ -107,7 +107,7 @@ def _lengths(args: ExperimentArgs, model: nn.Module) -> tuple[int, int]:
 def _num_scored(args: ExperimentArgs, model: nn.Module) -> int | None:
     """Tokens of a micro-batch that a masked language model scores; None for all."""
     masked = hasattr(args, "most_predictions") or getattr(args, "task", "") == "mlm"
-    if isinstance(args, FinetuningArgs) or not masked or args.mlm_positions == "all":
+    if isinstance(args, FinetuningArgs) or not masked or args.mlm_positions == "all" or args.distill_from:
         return None
     if hasattr(args, "most_predictions"):
         return most_labels(args)(args.batch_size)

@@ -37,6 +37,7 @@ from lm_experiments_tools.modules.labelled_head import pick_labelled
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
+from lm_experiments_tools.training.distillation import Predict, distilled, predictor
 from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.data.loader import TrainSource
+    from lm_experiments_tools.training.losses import Loss
     from lm_experiments_tools.training.trainer import TrainingLoop
 
 logger = logging.getLogger(__name__)
@@ -240,7 +242,7 @@ def labels_alone(
         UserError: this was requested, and the model's head needs all positions.
     """
     chosen = args.mlm_positions
-    if chosen == "all":
+    if chosen == "all" or args.distill_from is not None:
         return None
     reason = on_all(backend, lambda: pick_labelled(model, args.input_seq_len))
     if reason is not None and chosen == "labels":
@@ -248,6 +250,31 @@ def labels_alone(
     if reason is not None and backend.is_main:
         logger.info("all positions are scored, not only those with a label: %s", reason)
     return most_labels if reason is None else None
+
+
+def distilled_loss(
+    args: BertPretrainingArgs | T5PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss
+) -> Loss:
+    """`loss`, with the divergence from the predictions of `--distill_from` where there is one.
+
+    Raises:
+        UserError: the teacher cannot be read, or has another vocabulary or kind.
+    """
+    if args.distill_from is None:
+        return loss
+    from lm_experiments_tools.models.saved import open_saved
+
+    def opened() -> Predict:
+        teacher = open_saved(args.distill_from, flag="--distill_from")
+        rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher.model, student)]
+        if rows[0] != rows[1]:
+            raise UserError(
+                f"--distill_from {args.distill_from} predicts {rows[0]} tokens, the model {rows[1]}: they need one "
+                "vocabulary."
+            )
+        return predictor(teacher.model.requires_grad_(False).to(backend.device), teacher.kind, kind)
+
+    return distilled(loss, on_all(backend, opened), args.distill_weight, backend.autocast)
 
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:

@@ -23,6 +23,7 @@ from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.checkpoint.weights import copy_tokenizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, dump_json, read_json
+from lm_experiments_tools.models.build import pretrained_config
 from lm_experiments_tools.models.saved import Opened, position_of, run_folder
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tools.compare import read_run
@@ -79,7 +80,7 @@ class Loading(NamedTuple):
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
     """A temporary folder that is renamed to `folder` at the end of the block, or removed if that fails.
 
     Raises:
@@ -87,7 +88,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"--to {folder} exists, and nothing is overwritten: name another folder.")
+        raise UserError(f"{flag} {folder} exists, and nothing is overwritten: name another folder.")
     temporary = folder.with_name(f".{folder.name}.tmp{secrets.token_hex(6)}")
     temporary.mkdir(parents=True)
     try:
@@ -103,7 +104,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
     """Write configuration and weights in the saved dtype (an adapter is merged), and the tokenizer."""
     source, model = opened.source, opened.model
-    dtype = getattr(torch, str(source.config.get("dtype") or source.config.get("torch_dtype")), torch.float32)
+    config = source.config or pretrained_config(source.name).to_dict()  # on the Hub
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     if not all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
         dtype = torch.float32  # some weights were saved in a wider dtype than the configuration names
     # Parameters alone: buffers such as the frequencies of rotary positions would lose digits.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,14 @@ class Loss:
         most_labels: f(rows) -> maximum number of `labels` of a micro-batch, for a model that scores only these
             (modules/labelled_head.py); None for all.
         token_bytes: int64[IDs], UTF-8 bytes of each ID's text, for bits per byte; None: these are not measured.
+        scales: weight of each term in the loss; 1 where there is none.
     """
 
     labels: Mapping[str, str]
     means: Callable[[Mapping[str, Any], Any], dict[str, Tensor]]
     most_labels: Callable[[int], int] | None = None
     token_bytes: Tensor | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     def label_names(self) -> tuple[str, ...]:
         """The entries of a batch that are counted."""
@@ -52,7 +54,11 @@ class Loss:
             means: of the micro-batch, by term.
             weights, totals: valid entries of the micro-batch and of the global step, by label name.
         """
-        return sum(means[term] * (weights[name] / max(totals[name], 1)) for term, name in self.labels.items())
+        scale = self.scales.get
+        return sum(
+            means[term] * (scale(term, 1.0) * weights[name] / max(totals[name], 1))
+            for term, name in self.labels.items()
+        )
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a split, with their `loss` in front: the sum of its terms, if all of them had labels.
@@ -66,7 +72,7 @@ class Loss:
         num_bytes = values.pop(BYTES_PER_TOKEN, 0.0)
         if not values.keys() >= self.labels.keys():
             return values
-        values = {"loss": sum(values[term] for term in self.labels), **values}
+        values = {"loss": sum(values[term] * self.scales.get(term, 1.0) for term in self.labels), **values}
         if num_bytes:
             nats = next(values[term] for term, name in self.labels.items() if name == "labels")
             values["bits_per_byte"] = nats / (math.log(2) * num_bytes)

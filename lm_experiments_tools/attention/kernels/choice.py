@@ -26,6 +26,7 @@ from lm_experiments_tools.errors import UserError
 _logger = logging.getLogger(__name__)
 
 _BACKENDS = "reference", "gather", "sdpa", "triton", "eager", "products"
+_SOFTCAP = "reference", "eager"  # backends that do it
 
 # Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
 _SHORT = 256  # up to here a dense call costs less than splitting it into chunks
@@ -72,6 +73,8 @@ def force_backend(backend: str) -> Iterator[None]:
 
 def choose(inputs: AttentionInputs, backend: str) -> tuple[ModuleType, str]:
     """The backend's module and why it was taken."""
+    if inputs.spec.softcap is not None and backend == "auto":
+        return _module("eager"), "softcap has no fused kernel"
     if backend == "auto" and forced is not None and _refusal(_module(forced), inputs) is None:
         return _module(forced), "forced"
     if backend == "auto":
@@ -89,6 +92,8 @@ def _module(backend: str) -> ModuleType:
 
 
 def _refusal(module: ModuleType, inputs: AttentionInputs) -> str | None:
+    if inputs.spec.softcap is not None and module.__name__.rpartition(".")[2] not in _SOFTCAP:
+        return "it has no softcap"
     return module.refusal(inputs) if hasattr(module, "refusal") else None
 
 

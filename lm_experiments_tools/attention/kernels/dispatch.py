@@ -56,6 +56,8 @@ def attend(
     inputs = AttentionInputs(q, k, v, spec)
     if output_attentions:
         return eager.attend_with_weights(inputs if spec.layout is None else validate(inputs))
+    if spec.softcap is not None and spec.layout is None:
+        return eager.attend(inputs), None
     if prefers_products and spec.layout is None and products.refusal(inputs) is None:
         return products.attend(inputs), None
     if spec.layout is None and backend in _TRACEABLE:
@@ -143,8 +145,8 @@ def _signature(inputs: AttentionInputs) -> tuple | None:
 
     Each line costs every call a tenth of a microsecond or two.
     """
-    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p) = inputs
-    if layout is not None or segment_ids is not None or mask is not None:
+    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap) = inputs
+    if layout is not None or segment_ids is not None or mask is not None or softcap is not None:
         return None
     if type(causal) is not bool or type(dropout_p) is not float or not (scale is None or type(scale) is float):
         return None

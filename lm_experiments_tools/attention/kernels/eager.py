@@ -44,6 +44,8 @@ def _weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     bias, allowed = spec.bias, inputs.allowed()
     scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     scores = limit_float16(q @ k.transpose(-1, -2) * scale)
+    if spec.softcap is not None:
+        scores = spec.softcap * (scores / spec.softcap).tanh()
     if bias is not None:
         matrix = bias if isinstance(bias, Tensor) else dense_bias(bias, q.shape[2], k.shape[2])
         scores = limit_float16(scores + matrix)

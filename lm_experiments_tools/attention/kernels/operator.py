@@ -29,6 +29,7 @@ from lm_experiments_tools.attention.kernels.bias import (
 from lm_experiments_tools.attention.kernels.choice import select
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec
+from lm_experiments_tools.errors import UserError
 
 _BIASES = None, T5Bias, AlibiBias  # kinds of bias, by number; None is a matrix or no bias
 
@@ -38,7 +39,9 @@ _numbers: dict[int, int] = {}  # id of a layout -> its number, equal in all proc
 
 def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
     """Attention while torch.compile traces: one operator, with the gradients of the uncompiled call."""
-    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p) = inputs
+    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap) = inputs
+    if softcap is not None:
+        raise UserError("softcap has no operator for compiled graphs of block-sparse attention: leave the layout out.")
     blocks, layout = (layout, None) if isinstance(layout, Tensor) else (None, layout)
     queries, keys = (segment_ids, segment_ids) if isinstance(segment_ids, Tensor | None) else segment_ids
     values, kind, options = _bias_arguments(bias)

@@ -34,6 +34,8 @@ def attention_probabilities(
 def _probabilities(inputs: AttentionInputs) -> Tensor:
     q, k, bias = inputs.q, inputs.k, inputs.spec.bias
     scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * inputs.spec.scale
+    if inputs.spec.softcap is not None:
+        scores = inputs.spec.softcap * (scores / inputs.spec.softcap).tanh()
     if bias is not None:
         scores = scores + (bias if isinstance(bias, Tensor) else dense_bias(bias, *inputs.scores_shape[2:])).double()
     allowed, finite = inputs.allowed(), ~scores.isneginf()

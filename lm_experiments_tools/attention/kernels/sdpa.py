@@ -40,7 +40,7 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
     Short calls take tens of microseconds, as long as ten operations on the smallest tensors: avoid every operation.
     """
     q, k, v, spec = inputs
-    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p = spec
+    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, _ = spec
     on_cpu, dtype = q.is_cpu, q.dtype
     device = "cpu" if on_cpu else q.device.type
     if torch.is_autocast_enabled(device) and dtype == k.dtype == v.dtype:

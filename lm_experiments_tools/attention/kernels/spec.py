@@ -32,6 +32,8 @@ class AttentionSpec(NamedTuple):
         causal: query i attends to keys 0..i. With a cache `mask` says it instead.
         scale: head_dim ** -0.5 if None; T5 takes 1.0.
         dropout_p: probability of dropping an attention weight; 0 outside training.
+        softcap: c * tanh(scores / c) after scaling and before the bias (Gemma 2, arXiv 2408.00118); "eager" and
+            "reference" alone.
     """
 
     mask: Tensor | None = None
@@ -42,6 +44,7 @@ class AttentionSpec(NamedTuple):
     causal: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
+    softcap: float | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -145,7 +148,7 @@ _cached_causal_mask = lru_cache(maxsize=8)(torch.inference_mode(False)(_make_cau
 def validate(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs with a resolved spec, or a UserError that names the argument at fault."""
     q, k, v, spec = inputs
-    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p = spec
+    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap = spec
     _check_tensors(q, k, v)
     batch, num_heads, query_length, head_dim = q.shape
     key_length = k.shape[2]
@@ -170,6 +173,7 @@ def validate(inputs: AttentionInputs) -> AttentionInputs:
         bool(causal),
         head_dim**-0.5 if scale is None else float(scale),
         float(dropout_p),
+        softcap,
     )
     return AttentionInputs(q, k, v, resolved)
 

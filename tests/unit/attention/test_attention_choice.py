@@ -168,3 +168,16 @@ def test_lengths_and_devices_that_do_not_fit_are_refused(arguments):
 def test_biases_and_layouts_that_make_no_sense_are_refused(make):
     with pytest.raises(UserError):
         make()
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "reference", "sdpa", "gather", "triton", "products"])
+def test_softcap_is_computed_by_its_definition_or_refused(backend: str) -> None:
+    q, k, v = 3 * torch.randn(3, 2, 4, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    inputs = AttentionInputs(q, k, v, AttentionSpec(causal=True, scale=0.5, softcap=2.0))
+    if backend not in ("auto", "eager", "reference"):
+        with pytest.raises(UserError, match="it has no softcap"):
+            choice.select(inputs, backend)
+        return
+    scores = (2.0 * torch.tanh(0.5 * q @ k.mT / 2.0)).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    selected, module = choice.select(inputs, backend)
+    torch.testing.assert_close(module.attend(selected, 0), scores.softmax(-1) @ v, rtol=0, atol=1e-12)

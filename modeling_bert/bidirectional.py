@@ -1,0 +1,101 @@
+"""Decoders of transformers as bidirectional encoders with a masked language model head.
+
+The modules and weight names are those of Gemma2ForCausalLM, Gemma3ForCausalLM and Qwen3ForCausalLM; only the causal
+mask is gone (LLM2Vec, arXiv 2404.05961, section 2.1), and labels are those of the same position. A layer with a
+sliding window sees that many tokens on each side. For Llama and Qwen 2 transformers has EuroBertForMaskedLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import transformers
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma3TextConfig, Qwen3Config
+from transformers.modeling_outputs import MaskedLMOutput
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Model, Gemma2PreTrainedModel
+from transformers.models.gemma3.modeling_gemma3 import Gemma3PreTrainedModel, Gemma3TextModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3PreTrainedModel
+
+
+class BidirectionalGemma2Config(Gemma2Config):
+    """Gemma 2 without a causal mask."""
+
+    model_type = "bidirectional_gemma2"
+    is_causal: bool = False
+
+
+class BidirectionalGemma3Config(Gemma3TextConfig):
+    """The text model of Gemma 3 without a causal mask."""
+
+    model_type = "bidirectional_gemma3"
+    is_causal: bool = False
+
+
+class BidirectionalQwen3Config(Qwen3Config):
+    """Qwen 3 without a causal mask."""
+
+    model_type = "bidirectional_qwen3"
+    is_causal: bool = False
+
+
+class _MaskedLM:
+    """The head and the loss, before the PreTrainedModel of an architecture in a class's bases."""
+
+    model_cls: ClassVar[type]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = self.model_cls(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_type = "ForMaskedLM"
+        for module in self.model.modules():  # transformers' kernels read it where no mask is needed
+            if "is_causal" in vars(module):
+                module.is_causal = config.is_causal
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Logits [B, L, V], and with `labels` [B, L] (-100: none) their mean cross-entropy in nats."""
+        kwargs["use_cache"] = False
+        outputs = self.model(
+            input_ids, attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = (logits / cap).tanh() * cap
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return MaskedLMOutput(loss, logits, outputs.hidden_states, outputs.attentions)
+
+
+class Gemma2ForMaskedLM(_MaskedLM, Gemma2PreTrainedModel):
+    """A bidirectional Gemma 2."""
+
+    config_class, model_cls = BidirectionalGemma2Config, Gemma2Model
+
+
+class Gemma3ForMaskedLM(_MaskedLM, Gemma3PreTrainedModel):
+    """A bidirectional Gemma 3 of text."""
+
+    config_class, model_cls = BidirectionalGemma3Config, Gemma3TextModel
+
+
+class Qwen3ForMaskedLM(_MaskedLM, Qwen3PreTrainedModel):
+    """A bidirectional Qwen 3."""
+
+    config_class, model_cls = BidirectionalQwen3Config, Qwen3Model
+
+
+MASKED_LMS = {cls.config_class.model_type: cls for cls in (Gemma2ForMaskedLM, Gemma3ForMaskedLM, Qwen3ForMaskedLM)}
+for _model_type, _cls in MASKED_LMS.items():
+    transformers.AutoConfig.register(_model_type, _cls.config_class)
+    transformers.AutoModelForMaskedLM.register(_cls.config_class, _cls)

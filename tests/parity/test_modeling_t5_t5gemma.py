@@ -1,0 +1,167 @@
+"""transformers' T5Gemma as our T5, and back, in fp64: logits, gradients and generated tokens.
+
+transformers computes norms, softmax and positions of an fp64 model in fp32, so these are made fp64 here, in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, T5GemmaConfig, T5GemmaForConditionalGeneration
+
+import modeling_t5
+from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, to_t5gemma
+
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+PART = {
+    "vocab_size": 70, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 6, "num_hidden_layers": 2, "sliding_window": 3, "query_pre_attn_scalar": 10,
+    "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+}  # fmt: skip
+FULL, LOCAL = "full_attention", "sliding_attention"
+CASES = {
+    "as published": {},
+    "deep decoder": {"decoder": {"num_hidden_layers": 4}},
+    "one of three global": {"both": {"num_hidden_layers": 3, "layer_types": [LOCAL, LOCAL, FULL]}},
+    "all global, no caps": {
+        "both": {
+            "layer_types": [FULL, FULL], "attn_logit_softcapping": None, "final_logit_softcapping": None,
+            "num_key_value_heads": 4,
+        }
+    },
+    "all local": {"both": {"layer_types": [LOCAL, LOCAL]}},
+    "untied": {"tie_word_embeddings": False},
+    "other base": {"both": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch) -> None:
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(
+        torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim, dtype=torch.float64)
+    )
+
+
+def t5gemma(encoder=(), decoder=(), both=(), seed: int = 0, **changes) -> T5GemmaForConditionalGeneration:
+    torch.manual_seed(seed)
+    parts = [{**PART, **dict(both), **dict(part)} for part in (encoder, decoder)]
+    config = T5GemmaConfig(encoder=parts[0], decoder=parts[1], vocab_size=70, **changes)
+    model = T5GemmaForConditionalGeneration(config).double().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+        for stack in (model.model.encoder, model.model.decoder):
+            stack.rotary_emb.forward = rotary_in_fp64(stack.config.rope_parameters["rope_theta"])
+    return model
+
+
+def rotary_in_fp64(base: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """transformers' cosines and sines [1, length, head_dim], whose angles it always makes in fp32."""
+    frequencies = base ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
+
+    def forward(_: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    return forward
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(3, 70, (2, n), generator=generator) for n in (9, 8))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    labels[0, 7:] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def results(model: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss and gradients."""
+    model.zero_grad()
+    inputs = batch()
+    starts = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
+    output = model(**inputs, decoder_input_ids=starts, decoder_attention_mask=torch.ones_like(starts))
+    output.loss.backward()
+    return output.logits, output.loss, {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "block_sparse"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_transformers(case: str, implementation: str) -> None:
+    theirs = t5gemma(**CASES[case])
+    ours = from_t5gemma(theirs)
+    ours.set_attn_implementation(implementation)
+    (logits, loss, gradients), (expected, expected_loss, others) = results(ours), results(theirs)
+    torch.testing.assert_close(logits, expected, **EXACT)
+    torch.testing.assert_close(loss, expected_loss, **EXACT)
+    renamed = {name_of(name): gradient for name, gradient in others.items()}
+    renamed["shared.weight"] = renamed.pop("decoder.embed_tokens.weight")
+    assert renamed.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, renamed[name], **EXACT, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_and_through_files_are_the_same_weights(case: str, tmp_path) -> None:
+    theirs = t5gemma(**CASES[case])
+    ours = from_t5gemma(theirs)
+    ours.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert type(loaded) is modeling_t5.T5ForConditionalGeneration
+    back = to_t5gemma(loaded)
+    for name, weight in theirs.state_dict().items():
+        torch.testing.assert_close(back.state_dict()[name], weight, rtol=0, atol=1e-14, msg=name)
+    assert config_of(back.config).to_dict() == config_of(theirs.config).to_dict()
+
+
+def test_generated_tokens_are_those_of_transformers_with_and_without_a_cache() -> None:
+    theirs = t5gemma()
+    ours, inputs = from_t5gemma(theirs), {name: value for name, value in batch().items() if name != "labels"}
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    expected = theirs.generate(**inputs, **options)
+    for use_cache in (True, False):
+        assert torch.equal(ours.generate(**inputs, **options, use_cache=use_cache), expected)
+
+
+def test_training_by_the_fast_step_gives_the_same_gradients() -> None:
+    ours = from_t5gemma(t5gemma()).train()
+    _, loss, gradients = results(ours)
+    ours.use_fast_step()
+    _, fast_loss, fast = results(ours)
+    torch.testing.assert_close(fast_loss, loss, **EXACT)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(fast[name], gradient, **EXACT, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder": {"hidden_size": 36}}, "encoders of other sizes"),
+        ({"both": {"layer_types": [FULL, LOCAL]}}, "irregular layer_types"),
+        ({"both": {"hidden_activation": "silu"}}, "another activation"),
+        ({"both": {"attention_bias": True}}, "attention_bias"),
+    ],
+)
+def test_a_t5gemma_that_is_no_t5_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(t5gemma(**changes).config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "must divide num_heads"),
+        ({"final_softcap": 3.0, "cross_entropy_chunk_size": 8}, "knows no final_softcap"),
+        ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0"),
+        ({"sparse_config_cls": "BigBird", "local_attention": 4}, "leave them out"),
+        ({"global_attn_every_n_layers": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        modeling_t5.T5Config(**changes)

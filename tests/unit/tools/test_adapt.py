@@ -1,0 +1,104 @@
+"""`lmtools adapt`: folders that transformers reads, with the source's tokenizer; refusals name flag and fix."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors import safe_open
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, T5GemmaForConditionalGeneration
+
+from lm_experiments_tools.models.adapted import adapted_encoder, adapted_encoder_decoder
+from lm_experiments_tools.tools.main import main
+from tests.helpers.decoder_toys import toy_decoder, toy_ids
+from tests.helpers.tokenizer_toys import byte_fallback_tokenizer
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> Path:
+    """A Gemma 2 in bf16, in several files, with a tokenizer without a mask token."""
+    folder = tmp_path_factory.mktemp("gemma")
+    toy_decoder("gemma2").to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+    assert len([*folder.glob("*.safetensors")]) > 1
+    return byte_fallback_tokenizer(folder)
+
+
+def test_a_sharded_source_becomes_a_t5gemma_in_its_dtype_with_its_tokenizer(gemma, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert main(["adapt", str(gemma), "--to", "encoder-decoder", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "T5GemmaForConditionalGeneration" in printed
+    assert f'AutoModelForSeq2SeqLM.from_pretrained("{out}")' in printed
+
+    model = T5GemmaForConditionalGeneration.from_pretrained(out).eval()
+    expected = adapted_encoder_decoder(toy_decoder("gemma2").to(torch.bfloat16), seed=0)
+    assert model.dtype == torch.bfloat16
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(model.get_parameter(name), weight), name
+    assert (
+        AutoTokenizer.from_pretrained(out)("word1 counts")["input_ids"]
+        == (AutoTokenizer.from_pretrained(gemma)("word1 counts")["input_ids"])
+    )
+    assert model.generation_config.decoder_start_token_id == 2
+
+
+def test_new_weights_fit_in_the_dtype_of_the_source_also_from_the_hubs_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--someone--gemma"
+    source = repository / "snapshots" / "abc"
+    toy_decoder("gemma3_text").to(torch.bfloat16).save_pretrained(source)
+    byte_fallback_tokenizer(source)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert main(["adapt", "someone/gemma", "--to", "encoder-decoder", "--out", str(tmp_path / "out")]) == 0
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
+
+
+def test_an_encoder_is_loaded_by_auto_classes_and_its_tokenizer_knows_the_mask(gemma, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert main(["adapt", str(gemma), "--to", "encoder", "--mask_token", "<unused3>", "--out", str(out)]) == 0
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(out).float().eval(), AutoTokenizer.from_pretrained(out)
+    assert tokenizer.mask_token == "<unused3>"
+    expected = adapted_encoder(toy_decoder("gemma2").to(torch.bfloat16), tokenizer.mask_token_id, 0).float()
+    assert torch.equal(model(toy_ids(9)).logits, expected(toy_ids(9)).logits)
+
+
+def test_a_llama_becomes_a_eurobert_that_a_process_without_this_package_loads(tmp_path) -> None:
+    source, out = tmp_path / "llama", tmp_path / "out"
+    toy_decoder("llama").save_pretrained(source)
+    byte_fallback_tokenizer(source)
+    assert main(["adapt", str(source), "--to", "encoder", "--mask_token", "<unused0>", "--out", str(out)]) == 0
+    code = "import sys, transformers as t; m = t.AutoModelForMaskedLM.from_pretrained(sys.argv[1]); "
+    code += (
+        "print(type(m).__name__, m.config.mask_token_id, t.AutoTokenizer.from_pretrained(sys.argv[1]).mask_token_id)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], cwd=tmp_path, env={}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["EuroBertForMaskedLM", "4", "4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--to", "encoder"], "it has no mask token: name by --mask_token a token of it, for example <unused0>, "),
+        (["--to", "encoder", "--mask_token", "<mask>"], "--mask_token <mask> is not in it"),
+        (["--to", "encoder", "--encoder", "other"], "--encoder is not read by --to encoder"),
+        (["--to", "encoder-decoder", "--mask_token", "<unused0>"], "--mask_token is not read by --to encoder-decoder"),
+        ([], "name decoder, kind and folder"),
+    ],
+)
+def test_refusals_name_the_flag_and_leave_nothing(gemma, tmp_path, capsys, flags, message) -> None:
+    assert main(["adapt", str(gemma), "--out", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_with_files_is_refused(gemma, tmp_path, capsys) -> None:
+    (tmp_path / "mine").write_text("")
+    assert main(["adapt", str(gemma), "--to", "encoder-decoder", "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path} exists" in capsys.readouterr().err
