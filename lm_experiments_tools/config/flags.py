@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.errors import UserError
 
 Rule = TypeVar("Rule")
@@ -26,7 +27,14 @@ HARMLESS = "harmless"  # a resumed run may change the flag: it alters neither mo
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+_TYPE_NAMES = {
+    Tokens: "tokens (10Mtok)",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "none",
+}
 _ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed")
 
 
@@ -111,9 +119,11 @@ def _value(text: str, annotation: Any) -> Any:
     if typing.get_origin(annotation) is Literal:
         return options[list(map(str, options)).index(text)]
     if type(None) in options:
-        (kind,) = (option for option in options if option is not type(None))
-        is_null = text == "None" if kind is str else text.lower() in NULL_WORDS
-        return None if is_null else _value(text, kind)
+        kinds = [option for option in options if option is not type(None)]
+        is_null = text == "None" if kinds == [str] else text.lower() in NULL_WORDS
+        return None if is_null else _value(text, int | Tokens if Tokens in kinds else kinds[0])
+    if Tokens in options:
+        return Tokens.read(text) if text.endswith("tok") else int(text)
     if annotation is bool:
         return (*FALSE_WORDS, *TRUE_WORDS).index(text.lower()) >= len(FALSE_WORDS)
     return annotation(text)
