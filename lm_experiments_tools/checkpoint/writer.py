@@ -203,7 +203,7 @@ class CheckpointWriter:
             return
         every, number = self.periodic
         periodic = [path for path in self._checkpoints() if not parse_step(path.name) % every]
-        protected |= set(periodic[len(periodic) - number :])
+        protected |= set(periodic[::-1][:number])
         for checkpoint in self._checkpoints()[: -self.keep]:
             if checkpoint in protected or checkpoint.with_name(f"{PINNED}{checkpoint.name}").exists():
                 continue

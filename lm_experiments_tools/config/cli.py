@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from lm_experiments_tools.config import restart
-from lm_experiments_tools.config.flags import NULL_WORDS, Flag, describe, flags_of, help_groups
+from lm_experiments_tools.config.flags import Flag, describe, flags_of, help_groups
 from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.lengths import Tokens
-from lm_experiments_tools.config.phases import phase_text
+from lm_experiments_tools.config.settings import read_setting
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
 from lm_experiments_tools.names import resolve_name
@@ -295,24 +295,6 @@ def _yaml_items(path: str, called: str) -> list[tuple[yaml.Node, yaml.Node]]:
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{called} must hold lines of `name: value`.")
     return [] if root is None else root.value
-
-
-def read_setting(flag: Flag, node: yaml.Node, origin: str) -> Any:
-    """The value of a flag in YAML; error messages begin with `origin`. Raises UserError."""
-    items = node.value if isinstance(node, yaml.SequenceNode) and flag.is_list else [node]
-    if flag.name == "phases" and all(isinstance(item, yaml.MappingNode) for item in items):
-        return tuple(map(phase_text, items))
-    if not all(isinstance(item, yaml.ScalarNode) for item in items):
-        raise UserError(f"{origin}: {flag.name} takes {describe(flag.annotation)}, not a {node.id}.")
-    if items == [node] and node.style is None and node.value.lower() in NULL_WORDS:
-        if type(None) not in typing.get_args(flag.annotation):
-            raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
-        return None
-    try:
-        values = tuple(flag.read(item.value) for item in items)
-    except ValueError as error:
-        raise UserError(f"{origin}: {flag.name} {error}.") from None
-    return values if flag.is_list else values[0]
 
 
 def _with_origins(message: str, settings: Mapping[str, Setting]) -> str:

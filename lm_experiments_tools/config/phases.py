@@ -1,6 +1,5 @@
 """Phases of a run: each is the run's arguments with some of them replaced, for a part of its length."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import yaml
 from lm_experiments_tools.config.flags import HARMLESS, at_least, check_conflict, flags_of, is_given, needs
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.options import read_options
+from lm_experiments_tools.config.settings import read_setting
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import UserError
 
@@ -64,10 +64,12 @@ def phases_of(args: Any) -> list[Any]:
         raise UserError("--early_stopping_patience and --phases exclude each other: phases have a fixed length.")
     phases = []
     for number, text in enumerate(args.phases, 1):
+        said = f"--phases: phase {number}"
+        settings = _settings(type(args), text, said)
         try:
-            phases.append(replace(args, phases=(), **_settings(type(args), text)))
+            phases.append(replace(args, phases=(), **settings))
         except UserError as error:
-            raise UserError(f"--phases: phase {number}: {error}") from None
+            raise UserError(f"{said}: {error}") from None
     return phases
 
 
@@ -78,47 +80,31 @@ def may_change(args_class: type, name: str) -> bool:
     return is_own or name == "global_batch_size" or name.startswith("model_config.")
 
 
-def _settings(args_class: type, text: str) -> dict[str, Any]:
-    """The flags that a phase sets, by name."""
-    from lm_experiments_tools.config.cli import read_setting
-
+def _settings(args_class: type, text: str, said: str) -> dict[str, Any]:
+    """The flags that a phase sets, by name; error messages begin with `said`."""
     flags = flags_of(args_class)
     allowed = {name: flag for name, flag in flags.items() if may_change(args_class, name)}
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
-        raise UserError(f"it is not valid YAML ({' '.join(str(error).split())}).") from None
+        raise UserError(f"{said} is not valid YAML ({' '.join(str(error).split())}).") from None
     if not isinstance(node, yaml.MappingNode):
-        raise UserError("it must be a mapping, such as {iters: 1000, lr: 1e-4}.")
+        raise UserError(f"{said} must be a mapping, such as {{iters: 1000, lr: 1e-4}}.")
     settings: dict[str, Any] = {}
     for key, value in node.value:
         name = str(key.value).replace("-", "_")
         if name == "tokens" and isinstance(value, yaml.ScalarNode):
             name, value = "iters", yaml.ScalarNode(value.tag, f"{value.value.removesuffix('tok')}tok", style="'")
         if name in settings:
-            raise UserError(f"{key.value} is set a second time.")
+            raise UserError(f"{said}: {key.value} is set a second time.")
         if name not in flags:
-            raise UserError(f"unknown setting {key.value!r}{suggestion(name, allowed)}")
+            raise UserError(f"{said}: unknown setting {key.value!r}{suggestion(name, allowed)}")
         if name not in allowed:
-            raise UserError(f"{name} cannot change between phases: set it for the whole run.")
-        settings[name] = read_setting(allowed[name], value, f"--{name}")
+            raise UserError(f"{said}: {name} cannot change between phases: set it for the whole run.")
+        settings[name] = read_setting(allowed[name], value, said)
     if "iters" not in settings:
-        raise UserError("it has no length: give iters (updates) or tokens.")
+        raise UserError(f"{said} has no length: give iters (updates) or tokens.")
     return settings
-
-
-def phase_text(node: yaml.MappingNode) -> str:
-    """A phase of a YAML file as one line of text, which is YAML too."""
-
-    def plain(node: yaml.Node) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return {str(key.value): plain(value) for key, value in node.value}
-        if isinstance(node, yaml.SequenceNode):
-            return [plain(item) for item in node.value]
-        return None if node.style is None and node.value.lower() in ("null", "~", "") else node.value
-
-    pairs = [f"{json.dumps(str(key.value))}: {json.dumps(plain(value))}" for key, value in node.value]
-    return f"{{{', '.join(pairs)}}}"
 
 
 def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
