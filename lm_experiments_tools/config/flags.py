@@ -24,17 +24,11 @@ from lm_experiments_tools.errors import UserError
 
 Rule = TypeVar("Rule")
 HARMLESS = "harmless"  # a resumed run may change the flag: it alters neither model, data nor the updates made so far
+LENGTH = "length"  # a number of updates that may also be given in tokens
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
-_TYPE_NAMES = {
-    Tokens: "tokens (10Mtok)",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "none",
-}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
 _ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed")
 
 
@@ -94,12 +88,14 @@ class Flag:
         annotation: bool, int, float, str, a Literal, one of these or None, or a tuple of any number of one of these.
         default: `dataclasses.MISSING` if the flag is required.
         group: the class that declares the field, for `--help`.
+        is_length: the flag takes `Tokens` too.
     """
 
     name: str
     annotation: Any
     default: Any
     group: type
+    is_length: bool = False
 
     @property
     def is_list(self) -> bool:
@@ -109,6 +105,8 @@ class Flag:
         """The value of a text; of a list, the value of one item. Raises ValueError."""
         item = typing.get_args(self.annotation)[0] if self.is_list else self.annotation
         try:
+            if self.is_length and text.endswith("tok"):
+                return Tokens.read(text)
             return _value(text, item)
         except ValueError:
             raise ValueError(f"takes {describe(self.annotation)}, not {text!r}") from None
@@ -119,11 +117,9 @@ def _value(text: str, annotation: Any) -> Any:
     if typing.get_origin(annotation) is Literal:
         return options[list(map(str, options)).index(text)]
     if type(None) in options:
-        kinds = [option for option in options if option is not type(None)]
-        is_null = text == "None" if kinds == [str] else text.lower() in NULL_WORDS
-        return None if is_null else _value(text, int | Tokens if Tokens in kinds else kinds[0])
-    if Tokens in options:
-        return Tokens.read(text) if text.endswith("tok") else int(text)
+        (kind,) = (option for option in options if option is not type(None))
+        is_null = text == "None" if kind is str else text.lower() in NULL_WORDS
+        return None if is_null else _value(text, kind)
     if annotation is bool:
         return (*FALSE_WORDS, *TRUE_WORDS).index(text.lower()) >= len(FALSE_WORDS)
     return annotation(text)
@@ -154,11 +150,12 @@ def flags_of(*args_classes: type) -> dict[str, Flag]:
     """The flags of dataclasses by name, group after group."""
     flags = {}
     for args_class in args_classes:
-        types_by_name = get_type_hints(args_class)
+        types_by_name, rules = get_type_hints(args_class), rules_of(args_class)
         group_of = {name: group for group in help_groups(args_class) for name in inspect.get_annotations(group)}
         for field in dataclasses.fields(args_class):
             group = group_of.get(field.name, args_class)
-            flags[field.name] = Flag(field.name, types_by_name[field.name], field.default, group)
+            is_length = LENGTH in rules.get(field.name, ())
+            flags[field.name] = Flag(field.name, types_by_name[field.name], field.default, group, is_length)
     return flags
 
 

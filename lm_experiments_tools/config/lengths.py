@@ -25,9 +25,6 @@ class Tokens(int):
         return cls(Fraction(match[1]) * _UNITS[match[2]])
 
 
-Updates = int | Tokens
-
-
 def lengths_in_tokens(args: Any) -> dict[str, Tokens]:
     """The lengths that are given in tokens, by the name of their flag."""
     values = {field.name: getattr(args, field.name) for field in fields(args)}

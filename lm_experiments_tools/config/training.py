@@ -16,6 +16,7 @@ from lm_experiments_tools.config.flags import (
     DROPOUT,
     FRACTION,
     HARMLESS,
+    LENGTH,
     NOT_NEGATIVE,
     PART,
     POSITIVE,
@@ -27,7 +28,7 @@ from lm_experiments_tools.config.flags import (
     needs,
     refuse_ignored,
 )
-from lm_experiments_tools.config.lengths import Updates, lengths_in_tokens
+from lm_experiments_tools.config.lengths import lengths_in_tokens
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError
 
@@ -110,7 +111,7 @@ class RunArgs:
     """Run directory: checkpoints, logs, configuration. None: nothing is saved."""
     working_dir: Annotated[str, HARMLESS] = "."
     """Folder that relative paths start from."""
-    iters: Annotated[Updates, HARMLESS, COUNT] = 100
+    iters: Annotated[int, HARMLESS, LENGTH, COUNT] = 100
     """Optimizer updates to make, in all; a resumed run makes the rest. Pre-training takes tokens too, padding
     included, here and for the schedule and intervals: 10Btok, 100Mtok, 5000tok."""
     seed: Annotated[int, Range(lambda seed: 0 <= seed < 2**32, f"it must lie between 0 and {2**32 - 1}")] = 42
@@ -157,9 +158,9 @@ class ScheduleArgs:
 
     lr_scheduler: str | None = None
     """Schedule by name: those of transformers, t5_inverse_sqrt, legacy, ... None: constant."""
-    num_warmup_steps: Annotated[Updates | None, NOT_NEGATIVE, _WARMUP] = None
+    num_warmup_steps: Annotated[int | None, LENGTH, NOT_NEGATIVE, _WARMUP] = None
     """Updates over which the learning rate rises to --lr. None: no warm-up (t5_inverse_sqrt: 10000)."""
-    num_training_steps: Annotated[Updates | None, HARMLESS, COUNT, _OF_SCHEDULE] = None
+    num_training_steps: Annotated[int | None, HARMLESS, LENGTH, COUNT, _OF_SCHEDULE] = None
     """Updates after which the schedule has ended. None: --iters of the first start."""
     lr_min_ratio: Annotated[float, FRACTION, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
@@ -253,7 +254,7 @@ class PrecisionArgs:
 class ValidationArgs:
     """Validation, and what is decided by it."""
 
-    valid_interval: Annotated[Updates | None, HARMLESS, COUNT, VALIDATION] = None
+    valid_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, VALIDATION] = None
     """Updates between two validations. None: --log_interval."""
     valid_at_start: Annotated[bool, HARMLESS, VALIDATION] = False
     """Also validate before the first update."""
@@ -279,7 +280,7 @@ class ValidationArgs:
 class CheckpointArgs:
     """Checkpoints: when they are written, what a run starts from."""
 
-    save_interval: Annotated[Updates | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    save_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two checkpoints. None: only the one at the end."""
     keep_checkpoints: Annotated[int | None, HARMLESS, COUNT] = 3
     """Newest checkpoints to keep; the best one is kept as well. None: all."""
@@ -305,7 +306,7 @@ class CheckpointArgs:
 class LoggingArgs:
     """Reports while training."""
 
-    log_interval: Annotated[Updates, HARMLESS, COUNT] = 10
+    log_interval: Annotated[int, HARMLESS, LENGTH, COUNT] = 10
     """Updates between two lines of log."""
     log_to: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], HARMLESS, IN_RUN_DIRECTORY] = (
         "tensorboard",

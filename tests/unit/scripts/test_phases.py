@@ -224,7 +224,7 @@ def test_lengths_in_tokens_are_updates_of_the_global_batch(work):
         ([{"iters": 1}], {"run": None, "save_interval": None, "save_best": None}, "--phases needs --model_path"),
         (None, {"branch_from": "nowhere"}, "--branch_from nowhere: no such checkpoint"),
         (None, {"branch_from": "x", "resume": "y"}, "--branch_from starts a new run"),
-        (None, {"iters": "10 Mtok"}, "--iters takes a whole number or tokens"),
+        (None, {"iters": "10 Mtok"}, "--iters takes a whole number, not"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_runs(work, phases, changed, sentence):
