@@ -21,6 +21,7 @@ my_module:MyBert` trains a model class of your own; `--use_nsp 0` masks words on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.bert import BertPretrainingArgs
@@ -43,16 +44,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.planning.finders import find_or_train
     from lm_experiments_tools.recipes import common, phases
+    from lm_experiments_tools.recipes.bert_data import check_bert
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
 
     args, origins = choose_speed(args, origins)
     args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     parts, run = phases.start_phases(args, backend)
-    for phase, model_source in zip(parts, phases.model_sources(parts, backend), strict=True):
+    models = phases.model_sources(parts, backend)
+    for phase, model_source in zip(parts, models, strict=True):  # before hours of training
+        on_all(backend, partial(check_bert, phase.args, model_source))
+    for phase, model_source in zip(parts, models, strict=True):
         trainer = data = None  # those of the phase before are freed
         trainer, data = build_phase(phase, backend, model_source)
         common.show_run(phase.args, origins, run, backend, backend.unwrap(), data, phase)

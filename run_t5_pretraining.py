@@ -21,6 +21,7 @@ tokenized first. The same command again continues an interrupted run. `--config 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = phases.model_sources(parts, backend)
     for phase, model_source in zip(parts, models, strict=True):  # before hours of tokenizing
         t5_data.check_model(phase.args, model_source, sources[0].vocabulary.size)
+        on_all(backend, partial(t5_data.check_examples, phase.args, sources[0].vocabulary, model_source.kind))
     for phase, model_source in zip(parts, models, strict=True):
         trainer = data = None  # those of the phase before are freed
         trainer, data = build_phase(phase, backend, sources[phase.number], model_source)

@@ -11,6 +11,7 @@ from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.config.settings import read_setting
 from lm_experiments_tools.config.suggestions import suggestion
+from lm_experiments_tools.config.training import IN_RUN_DIRECTORY
 from lm_experiments_tools.errors import UserError
 
 # Flags that a phase may set: those of these groups, and these.
@@ -28,20 +29,20 @@ class PhaseArgs:
     phases: Annotated[tuple[str, ...], HARMLESS] = ()
     """Parts of the run, in YAML a list of mappings, each with its length (iters: or tokens:) and any flags of task,
     data, lengths, batch, optimizer and schedule that it changes; see docs/phases.md."""
-    branch_from: Annotated[str | None, HARMLESS, needs("model_path")] = None
+    branch_from: Annotated[str | None, HARMLESS, IN_RUN_DIRECTORY] = None
     """Run or checkpoint of another --model_path that this new run continues exactly, for --iters more updates. Another
     learning-rate schedule starts there."""
     trained: tuple[str, ...] = ()
     """Patterns of the names of the parameters to train ("*.embed_tokens.*"); the others are frozen. Empty: all."""
     model_options: tuple[str, ...] = ()
     """Values of the model's configuration to replace, as NAME=VALUE, for example rope_theta=160000."""
-    average: Annotated[int | None, HARMLESS, at_least(2), needs("save_interval")] = None
+    average: Annotated[int | None, HARMLESS, at_least(2), IN_RUN_DIRECTORY, needs("save_interval")] = None
     """End with the mean of the weights at the end and of the last checkpoints before it, so many in all."""
 
     def check(self) -> None:
         read_options("model_options", self.model_options)
-        for flag, reason in (("init_checkpoint", "both name the start"), ("validate_only", "a branch is trained")):
-            check_conflict(self, "branch_from", flag, reason)
+        for flag in ("init_checkpoint", "validate_only", "find_lr", "find_micro_batch"):
+            check_conflict(self, "branch_from", flag, "a branch starts from its trunk, and is trained")
         if self.branch_from and getattr(self, "resume", "auto") != "auto":
             raise UserError("--branch_from starts a new run, which --resume auto continues: leave --resume out.")
         phases_of(self)

@@ -11,6 +11,7 @@ import pytest
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import Ignored, harmless_flags, help_groups
+from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs
@@ -273,3 +274,8 @@ def test_a_script_may_change_a_default_but_the_field_stays_in_its_group():
 
     assert help_groups(ShortRunArgs) == help_groups(T5PretrainingArgs)
     assert ShortRunArgs(data_path="a", model_cfg="b", lr=1.0).iters == 7
+
+
+def test_lengths_in_tokens_need_rows_of_a_fixed_length():
+    with pytest.raises(UserError, match="--save_interval 500tok: rows have no fixed number of tokens here"):
+        TrainerArgs(model_path="run", save_interval=Tokens(500))

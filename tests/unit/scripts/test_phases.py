@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from lm_experiments_tools.checkpoint.tree import load_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.trainer import TrainingLoop
+from run_bert_pretraining import main as pretrain_bert
 from run_t5_pretraining import main
+from tests.helpers.bert_toys import make_bert_data
 from tests.helpers.runs import BERT, TINY, records, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -224,6 +226,7 @@ def test_lengths_in_tokens_are_updates_of_the_global_batch(work):
         ([{"iters": 1}], {"run": None, "save_interval": None, "save_best": None}, "--phases needs --model_path"),
         (None, {"branch_from": "nowhere"}, "--branch_from nowhere: no such checkpoint"),
         (None, {"branch_from": "x", "resume": "y"}, "--branch_from starts a new run"),
+        (None, {"branch_from": "x", "find_lr": 20}, "--branch_from and --find_lr exclude each other"),
         (None, {"iters": "10 Mtok"}, "--iters takes a whole number, not"),
     ],
 )  # fmt: skip
@@ -239,3 +242,22 @@ def test_a_phase_that_has_begun_keeps_its_place(work):
         start(phases=[{"iters": 3}, {"iters": 3, "lr": 1e-3}])
     start(phases=[{"iters": 2}, {"iters": 3, "lr": 1e-3}, {"iters": 1}])  # longer, and one more
     assert ended("run")[2]["step"] == 6
+
+
+def test_bert_keeps_its_place_under_another_mask_rate_and_over_a_kill_at_the_border(work, tmp_path, monkeypatch):
+    data, masked = make_bert_data(tmp_path), []
+    flags = {
+        "data_path": data / "train", "vocab_file": data / "vocab.txt", "input_seq_len": 48, "batch_size": 8,
+        "model_cfg": data / "tiny.json", "lr": 1e-3, "log_interval": 1, "use_nsp": 0, "backend": "local",
+        "phases": tuple(map(json.dumps, [{"iters": 2}, {"iters": 2, "mlm_prob": 0.4, "trained": ["encoder"]}])),
+    }  # fmt: skip
+    seen = seen_tokens(monkeypatch, masked)
+    pretrain_bert(words(**flags, model_path="run_whole"))
+    pretrain_bert(words(**{**flags, "phases": None}, iters=4, model_path="run_plain"))
+    assert seen[:4] == seen[4:] and max(masked[:2]) < 0.2 < min(masked[2:4])
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_after(patch, "_set_up_model", 2)
+        pretrain_bert(words(**flags, model_path="run"))
+    pretrain_bert(words(**flags, model_path="run"))
+    ours, theirs = (load_file(f"{run}/last/model.safetensors") for run in ("run", "run_whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
