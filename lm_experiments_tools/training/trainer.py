@@ -177,7 +177,7 @@ class TrainingLoop:
         """
         check_trainable(self.stream, self.backend.optimizer)
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
-        if self.state.step >= self.args.iters and self.phase is None:
+        if self.state.step >= self.args.iters and not (self.phase and self.phase.run.phases):
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
         # signals outermost: a launcher's SIGTERM must not end this worker while it looks for the one that is lost
         with self.signals, failures_located(self.state, self.backend), self.tracking(), self.saver.alongside():

@@ -247,6 +247,8 @@ def test_a_phase_that_has_begun_keeps_its_place(work):
     start(phases=[{"iters": 2}, {"iters": 2, "lr": 1e-3}])
     with pytest.raises(UserError, match="phase 2 began at step 2, and the phases before it now end at step 3"):
         start(phases=[{"iters": 3}, {"iters": 3, "lr": 1e-3}])
+    with pytest.raises(UserError, match="holds a run with other settings: lr "):
+        start(iters=8)
     start(phases=[{"iters": 2}, {"iters": 3, "lr": 1e-3}, {"iters": 1}])  # longer, and one more
     assert ended("run")[2]["step"] == 6
 
