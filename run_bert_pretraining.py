@@ -26,9 +26,18 @@ my_module:MyBert` trains a model class of your own; `--use_nsp 0` masks words on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.bert import BertPretrainingArgs, inherited
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.recipes.bert_data import BertPretrainingData
+    from lm_experiments_tools.recipes.common import ModelSource
+    from lm_experiments_tools.training.phases import Phase
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,20 +50,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
-    from lm_experiments_tools.models.packed_rows import prepare
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.planning.finders import find_or_train
-    from lm_experiments_tools.recipes import common
-    from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data, most_labels
+    from lm_experiments_tools.recipes import common, phases
+    from lm_experiments_tools.recipes.bert_data import check_bert
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
-    from lm_experiments_tools.training.losses import bert_loss, with_bytes
-    from lm_experiments_tools.training.trainer import TrainingLoop
 
     args, origins = choose_speed(args, origins)
     args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
-    run = common.start_run(args, backend)
-    model_source = common.model_source(args, backend)
+    parts, run = phases.start_phases(args, backend)
+    models = phases.model_sources(parts, backend)
+    for phase, model_source in zip(parts, models, strict=True):  # before hours of training
+        on_all(backend, partial(check_bert, phase.args, model_source))
+    for phase, model_source in zip(parts, models, strict=True):
+        trainer = data = None  # those of the phase before are freed
+        trainer, data = build_phase(phase, backend, model_source)
+        common.show_run(phase.args, origins, run, backend, backend.unwrap(), data, phase)
+        if find_or_train(trainer, origins, folder, data):
+            return
+        if phase is not parts[-1]:
+            run = phases.leave_phase(backend, data)
+    trainer.save_metrics(args.model_path)
+    if args.report:
+        write_report(trainer, fill_in_masked_words(trainer, data))
+    common.close_run(backend, data)
+
+
+def build_phase(phase: Phase, backend: Backend, model_source: ModelSource) -> tuple[TrainingLoop, BertPretrainingData]:
+    """Data, model, optimizer and trainer of a phase, at the position of the newest checkpoint."""
+    from lm_experiments_tools.backends.collective import on_all
+    from lm_experiments_tools.models.packed_rows import prepare
+    from lm_experiments_tools.recipes import common
+    from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data, most_labels
+    from lm_experiments_tools.training.losses import bert_loss, with_bytes
+    from lm_experiments_tools.training.trainer import TrainingLoop
+
+    args = phase.args
     data = bert_pretraining_data(args, backend, model_source)
     model = common.model_from_args(args, model_source, data.tokenizer.vocab_size)
     transform = on_all(backend, lambda: prepare(model, args.input_seq_len)) if args.packing == "documents" else None
@@ -76,14 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             data.tokenizer.token_bytes,
             model,
         ),
+        phase=phase,
     )
-    common.show_run(args, origins, run, backend, backend.unwrap(), data)
-    if find_or_train(trainer, origins, folder, data):
-        return
-    trainer.save_metrics(args.model_path)
-    if args.report:
-        write_report(trainer, fill_in_masked_words(trainer, data))
-    common.close_run(backend, data)
+    return trainer, data
 
 
 if __name__ == "__main__":

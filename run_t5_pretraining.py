@@ -21,9 +21,19 @@ tokenized first. The same command again continues an interrupted run. `--config 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs, inherited
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.recipes.common import ModelSource
+    from lm_experiments_tools.recipes.t5_data import PretrainingData
+    from lm_experiments_tools.recipes.t5_sources import T5Sources
+    from lm_experiments_tools.training.phases import Phase
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,25 +44,49 @@ def main(argv: Sequence[str] | None = None) -> None:
         return show_run(args, origins)
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
     from lm_experiments_tools.backends.cluster import attempt
-    from lm_experiments_tools.recipes.t5_sources import T5Sources
+    from lm_experiments_tools.recipes.t5_sources import sources_of_phases
 
-    sources = attempt(lambda: T5Sources(args))
+    sources = attempt(lambda: sources_of_phases(args))
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
-    from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.planning.finders import find_or_train
-    from lm_experiments_tools.recipes import common, t5_data
-    from lm_experiments_tools.recipes.report import WrittenExamples, filled_right, t5_examples, write_report
-    from lm_experiments_tools.training.trainer import TrainingLoop
+    from lm_experiments_tools.recipes import common, phases, t5_data
+    from lm_experiments_tools.recipes.report import filled_right, t5_examples, write_report
 
     args, origins = choose_speed(args, origins)
     args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
-    run = common.start_run(args, backend)
+    parts, run = phases.start_phases(args, backend)
     sources = on_all(backend, sources)
-    model_source = common.model_source(args, backend)
-    t5_data.check_model(args, model_source, sources.vocabulary.size)  # before hours of tokenizing
+    models = phases.model_sources(parts, backend)
+    for phase, model_source in zip(parts, models, strict=True):  # before hours of tokenizing
+        t5_data.check_model(phase.args, model_source, sources[0].vocabulary.size)
+        on_all(backend, partial(t5_data.check_examples, phase.args, sources[0].vocabulary, model_source.kind))
+    for phase, model_source in zip(parts, models, strict=True):
+        trainer = data = None  # those of the phase before are freed
+        trainer, data = build_phase(phase, backend, sources[phase.number], model_source)
+        common.show_run(phase.args, origins, run, backend, backend.unwrap(), data, phase)
+        if find_or_train(trainer, origins, folder, data):
+            return
+        if phase is not parts[-1]:
+            run = phases.leave_phase(backend, data)
+    trainer.save_metrics(args.model_path)
+    if args.report:
+        write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))
+    common.close_run(backend, data)
+
+
+def build_phase(
+    phase: Phase, backend: Backend, sources: T5Sources, model_source: ModelSource
+) -> tuple[TrainingLoop, PretrainingData]:
+    """Data, model, loss, optimizer and trainer of a phase, at the position of the newest checkpoint."""
+    from lm_experiments_tools.modules.inspection import forward_names
+    from lm_experiments_tools.recipes import common, t5_data
+    from lm_experiments_tools.recipes.report import WrittenExamples
+    from lm_experiments_tools.training.trainer import TrainingLoop
+
+    args = phase.args
     data = t5_data.pretraining_data(args, backend, sources, model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     t5_data.check_causality(args, model)
@@ -77,14 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer_dir=data.tokenizer_dir,
         loss=loss,
         collect=collect,
+        phase=phase,
     )
-    common.show_run(args, origins, run, backend, backend.unwrap(), data)
-    if find_or_train(trainer, origins, folder, data):
-        return
-    trainer.save_metrics(args.model_path)
-    if args.report:
-        write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))
-    common.close_run(backend, data)
+    return trainer, data
 
 
 if __name__ == "__main__":

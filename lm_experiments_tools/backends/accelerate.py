@@ -118,6 +118,10 @@ class AccelerateBackend(Backend):
         self.accelerator.free_memory()  # with its reference to DDP, whose hooks would reduce gradients once more
         vars(self.model).pop("_is_accelerate_prepared", None)
 
+    def forget(self) -> None:
+        super().forget()
+        self.accelerator.free_memory()
+
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self._sync = sync
         return nullcontext() if sync or self._sync_always else self.model.no_sync()

@@ -18,6 +18,7 @@ Gradients are averaged over workers, so the trainer multiplies a loss that is to
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
 from collections.abc import Callable, Iterator
@@ -134,6 +135,11 @@ class Backend:
         A sharded model stays sharded. It can be evaluated again, but not trained.
         """
         self.model = self._inner
+
+    def forget(self) -> None:
+        """Release model, optimizer and what `reproduce` has configured for them, so that others can be set up."""
+        self.release()
+        self.model = self._inner = self.optimizer = self.exact = self._addends = None
 
     def holds(self, model: nn.Module) -> bool:
         """True if `model` is the one that was set up last."""
@@ -328,6 +334,35 @@ class Backend:
         exponents = saved.get("exponents", [])
         if self.exact is not None and len(exponents) == len(self.exact.exponents):  # else of a run without
             self.exact.exponents = exponents
+
+    def load_optimizer_state_by_name(self, tree: Any, *, same_kind: bool) -> int:
+        """Restore the optimizer's state of the parameters that another phase trained under the same name and shape.
+
+        Settings stay those of this optimizer, and other parameters have no state.
+
+        Args:
+            tree: from `optimizer_state`; only rank 0's is read.
+            same_kind: the optimizer is of the class that saved it, else only the loss scaler is restored.
+
+        Returns:
+            The number of parameters that have a state.
+        """
+        names, shapes = self._optimized()
+        here = {name: (number, shape) for number, (name, shape) in enumerate(zip(names, shapes, strict=True)) if name}
+        states, counter = {}, itertools.count()
+        if self.is_main:
+            saved = tree["optimizer"]["state"] if same_kind else {}
+            for number, (name, shape) in enumerate(zip(tree["names"], tree["shapes"], strict=True)):
+                if number in saved and here.get(name, (0, None))[1] == shape:
+                    states[here[name][0]] = saved[number]
+        groups = [
+            {**group, "params": [next(counter) for _ in group["params"]]}
+            for group in self.whole_optimizer.param_groups
+        ]
+        precision = tree["precision"] if self.is_main else None
+        renumbered = {"optimizer": {"state": states, "param_groups": groups}, "precision": precision}
+        self.load_optimizer_state(renumbered)
+        return self.broadcast(len(states))
 
     def share_weights(self, model: nn.Module) -> None:
         """Give every worker rank 0's weights of a model that is not set up yet, unless `setup` does."""

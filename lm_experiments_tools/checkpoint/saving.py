@@ -60,7 +60,9 @@ class Saver:
         writer = None
         if args.model_path:
             run = Path(args.model_path)
-            writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, links_in=run)
+            average = getattr(args, "average", None)  # which reads them at the end
+            periodic = (args.save_interval, average) if average else (1, 0)
+            writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, links_in=run, periodic=periodic)
         return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir)
 
     def is_own(self, checkpoint: Path) -> bool:

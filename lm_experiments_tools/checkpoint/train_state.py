@@ -40,7 +40,12 @@ class TrainState:
         step: optimizer updates applied so far; the one meaning of "step" in logs, schedules and file names.
         consumed_samples, consumed_tokens: over all workers, skipped updates included.
         skipped_updates, skipped_in_a_row: updates not applied because the gradient was not finite.
-        schedule_start: step at which the learning rate schedule began (moved by `--reset_lr`).
+        schedule_start: step at which the learning rate schedule began (moved by `--reset_lr` and by each phase).
+        phase: number of the phase that wrote this, from 0 on.
+        first_step: step at which the run began, above 0 for a branch of another run.
+        data_offset: position in the data minus `consumed_samples`.
+        averaged_at: the last step whose weights were replaced by a mean of several (`--average`).
+        samples_per_epoch: of the training data; None where unknown.
         best_metric, best_step: of `optimize_metric` on validation.
         patience: validations in a row without improvement.
         last_validated_step: a restart makes up for a validation that a signal cut short.
@@ -59,6 +64,11 @@ class TrainState:
     skipped_updates: int = 0
     skipped_in_a_row: int = 0
     schedule_start: int = 0
+    phase: int = 0
+    first_step: int = 0
+    data_offset: int = 0
+    averaged_at: int | None = None
+    samples_per_epoch: int | None = None
     best_metric: float | None = None
     best_step: int | None = None
     patience: int = 0
@@ -70,6 +80,10 @@ class TrainState:
     schedule_steps: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def data_position(self) -> int:
+        """Samples before the next one in the order of the training data."""
+        return self.consumed_samples + self.data_offset
 
     def go_on_from(self, loaded: TrainState, *, schedule: bool, step: bool) -> None:
         """Take over the step of another run's state, and the place in its schedule, unless False."""
@@ -116,7 +130,7 @@ def load_weights_for_all(
 
 
 def load_state(
-    path: Path, backend: Backend, *, with_optimizer: bool = True, initial: bool = False
+    path: Path, backend: Backend, *, with_optimizer: bool = True, initial: bool = False, by_name: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """Trainer state of a checkpoint, and this worker's per-rank state (None if another number of workers saved it).
 
@@ -124,23 +138,34 @@ def load_state(
 
     Args:
         initial: another run starts from it, so that `--reproducible` need not be the same.
+        by_name: restore the optimizer's state of each parameter that has the same name and shape, if its class is
+            the same; the other parameters start without one, and all settings are this run's.
 
     Raises:
         UserError: another optimizer's state; or one saved under another `--reproducible`, or with `fixed` by another
             number of workers.
     """
     tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
-    if unknown := sorted(set(tree["state"]) - {field.name for field in fields(TrainState)}):
-        raise UserError(f"{path} has {', '.join(unknown)}, which a newer version wrote: update lm_experiments_tools.")
-    state, workers = TrainState(**tree["state"]), tree["workers"]
+    state, workers = _state(path, tree), tree["workers"]
     if not initial:
         _check_reproducible(path, backend, tree)
     if with_optimizer and backend.optimizer is not None:
-        _load_optimizer(path, backend, tree["optimizer"])
+        _load_optimizer(path, backend, tree["optimizer"], by_name=by_name)
     if backend.reproducible[0] == "elastic" and not initial:  # rank 0's sums and outputs are those of all
         empty = {"window": {**workers[0]["window"], "sums": {"sums": {}, "counts": {}}}, "kept": {}}
         return state, workers[0] if backend.is_main else {**workers[0], **empty}
     return state, workers[backend.rank] if len(workers) == backend.world_size else None
+
+
+def read_state_file(path: Path) -> TrainState:
+    """The part of a checkpoint's trainer state that is equal on every worker. Raises UserError."""
+    return _state(path, load_tree(path / "trainer_state"))
+
+
+def _state(path: Path, tree: dict[str, Any]) -> TrainState:
+    if unknown := sorted(set(tree["state"]) - {field.name for field in fields(TrainState)}):
+        raise UserError(f"{path} has {', '.join(unknown)}, which a newer version wrote: update lm_experiments_tools.")
+    return TrainState(**tree["state"])
 
 
 def _check_reproducible(path: Path, backend: Backend, tree: dict[str, Any]) -> None:
@@ -196,13 +221,18 @@ def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:
     verify_model(path, [file.name for file in needed])
 
 
-def _load_optimizer(path: Path, backend: Backend, saved_kind: str) -> None:
+def _load_optimizer(path: Path, backend: Backend, saved_kind: str, *, by_name: bool) -> None:
     def read() -> Any:
         if not (path / "optimizer.json").exists():
             raise UserError(f"{path} has no optimizer state: name it by --init_checkpoint with --reset_optimizer")
         return load_tree(path / "optimizer", mapped=True)
 
     tree = on_all(backend, read, only_main=True)
+    if by_name:
+        number = backend.load_optimizer_state_by_name(tree, same_kind=saved_kind == backend.optimizer_kind)
+        if backend.is_main:
+            logger.info("the optimizer, %s, continues the state of %d parameters", backend.optimizer_kind, number)
+        return
     if saved_kind != (kind := backend.optimizer_kind):
         raise UserError(
             f"{path} holds the state of the optimizer {saved_kind}, which {kind} cannot continue; choose the "

@@ -63,12 +63,19 @@ class CheckpointWriter:
         root: directory of the checkpoints.
         keep: how many of the newest to keep besides the best; None keeps all.
         links_in: where the links `last` and `best` live; default `root`.
+        periodic: (steps, number): also keep so many of the newest whose step is a multiple of `steps`.
     """
 
-    def __init__(self, root: Path | str, keep: int | None, links_in: Path | str | None = None):
+    def __init__(
+        self,
+        root: Path | str,
+        keep: int | None,
+        links_in: Path | str | None = None,
+        periodic: tuple[int, int] = (1, 0),
+    ):
         if keep is not None and keep < 1:
             raise UserError(f"--keep_checkpoints {keep}: it must be at least 1, or unset to keep all")
-        self.root, self.keep = Path(root), keep
+        self.root, self.keep, self.periodic = Path(root), keep, periodic
         self.links_in = Path(links_in) if links_in is not None else self.root
         self._warned: set[Path] = set()  # checkpoints with unreadable manifests
 
@@ -194,6 +201,9 @@ class CheckpointWriter:
     def _prune(self, protected: set[Path | None]) -> None:
         if self.keep is None:
             return
+        every, number = self.periodic
+        periodic = [path for path in self._checkpoints() if not parse_step(path.name) % every]
+        protected |= set(periodic[::-1][:number])
         for checkpoint in self._checkpoints()[: -self.keep]:
             if checkpoint in protected or checkpoint.with_name(f"{PINNED}{checkpoint.name}").exists():
                 continue
@@ -218,12 +228,13 @@ class CheckpointWriter:
         )
 
 
-def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
+def find_resume(resume: str, model_path: Path | str | None, flag: str = "resume") -> Path | None:
     """The checkpoint that a run continues from, or None for a new run; reads only.
 
     Args:
         resume: auto (the newest valid one of the run), never, or a checkpoint's or a run's folder.
         model_path: the run directory, if there is one.
+        flag: that gave `resume`.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or `never` would mix two runs in one folder.
@@ -241,7 +252,7 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
         path = or_replaced(Path(os.path.realpath(path / "last")))  # a run directory was named
     if not path.exists():
         raise UserError(
-            f"--resume {resume}: no such checkpoint; name an existing one, or a run (auto: --model_path's)"
+            f"--{flag} {resume}: no such checkpoint; name an existing one, or a run (auto: --model_path's)"
         )
     verify(path)
     if root is None or not root.is_dir() or path.parent.resolve() == root.resolve():

@@ -17,6 +17,7 @@ from lm_experiments_tools.config.flags import (
     needs,
 )
 from lm_experiments_tools.config.objectives import MlmPositions
+from lm_experiments_tools.config.phases import PhaseArgs
 from lm_experiments_tools.config.pretraining import INHERITED, DistillationArgs, FromPretrainedArgs, MixtureArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
@@ -143,13 +144,16 @@ class BertObjectiveArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class BertPretrainingArgs(
-    ExperimentArgs, FromPretrainedArgs, BertObjectiveArgs, DistillationArgs, MixtureArgs, BertDataArgs
+    PhaseArgs, ExperimentArgs, FromPretrainedArgs, BertObjectiveArgs, DistillationArgs, MixtureArgs, BertDataArgs
 ):
     """All arguments of run_bert_pretraining.py."""
 
     model_cls: str = "transformers:BertForPreTraining"
     use_generate_on_valid: Annotated[bool, _NO_TEXT] = False
     report: Annotated[bool, VALIDATION] = False
+
+    def tokens_per_row(self) -> int:
+        return self.input_seq_len
 
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None

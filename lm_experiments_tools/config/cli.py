@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from lm_experiments_tools.config import restart
-from lm_experiments_tools.config.flags import NULL_WORDS, Flag, describe, flags_of, help_groups
+from lm_experiments_tools.config.flags import Flag, describe, flags_of, help_groups
 from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
+from lm_experiments_tools.config.lengths import Tokens
+from lm_experiments_tools.config.settings import read_setting
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
 from lm_experiments_tools.names import resolve_name
@@ -119,7 +121,7 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
         lines.append(f"# {(group.__doc__ or group.__name__).splitlines()[0]}")
         for name in inspect.get_annotations(group):
             value = getattr(args, name)
-            value = list(value) if isinstance(value, tuple) else value
+            value = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Tokens) else value
             braced = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True)
             text = braced.strip().removeprefix("{").removesuffix("}")
             origin = origins[name] if origins else DEFAULT
@@ -271,7 +273,7 @@ def _read_yaml(
             raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(name, flags)}")
         if name in settings:
             raise UserError(f"{origin}: {name} is set a second time, after {settings[name].origin}.")
-        settings[name] = Setting(_yaml_value(flag, value, origin), origin)
+        settings[name] = Setting(read_setting(flag, value, origin), origin)
     names, origin = settings.pop(BASE, Setting((), ""))
     for name in names:
         base = os.path.normpath(os.path.join(os.path.dirname(path), name))
@@ -293,22 +295,6 @@ def _yaml_items(path: str, called: str) -> list[tuple[yaml.Node, yaml.Node]]:
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{called} must hold lines of `name: value`.")
     return [] if root is None else root.value
-
-
-def _yaml_value(flag: Flag, node: yaml.Node, origin: str) -> Any:
-    items = node.value if isinstance(node, yaml.SequenceNode) and flag.is_list else [node]
-    if not all(isinstance(item, yaml.ScalarNode) for item in items):
-        raise UserError(f"{origin}: {flag.name} takes {describe(flag.annotation)}, not a {node.id}.")
-    is_null = node.value not in typing.get_args(flag.annotation) and str(node.value).lower() in NULL_WORDS
-    if items == [node] and node.style is None and is_null:
-        if type(None) not in typing.get_args(flag.annotation):
-            raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
-        return None
-    try:
-        values = tuple(flag.read(item.value) for item in items)
-    except ValueError as error:
-        raise UserError(f"{origin}: {flag.name} {error}.") from None
-    return values if flag.is_list else values[0]
 
 
 def _with_origins(message: str, settings: Mapping[str, Setting]) -> str:

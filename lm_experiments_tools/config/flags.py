@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.errors import UserError
 
 Rule = TypeVar("Rule")
 HARMLESS = "harmless"  # a resumed run may change the flag: it alters neither model, data nor the updates made so far
+LENGTH = "length"  # a number of updates that may also be given in tokens
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
@@ -86,12 +88,14 @@ class Flag:
         annotation: bool, int, float, str, a Literal, one of these or None, or a tuple of any number of one of these.
         default: `dataclasses.MISSING` if the flag is required.
         group: the class that declares the field, for `--help`.
+        is_length: the flag takes `Tokens` too.
     """
 
     name: str
     annotation: Any
     default: Any
     group: type
+    is_length: bool = False
 
     @property
     def is_list(self) -> bool:
@@ -101,6 +105,8 @@ class Flag:
         """The value of a text; of a list, the value of one item. Raises ValueError."""
         item = typing.get_args(self.annotation)[0] if self.is_list else self.annotation
         try:
+            if self.is_length and text.endswith("tok"):
+                return Tokens.read(text)
             return _value(text, item)
         except ValueError:
             raise ValueError(f"takes {describe(self.annotation)}, not {text!r}") from None
@@ -144,11 +150,12 @@ def flags_of(*args_classes: type) -> dict[str, Flag]:
     """The flags of dataclasses by name, group after group."""
     flags = {}
     for args_class in args_classes:
-        types_by_name = get_type_hints(args_class)
+        types_by_name, rules = get_type_hints(args_class), rules_of(args_class)
         group_of = {name: group for group in help_groups(args_class) for name in inspect.get_annotations(group)}
         for field in dataclasses.fields(args_class):
             group = group_of.get(field.name, args_class)
-            flags[field.name] = Flag(field.name, types_by_name[field.name], field.default, group)
+            is_length = LENGTH in rules.get(field.name, ())
+            flags[field.name] = Flag(field.name, types_by_name[field.name], field.default, group, is_length)
     return flags
 
 

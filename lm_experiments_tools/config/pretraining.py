@@ -16,6 +16,7 @@ from lm_experiments_tools.config.flags import (
     needs,
 )
 from lm_experiments_tools.config.objectives import OF_NATIVE_PIPELINE, ObjectiveArgs
+from lm_experiments_tools.config.phases import PhaseArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
@@ -125,7 +126,9 @@ _SHOWS_TEXT = Ignored(lambda args: args.objective().report is None, "shows gener
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5PretrainingArgs(ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, DataArgs):
+class T5PretrainingArgs(
+    PhaseArgs, ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, DataArgs
+):
     """All arguments of run_t5_pretraining.py."""
 
     pad_to_multiple_of: int | None = 8
@@ -135,6 +138,9 @@ class T5PretrainingArgs(ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, Disti
     def trim_to(self) -> int | None:
         """Objectives of one length keep it: a short last row is not worth another shape."""
         return super().trim_to() if self.objective().varies_in_length or self.is_registered_task() else None
+
+    def tokens_per_row(self) -> int:
+        return self.input_seq_len
 
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None and not self.is_registered_task()

@@ -16,6 +16,7 @@ from lm_experiments_tools.config.flags import (
     DROPOUT,
     FRACTION,
     HARMLESS,
+    LENGTH,
     NOT_NEGATIVE,
     PART,
     POSITIVE,
@@ -27,6 +28,7 @@ from lm_experiments_tools.config.flags import (
     needs,
     refuse_ignored,
 )
+from lm_experiments_tools.config.lengths import lengths_in_tokens
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError
 
@@ -132,8 +134,9 @@ class RunArgs:
     """Run directory: checkpoints, logs, configuration. None: nothing is saved."""
     working_dir: Annotated[str, HARMLESS] = "."
     """Folder that relative paths start from."""
-    iters: Annotated[int, HARMLESS, COUNT] = 100
-    """Optimizer updates to make, in all; a resumed run makes the rest."""
+    iters: Annotated[int, HARMLESS, LENGTH, COUNT] = 100
+    """Optimizer updates to make, in all; a resumed run makes the rest. Pre-training takes tokens too, padding
+    included, here and for the schedule and intervals: 10Btok, 100Mtok, 5000tok."""
     seed: Annotated[int, Range(lambda seed: 0 <= seed < 2**32, f"it must lie between 0 and {2**32 - 1}")] = 42
     """Seed of weights, dropout and data order."""
     backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
@@ -178,9 +181,9 @@ class ScheduleArgs:
 
     lr_scheduler: str | None = None
     """Schedule by name: those of transformers, t5_inverse_sqrt, legacy, ... None: constant."""
-    num_warmup_steps: Annotated[int | None, NOT_NEGATIVE, _WARMUP] = None
+    num_warmup_steps: Annotated[int | None, LENGTH, NOT_NEGATIVE, _WARMUP] = None
     """Updates over which the learning rate rises to --lr. None: no warm-up (t5_inverse_sqrt: 10000)."""
-    num_training_steps: Annotated[int | None, HARMLESS, COUNT, _OF_SCHEDULE] = None
+    num_training_steps: Annotated[int | None, HARMLESS, LENGTH, COUNT, _OF_SCHEDULE] = None
     """Updates after which the schedule has ended. None: --iters of the first start."""
     lr_min_ratio: Annotated[float, FRACTION, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
@@ -274,7 +277,7 @@ class PrecisionArgs:
 class ValidationArgs:
     """Validation, and what is decided by it."""
 
-    valid_interval: Annotated[int | None, HARMLESS, COUNT, VALIDATION] = None
+    valid_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, VALIDATION] = None
     """Updates between two validations. None: --log_interval."""
     valid_at_start: Annotated[bool, HARMLESS, VALIDATION] = False
     """Also validate before the first update."""
@@ -300,7 +303,7 @@ class ValidationArgs:
 class CheckpointArgs:
     """Checkpoints: when they are written, what a run starts from."""
 
-    save_interval: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    save_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two checkpoints. None: only the one at the end."""
     keep_checkpoints: Annotated[int | None, HARMLESS, COUNT] = 3
     """Newest checkpoints to keep; the best one is kept as well. None: all."""
@@ -326,7 +329,7 @@ class CheckpointArgs:
 class LoggingArgs:
     """Reports while training."""
 
-    log_interval: Annotated[int, HARMLESS, COUNT] = 10
+    log_interval: Annotated[int, HARMLESS, LENGTH, COUNT] = 10
     """Updates between two lines of log."""
     log_to: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], HARMLESS, IN_RUN_DIRECTORY] = (
         "tensorboard",
@@ -357,8 +360,11 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
     def check(self) -> None:
         self.check_profile()
+        if self.tokens_per_row() is None and (lengths := lengths_in_tokens(self)):
+            flag, length = next(iter(lengths.items()))
+            raise UserError(f"--{flag} {length}: rows have no fixed number of tokens here, so give updates.")
         warmup, total = self.num_warmup_steps, self.num_training_steps
-        if warmup is not None and total is not None and warmup > total:
+        if warmup is not None and total is not None and type(warmup) is type(total) and warmup > total:
             raise UserError(f"--num_warmup_steps {warmup} is more than --num_training_steps {total}.")
         if self.init_checkpoint is not None and self.resume_path() is not None:
             raise UserError(
@@ -401,6 +407,10 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
     def may_resume(self) -> bool:
         """True if the run may go on from a checkpoint of its own."""
         return self.resume_path() is not None or (self.resume == "auto" and self.model_path is not None)
+
+    def tokens_per_row(self) -> int | None:
+        """Tokens of a row, padding included; None where rows have no fixed length."""
+        return None
 
     def schedule_steps(self) -> int:
         """Updates after which the learning-rate schedule has ended."""

@@ -56,9 +56,29 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
     Raises:
         UserError: nothing has such a name, or nothing would be left to train.
     """
-    parts = part_of_parameters(model)
+    for parameter in _chosen(model, what, "freeze"):
+        parameter.requires_grad_(False)
+    if what and not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"--freeze {' '.join(what)} leaves nothing to train: freeze less, or add --peft to a model.")
+
+
+def train_only(model: nn.Module, what: Sequence[str]) -> None:
+    """Freeze all parameters but those of parts or patterns, named as for `freeze`; of an empty `what`, none.
+
+    Raises:
+        UserError: nothing has such a name.
+    """
+    chosen = {id(parameter) for parameter in _chosen(model, what, "trained")}
+    for parameter in model.parameters() if what else ():
+        parameter.requires_grad_(id(parameter) in chosen)
+
+
+def _chosen(model: nn.Module, what: Sequence[str], flag: str) -> list[nn.Parameter]:
+    """The parameters of parts and patterns of names; a tied one has several names."""
+    parts = part_of_parameters(model) if what else {}
     parameters = dict(model.named_parameters())
     every = dict(model.named_parameters(remove_duplicate=False))
+    found = []
     for pattern in what:
         if pattern in PARTS:
             chosen = [parameters[name] for name, part in parts.items() if part == pattern]
@@ -68,12 +88,10 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
             present = sorted({*parts.values(), *every})
             near = difflib.get_close_matches(pattern, present, n=_NEAR, cutoff=0.0)
             raise UserError(
-                f"--freeze {pattern} matches nothing in {type(model).__name__}; near it are {', '.join(near)}."
+                f"--{flag} {pattern} matches nothing in {type(model).__name__}; near it are {', '.join(near)}."
             )
-        for parameter in chosen:
-            parameter.requires_grad_(False)
-    if what and not any(p.requires_grad for p in parameters.values()):
-        raise UserError(f"--freeze {' '.join(what)} leaves nothing to train: freeze less, or add --peft to a model.")
+        found += chosen
+    return found
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,11 @@ def open_sentences(path: str) -> IndexedDataset:
     )
 
 
+def check_bert(args: BertPretrainingArgs, model: ModelSource) -> None:
+    """`check_bert_model` with the tokenizer that the flags name. Raises UserError."""
+    check_bert_model(args, model, bert_tokenizer(args))
+
+
 def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
     """Refuse what would fail, or go wrong in silence, somewhere in the first step.
 

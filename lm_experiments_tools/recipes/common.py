@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
+from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.options import read_options
+from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
     build_model,
@@ -31,10 +33,12 @@ from lm_experiments_tools.models.build import (
     set_dropout,
     set_z_loss,
 )
+from lm_experiments_tools.models.freezing import train_only
 from lm_experiments_tools.models.speed import check_agreement, describe_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.labelled_head import pick_labelled
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from lm_experiments_tools.names import nearest_names
 from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
 from lm_experiments_tools.training.distillation import Predict, distilled, predictor
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.data.loader import TrainSource
     from lm_experiments_tools.training.losses import Loss
+    from lm_experiments_tools.training.phases import Phase
     from lm_experiments_tools.training.trainer import TrainingLoop
 
 logger = logging.getLogger(__name__)
@@ -65,11 +70,20 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
-    on_all(backend, lambda: _check_optimization(args))
+    on_all(backend, lambda: _check_phases(args, backend.world_size))
     check_agreement(args, backend)
     if args.model_path is None:
         return None
     return claim_for_all(args, backend)
+
+
+def _check_phases(args: ExperimentArgs, world_size: int) -> None:
+    """`_check_optimization` of each phase; of a run without phases, of its own arguments."""
+    for number, phase in enumerate(phases_of(args), 1):
+        try:
+            _check_optimization(in_updates(phase, world_size))
+        except UserError as error:
+            raise UserError(f"--phases: phase {number}: {error}" if args is not phase else str(error)) from None
 
 
 def _check_optimization(args: ExperimentArgs) -> None:
@@ -97,6 +111,7 @@ def show_run(
     backend: Backend,
     model: nn.Module,
     data: RunData,
+    phase: Phase | None = None,
 ) -> None:
     """Log a summary of the run and record it in the run directory, after everything is set up."""
     if not backend.is_main:
@@ -105,14 +120,15 @@ def show_run(
     rows = args.global_batch_size(backend.world_size)
     epoch = None if data.train is None else data.train.samples_per_epoch
     workers = f"{args.virtual_size(backend.world_size)} {'virtual ranks' if backend.shares > 1 else 'worker(s)'}"
+    updates = args.iters - (0 if phase is None else phase.start)
     panel: dict[str, Any] = {
         "model": f"{args.model_cls or type(model).__name__}, {count.total:,} parameters ({count.embedding:,} in "
         f"embeddings){'' if count.trainable == count.total else f', {count.trainable:,} of them trained'}",
         "objective": data.objective,
         "batch": f"micro-batch {args.batch_size} x accumulation {args.gradient_accumulation_steps} x {workers}"
         f" = {rows} rows a step",
-        "steps": f"{args.iters} updates, {args.iters * rows:,} examples"
-        + (f" = {args.iters * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
+        "steps": f"{updates} updates, {updates * rows:,} examples"
+        + (f" = {updates * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
         "optimizer": ", ".join([args.optimizer, *args.optimizer_options, f"lr {args.lr}"])
         + ", ".join([f", schedule {args.lr_scheduler or 'constant'}", *args.lr_scheduler_options]),
         "precision": _precision(args),
@@ -121,9 +137,8 @@ def show_run(
     if run is not None:
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
         model_config = model.config.to_dict() if hasattr(model, "config") else None
-        run.write_start(
-            asdict(args), origins, sys.argv, model_config, world_size=args.virtual_size(backend.world_size)
-        )
+        recorded = asdict(args) if phase is None else {**asdict(phase.run), "iters": phase.last_step}
+        run.write_start(recorded, origins, sys.argv, model_config, world_size=args.virtual_size(backend.world_size))
     if args.validate_only:
         panel["batch"] = f"{args.valid_batch_size()} rows x {backend.world_size} worker(s), validated once"
         del panel["steps"], panel["optimizer"]
@@ -185,9 +200,14 @@ def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
 def _model_source(args: ExperimentArgs) -> ModelSource:
     model_cls = get_cls_by_name(args.model_cls)
     config_cls = getattr(model_cls, "config_class", None)
-    if config_cls is not None and not (args.model_cfg or args.base_model or args.init_checkpoint):
-        return ModelSource(args.model_cls, model_cls, config_cls())
-    return ModelSource(args.model_cls, model_cls, _config(args, config_cls))
+    is_named = args.model_cfg or args.base_model or args.init_checkpoint
+    config = config_cls() if config_cls is not None and not is_named else _config(args, config_cls)
+    for name, value in read_options("model_options", getattr(args, "model_options", ())).items():
+        if not hasattr(config, name):
+            near = nearest_names(name, config.to_dict()) or "."
+            raise UserError(f"--model_options {name}: {type(config).__name__} has no such value{near}")
+        setattr(config, name, value)
+    return ModelSource(args.model_cls, model_cls, config)
 
 
 def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
@@ -224,6 +244,7 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
     if "labels" not in forward_names_of(source.cls):
         raise UserError(f"--model_cls {source.name} takes no labels: choose a class such as {type(args).model_cls}.")
     model = build_model(source.cls, source.config, seed=args.seed)
+    train_only(model, getattr(args, "trained", ()))
     if args.gradient_checkpointing:
         enable_checkpointing(model)
     speed_up(model, args)

@@ -201,6 +201,12 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
         )
 
 
+def check_examples(args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind) -> None:
+    """Refuse settings that the objective refuses, before there are any tokens. Raises UserError."""
+    if not args.through_seqio():
+        check_objective(ObjectiveContext(args, vocabulary, model_kind, args.seed))
+
+
 def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
     """Refuse a decoder that sees the tokens it is to predict, as BERT's LM head does unless told not to.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
+from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.data.text.records import allowed
 from lm_experiments_tools.data.text.vocabulary import BYTES
 from lm_experiments_tools.data.tokens.checked import open_checked
@@ -35,6 +36,20 @@ logger = logging.getLogger(__name__)
 CACHE = Path(".cache") / "tokens"  # below the working directory
 
 USUAL_VOCABULARY = "./vocabs/sentencepiece.model"  # the default of --vocab in t5-experiments
+
+
+def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
+    """The sources of each phase; of a run without phases, of its arguments.
+
+    Raises:
+        UserError: as `T5Sources`; or phases record different vocabularies.
+    """
+    sources = [T5Sources(phase) for phase in phases_of(args)]
+    for number, found in enumerate(sources, 1):
+        if found.vocabulary.identity != sources[0].vocabulary.identity:
+            paths = sources[0].vocabulary.path, found.vocabulary.path
+            raise UserError(f"phases 1 and {number} have different vocabularies, {paths[0]} and {paths[1]}.")
+    return sources
 
 
 class T5Sources:

@@ -101,7 +101,7 @@ class BatchStream:
                 "the position for the new number; continue with the same number of workers"
             )
         if self._seeks:
-            self.loader.seek(run.consumed_samples)
+            self.loader.seek(run.data_position())
             return
         self.epoch, self.rows_in_epoch = state["epoch"], state["rows_in_epoch"]
         self._restart = state

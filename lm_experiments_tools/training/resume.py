@@ -24,8 +24,14 @@ from lm_experiments_tools.backends.backend import saved_state
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.saving import Saver
-from lm_experiments_tools.checkpoint.train_state import load_initial, load_state, load_weights_for_all
+from lm_experiments_tools.checkpoint.train_state import (
+    load_initial,
+    load_state,
+    load_weights_for_all,
+    read_state_file,
+)
 from lm_experiments_tools.config.flags import harmless_flags
+from lm_experiments_tools.config.phases import may_change
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.modules.devices import align_model
@@ -33,6 +39,7 @@ from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
 from lm_experiments_tools.training.batches import num_rows_of
 from lm_experiments_tools.training.metrics import LoggingInterval
+from lm_experiments_tools.training.phases import data_start
 from lm_experiments_tools.training.run_folder import claim_for_all
 
 if TYPE_CHECKING:
@@ -57,10 +64,12 @@ def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None)
     """
     args, backend = trainer.args, trainer.backend
     if args.model_path:
-        claim_for_all(args, backend, once_more=True)
+        claim_for_all(args if trainer.phase is None else trainer.phase.run, backend, once_more=True)
     trainer.saver = Saver.of_run(args, backend, trainer.tokenizer_dir)
     resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path), takes_long=True)
     source = resume_from
+    if source is None and trainer.phase is not None:
+        source = resume_from = trainer.phase.branch
     if source is None and args.init_checkpoint:
         source = on_main(backend, lambda: checkpoint.behind_link(Path(args.init_checkpoint)))
     if source is not None:
@@ -77,7 +86,8 @@ def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None)
     backend.setup(model, optimizer)
     trainer.say(backend.describe())
     if resume_from is not None:
-        resume(trainer, resume_from, facts)
+        begins = trainer.phase is not None and _begins(trainer, resume_from, facts)
+        (begin_phase if begins else resume)(trainer, resume_from, facts)
     elif source is not None:
         _initialize_from(trainer, source)
     _record_facts(trainer, facts)
@@ -102,6 +112,47 @@ def resume(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
     trainer.say(f"resumed from {path}: step {state.step}, {state.consumed_samples} samples consumed")
 
 
+def _begins(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> bool:
+    """True if this phase begins at a checkpoint: that of the phase before, or of the run that it branches from.
+
+    A branch with the settings of its trunk continues the trunk's phase.
+
+    Raises:
+        UserError: a branch changes what no phase can, or the phases before this one have other lengths now.
+    """
+    phase, state = trainer.phase, on_main(trainer.backend, lambda: read_state_file(path))
+    if path != phase.branch:
+        if state.phase == phase.number and phase.number and state.schedule_start != phase.start:
+            raise UserError(
+                f"phase {phase.number + 1} began at step {state.schedule_start}, and the phases before it now end at "
+                f"step {phase.start}: restore their lengths, batch sizes or number of workers."
+            )
+        return bool(phase.run.phases) and state.phase != phase.number
+    differing = differences(state.facts, facts)
+    fixed = {name: differing[name] for name in differing if not may_change(type(trainer.args), name)}
+    on_all(trainer.backend, lambda: refuse_or_report(path.parent.parent, fixed, resume=False), only_main=True)
+    return bool(differing)
+
+
+def begin_phase(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
+    """Start a phase from the checkpoint at the end of the one before, or a branch from one of its trunk.
+
+    The optimizer's state is kept by parameter; schedule, patience and drops of the learning rate start afresh.
+    """
+    trainer.state, per_rank = load_state(path, trainer.backend, by_name=True)
+    state, stream = trainer.state, trainer.stream
+    position, reason = data_start(trainer, state)
+    state.data_offset, state.data_fingerprint = position - state.consumed_samples, stream.fingerprint
+    stream.loader.seek(position)
+    if per_rank is not None:
+        stream.restore_random_state(per_rank["random_state"])
+    state.schedule_start, state.plateau, state.patience = state.step, {}, 0
+    _check_validation(trainer)
+    if trainer.backend.broadcast(trainer.saver.is_own(path)):
+        trainer.saved_at = (state.step, state.consumed_samples)
+    trainer.say(f"phase {trainer.phase.number + 1} begins at step {state.step} of {path}; data: {reason}")
+
+
 def _initialize_from(trainer: TrainingLoop, source: Path) -> None:
     """`--init_checkpoint`: another run's state without what the --reset flags drop; data is read from its start."""
     args, state = trainer.args, trainer.state
@@ -113,6 +164,7 @@ def _initialize_from(trainer: TrainingLoop, source: Path) -> None:
         trainer.learning_rate.resume(loaded.plateau)
     if args.skip_used_data:
         state.consumed_samples, state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
+        state.data_offset = loaded.data_offset
         state.data_fingerprint = loaded.data_fingerprint
         if trainer.stream is not None:
             trainer.stream.seek(state, per_rank and per_rank["stream"], loaded.data_order)
@@ -171,12 +223,16 @@ def _check_facts(trainer: TrainingLoop, path: Path, now: Mapping[str, Any]) -> N
     if state.facts.get("WORLD_SIZE") != now["WORLD_SIZE"]:  # `resume` warns of another number of workers
         differing.pop("global_batch_size", None)
     on_all(trainer.backend, lambda: refuse_or_report(path.parent.parent, differing, resume=resumes), only_main=True)
-    valid = _data_identity(trainer.valid_dataloader)
+    _check_validation(trainer)
+    if change := trainer.learning_rate.keep_length(state):
+        trainer.say(change)
+
+
+def _check_validation(trainer: TrainingLoop) -> None:
+    state, valid = trainer.state, _data_identity(trainer.valid_dataloader)
     if None not in (valid, state.valid_fingerprint) and valid != state.valid_fingerprint:
         trainer.say("the validation data is not that of the checkpoint: best metric and patience start afresh")
         state.best_metric, state.best_step, state.patience = None, None, 0
-    if change := trainer.learning_rate.keep_length(state):
-        trainer.say(change)
 
 
 def _record_facts(trainer: TrainingLoop, facts: dict[str, Any]) -> None:
@@ -185,6 +241,9 @@ def _record_facts(trainer: TrainingLoop, facts: dict[str, Any]) -> None:
     state.facts, state.schedule_steps = facts, trainer.learning_rate.length
     state.valid_fingerprint = _data_identity(trainer.valid_dataloader) or state.valid_fingerprint
     state.data_order = trainer.stream and trainer.stream.order
+    state.samples_per_epoch = getattr(trainer.stream and trainer.stream.loader, "samples_per_epoch", None)
+    if trainer.phase is not None:
+        state.phase, state.first_step = trainer.phase.number, trainer.phase.first_step
 
 
 def _data_identity(loader: Any) -> str | None:

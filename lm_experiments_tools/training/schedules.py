@@ -343,11 +343,16 @@ class LearningRate:
         base: the rate of each group before any factor; None where the optimizer sets its own (relative_step).
         plateau: the drops of `--use_lr_drop`, if any.
         length: updates after which the schedule has ended.
+
+    Args:
+        start: step at which the phase begins that ends at `--iters`.
     """
 
-    def __init__(self, args: TrainerArgs, optimizer: Optimizer | None) -> None:
+    def __init__(self, args: TrainerArgs, optimizer: Optimizer | None, start: int = 0) -> None:
         self.base = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
         self.plateau, self.length, self._args = None, args.schedule_steps(), args
+        if args.num_training_steps is None:
+            self.length -= start
         self.schedule = self._schedule(self.length)
         if args.use_lr_drop and optimizer is not None:
             options = ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")

@@ -48,6 +48,7 @@ from lm_experiments_tools.training.metrics import (
 from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch, StepBatch
 from lm_experiments_tools.training.monitoring import monitoring_callbacks
 from lm_experiments_tools.training.non_finite import StepInputs, trace_non_finite
+from lm_experiments_tools.training.phases import Phase, average_weights
 from lm_experiments_tools.training.profiling import with_profile
 from lm_experiments_tools.training.resume import load_weights, set_up
 from lm_experiments_tools.training.schedules import LearningRate
@@ -100,6 +101,7 @@ class TrainingLoop:
         callbacks: more things to do every n steps.
         tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
         loss: the terms of the loss, each with its labels.
+        phase: what `args` are a part of; None for a run of one.
 
     Raises:
         UserError: arguments, data or a checkpoint that cannot work.
@@ -125,9 +127,11 @@ class TrainingLoop:
         tokenizer_dir: Path | None = None,
         loss: Loss = MODEL_LOSS,
         collect: Callable[[str], Collector] | None = None,
+        phase: Phase | None = None,
     ) -> None:
         check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
         self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
+        self.phase = phase
         self.stream = None
         if train_dataloader is not None:
             self.stream = BatchStream(train_dataloader, train_sampler, transforms=batch_transform_fn is not None)
@@ -144,7 +148,7 @@ class TrainingLoop:
         self.state, self.interval = TrainState(), LoggingInterval()
         self.outputs = AccumulatedOutputs(keep_for_metrics_fn, metrics_fn)
         self.collect = collect or (lambda split: AccumulatedOutputs(keep_for_metrics_fn, metrics_fn))
-        self.learning_rate = LearningRate(args, optimizer)
+        self.learning_rate = LearningRate(args, optimizer, 0 if phase is None else phase.start)
         self.signals, self.tracker = StopSignals(), None
         self._in_flight: InFlightStep | None = None
         self.saved_at: tuple[int, int] | None = None  # step and samples of the last checkpoint
@@ -173,7 +177,7 @@ class TrainingLoop:
         """
         check_trainable(self.stream, self.backend.optimizer)
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
-        if self.state.step >= self.args.iters:
+        if self.state.step >= self.args.iters and not (self.phase and self.phase.run.phases):
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
         # signals outermost: a launcher's SIGTERM must not end this worker while it looks for the one that is lost
         with self.signals, failures_located(self.state, self.backend), self.tracking(), self.saver.alongside():
@@ -218,6 +222,9 @@ class TrainingLoop:
             if self.interval.steps:
                 self.log_train()
                 self.saved_at = None  # a checkpoint of this step would lack the log line
+            if getattr(self.args, "average", None) and self.state.averaged_at != step:
+                average_weights(self)
+                self.saved_at, self.state.last_validated_step = None, -1
             if self.validate_callback.every and self.state.last_validated_step < self.state.step:
                 self.validate_callback.run(self)
                 self.saved_at = None

@@ -60,6 +60,7 @@ class Harness:
     workers: list[int]
     backends: list[str]
     reproducible: str
+    phased: bool = False
     wholes: dict[tuple, Path] = field(default_factory=dict)
     seconds: float = 5.0
     pace = 5
@@ -84,7 +85,7 @@ class Harness:
     ) -> zygote.Ended:
         from run_t5_pretraining import main
 
-        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, **options)
+        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, phased=self.phased, **options)
         number = sum(1 for _ in run.glob("start_*"))
         return zygote.start(main, argv, backend, workers, run / f"start_{number:03d}", kill).wait(random)
 
@@ -178,7 +179,7 @@ class LaunchedHarness(Harness):
     def launch(
         self, run: Path, backend: str, workers: int, kill: Kill | None, random: Random, **options: int
     ) -> zygote.Ended:
-        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, **options)
+        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, phased=self.phased, **options)
         number = sum(1 for _ in run.glob("start_*"))
         return launched.start(backend, workers, argv, run / f"start_{number:03d}", kill)
 
@@ -192,6 +193,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends", default="horovod,ddp", help="to draw from")
     parser.add_argument("--launchers", help="real ones instead: horovodrun, accelerate")
     parser.add_argument("--reproducible", choices=("off", "fixed", "elastic"), default="off")
+    parser.add_argument("--phases", action="store_true", help="of a run of three phases")
     parser.add_argument("--minutes", type=float, help="begin no run after this time")
     parser.add_argument("--folder", type=Path, help="where the runs go; removed after success, kept after a fault")
     args = parser.parse_args(argv)
@@ -208,10 +210,10 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # of events after a restart, which is what is tested
     workers, backends = [int(n) for n in args.workers.split(",")], args.backends.split(",")
     if args.launchers:
-        harness = LaunchedHarness(folder, args.seed, [2], args.launchers.split(","), args.reproducible)
+        harness = LaunchedHarness(folder, args.seed, [2], args.launchers.split(","), args.reproducible, args.phases)
     else:
         zygote.preload()
-        harness = Harness(folder, args.seed, workers, backends, args.reproducible)
+        harness = Harness(folder, args.seed, workers, backends, args.reproducible, args.phases)
     print(f"{args.kills} kills, seed {args.seed}, in {folder}: {harness.pace} s a kill on two idle cores", flush=True)
     faults, number = [], args.run or 0
     while tally.landed.total() < args.kills:
@@ -242,7 +244,8 @@ def main(argv: list[str] | None = None) -> int:
 def _again(args: argparse.Namespace, number: int) -> str:
     return (
         f"make chaos SEED={args.seed} ARGS='--run {number} --workers {args.workers} --backends {args.backends} "
-        f"--reproducible {args.reproducible}{' --launchers ' + args.launchers if args.launchers else ''}'"
+        f"--reproducible {args.reproducible}{' --phases' if args.phases else ''}"
+        f"{' --launchers ' + args.launchers if args.launchers else ''}'"
     )
 
 

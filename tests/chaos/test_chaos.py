@@ -30,6 +30,7 @@ def test_five_kills_make_no_difference():
     "options",
     [
         pytest.param(("--workers", "2"), id="two workers, two backends", marks=SLOW),
+        pytest.param(("--workers", "1,2,3,4", "--reproducible", "elastic", "--phases"), id="phases", marks=SLOW),
         pytest.param(("--workers", "1,2,3,4", "--backends", "ddp"), id="each run with its number", marks=SLOW),
     ],
 )

@@ -17,6 +17,17 @@ from tests.helpers.runs import TINY, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 ITERS = 11  # of 24 rows each, three epochs of the text; the last window of the log has three steps of four
+PHASES = [
+    {"iters": 4, "lr_scheduler": "linear", "num_warmup_steps": 2},
+    {
+        "iters": 4,
+        "noise_density": 0.3,
+        "target_seq_len": 24,
+        "trained": ["decoder.block.*"],
+        "gradient_accumulation_steps": 2,
+    },
+    {"iters": 3, "input_seq_len": 24, "lr": 1e-3, "optimizer_options": ["betas=0.8,0.9"]},
+]  # as many steps
 CLOCK = {"seconds", "data_seconds", "time", "seconds_per_step", "tokens_per_second", "mfu", "data_wait_fraction"}
 FOLDER = {"data_path"}  # each run has its own copy
 PLACE = {"step", "split", "samples", "tokens", "metrics"}
@@ -31,15 +42,20 @@ def make_inputs(folder: Path) -> None:
     (folder / "tiny.json").write_text(json.dumps(TINY | {"dropout_rate": 0.1}))
 
 
-def flags(inputs: Path, run: Path, *, reproducible: str, save_interval: int = 2, keep: int = 2) -> list[str]:
+def flags(
+    inputs: Path, run: Path, *, reproducible: str, save_interval: int = 2, keep: int = 2, phased: bool = False
+) -> list[str]:
     """The command line; the text is read from the run's own copy of it, so that each run tokenizes."""
     rows = 1 if reproducible == "elastic" else 4  # its batch is for 12 workers
-    how = {"batch_size": rows, "gradient_accumulation_steps": 3, "reproducible": reproducible}
+    length = {"iters": ITERS, "lr_scheduler": "linear", "num_warmup_steps": 2}
+    if phased:
+        length = {"phases": tuple(map(json.dumps, PHASES))}
+    how = {**length, "batch_size": rows, "gradient_accumulation_steps": 3, "reproducible": reproducible}
     text = run / "text.jsonl"
     return words(
         data_path=text, valid_data_path=text, vocab=inputs / "vocab.model", model_cfg=inputs / "tiny.json",
-        model_path=run / "model", input_seq_len=32, target_seq_len=8, lr=1e-2, lr_scheduler="linear",
-        num_warmup_steps=2, iters=ITERS, log_interval=4, valid_interval=3, save_interval=save_interval,
+        model_path=run / "model", input_seq_len=32, target_seq_len=8, lr=1e-2,
+        log_interval=4, valid_interval=3, save_interval=save_interval,
         keep_checkpoints=keep, save_best=True, data_n_workers=1, data_pipeline="native", peak_tflops=1,
         stall_timeout=20, seed=7, **how,
     )  # fmt: skip

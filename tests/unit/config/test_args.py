@@ -11,6 +11,7 @@ import pytest
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import Ignored, harmless_flags, help_groups
+from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs
@@ -217,18 +218,16 @@ def test_groups_hold_every_field_once():
 def test_the_flags_that_a_resumed_run_may_change_are_these():
     harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
     assert " ".join(sorted(frozenset.union(*harmless))) == (
-        "allow_partial_checkpoint allow_pickle backend bleu_tokenize compile data_n_workers do_sample "
-        "early_stopping_patience epochs eval_batch_size find_lr find_lr_max find_lr_min "
-        "find_micro_batch id_field inference_dtype init_checkpoint iters "
-        "keep_checkpoints length_penalty log_interval log_maxima log_norms log_to max_bad_lines "
-        "max_instances_per_eval_task "
+        "allow_partial_checkpoint allow_pickle average backend bleu_tokenize branch_from compile "
+        "data_n_workers do_sample early_stopping_patience epochs eval_batch_size find_lr find_lr_max "
+        "find_lr_min find_micro_batch id_field inference_dtype init_checkpoint iters keep_checkpoints "
+        "length_penalty log_interval log_maxima log_norms log_to max_bad_lines max_instances_per_eval_task "
         "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_path "
-        "no_repeat_ngram_size num_beams num_training_steps peak_tflops plan profile profile_after repetition_penalty "
-        "report "
-        "reset_iteration reset_lr reset_optimizer resume save_best save_in_background save_interval "
-        "show_valid_examples skip_used_data speed stall_timeout temperature test_data_path test_samples "
-        "thresholds top_k top_p use_generate_on_valid valid_at_start valid_data_path valid_interval "
-        "valid_mlm_prob valid_samples validate_only vocab working_dir"
+        "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases plan profile profile_after "
+        "repetition_penalty report reset_iteration reset_lr reset_optimizer resume save_best "
+        "save_in_background save_interval show_valid_examples skip_used_data speed stall_timeout temperature "
+        "test_data_path test_samples thresholds top_k top_p use_generate_on_valid valid_at_start "
+        "valid_data_path valid_interval valid_mlm_prob valid_samples validate_only vocab working_dir"
     )
 
 
@@ -275,3 +274,8 @@ def test_a_script_may_change_a_default_but_the_field_stays_in_its_group():
 
     assert help_groups(ShortRunArgs) == help_groups(T5PretrainingArgs)
     assert ShortRunArgs(data_path="a", model_cfg="b", lr=1.0).iters == 7
+
+
+def test_lengths_in_tokens_need_rows_of_a_fixed_length():
+    with pytest.raises(UserError, match="--save_interval 500tok: rows have no fixed number of tokens here"):
+        TrainerArgs(model_path="run", save_interval=Tokens(500))

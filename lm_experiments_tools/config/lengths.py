@@ -1,0 +1,62 @@
+"""Lengths in tokens (`--iters 10Btok`) and their conversion to optimizer updates. Standard library only."""
+
+import re
+from dataclasses import fields, replace
+from fractions import Fraction
+from typing import Any
+
+_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_TEXT = re.compile(r"(\d+(?:\.\d+)?)([kKMGBT]?)tok")
+
+
+class Tokens(int):
+    """A number of tokens, where a plain int is a number of optimizer updates."""
+
+    def __repr__(self) -> str:
+        return f"{int(self)}tok"
+
+    __str__ = __repr__
+
+    @classmethod
+    def read(cls, text: str) -> "Tokens":
+        """Read 5000tok, 100Mtok or 2.5Btok. Raises ValueError: not of this form."""
+        if (match := _TEXT.fullmatch(text)) is None:
+            raise ValueError(text)
+        return cls(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def lengths_in_tokens(args: Any) -> dict[str, Tokens]:
+    """The lengths that are given in tokens, by the name of their flag."""
+    values = {field.name: getattr(args, field.name) for field in fields(args)}
+    return {name: value for name, value in values.items() if isinstance(value, Tokens)}
+
+
+def in_updates(args: Any, world_size: int) -> Any:
+    """The same arguments with each length in tokens as a number of optimizer updates, rounded up.
+
+    One update has `global_batch_size` rows of `input_seq_len` tokens; padding counts.
+
+    Args:
+        args: a dataclass of arguments; `num_..._steps` of `lr_scheduler_options` count too.
+        world_size: number of workers.
+
+    Raises:
+        UserError: the new numbers are in conflict.
+    """
+    lengths, options = lengths_in_tokens(args), args.lr_scheduler_options
+    in_tokens = [option for option in options if _TEXT.fullmatch(option.partition("=")[2])]
+    if not lengths and not in_tokens:
+        return args
+    per_update = args.global_batch_size(world_size) * args.tokens_per_row()
+
+    def updates(tokens: int) -> int:
+        return -(-tokens // per_update)
+
+    def option_in_updates(option: str) -> str:
+        name, _, value = option.partition("=")
+        return f"{name}={updates(Tokens.read(value))}" if option in in_tokens else option
+
+    changed: dict[str, Any] = {name: updates(tokens) for name, tokens in lengths.items()}
+    if in_tokens:
+        changed["lr_scheduler_options"] = tuple(map(option_in_updates, options))
+    return replace(args, **changed)

@@ -1,0 +1,139 @@
+"""Phases of a run: each is the run's arguments with some of them replaced, for a part of its length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import yaml
+
+from lm_experiments_tools.config.flags import HARMLESS, at_least, check_conflict, flags_of, is_given, needs
+from lm_experiments_tools.config.lengths import in_updates
+from lm_experiments_tools.config.options import read_options
+from lm_experiments_tools.config.settings import read_setting
+from lm_experiments_tools.config.suggestions import suggestion
+from lm_experiments_tools.config.training import IN_RUN_DIRECTORY
+from lm_experiments_tools.errors import UserError
+
+# Flags that a phase may set: those of these groups, and these.
+_GROUPS = {
+    "OptimizerArgs", "ScheduleArgs", "BatchArgs", "ObjectiveArgs", "BertObjectiveArgs", "MixtureArgs",
+    "DistillationArgs",
+}  # fmt: skip
+_FLAGS = {
+    "iters", "data_path", "valid_data_path", "dropout_rate", "trained", "model_options", "average", "save_interval",
+    "log_interval", "valid_interval",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseArgs:
+    """Phases of a run, branches of it, and what they may change of the model."""
+
+    phases: Annotated[tuple[str, ...], HARMLESS] = ()
+    """Parts of the run, in YAML a list of mappings, each with its length (iters: or tokens:) and any flags of task,
+    data, lengths, batch, optimizer and schedule that it changes; see docs/phases.md."""
+    branch_from: Annotated[str | None, HARMLESS, IN_RUN_DIRECTORY] = None
+    """Run or checkpoint of another --model_path that this new run continues exactly, for --iters more updates. Another
+    learning-rate schedule starts there."""
+    trained: tuple[str, ...] = ()
+    """Patterns of the names of the parameters to train ("*.embed_tokens.*"); the others are frozen. Empty: all."""
+    model_options: tuple[str, ...] = ()
+    """Values of the model's configuration to replace, as NAME=VALUE, for example rope_theta=160000."""
+    average: Annotated[int | None, HARMLESS, at_least(2), IN_RUN_DIRECTORY, needs("save_interval")] = None
+    """End with the mean of the weights at the end and of the last checkpoints before it, so many in all."""
+
+    def check(self) -> None:
+        read_options("model_options", self.model_options)
+        for flag in ("init_checkpoint", "validate_only", "find_lr", "find_micro_batch"):
+            check_conflict(self, "branch_from", flag, "a branch starts from its trunk, and is trained")
+        if self.branch_from and getattr(self, "resume", "auto") != "auto":
+            raise UserError("--branch_from starts a new run, which --resume auto continues: leave --resume out.")
+        phases_of(self)
+
+
+def phases_of(args: Any) -> list[Any]:
+    """The arguments of each phase, its own length as `iters`; of a run without phases, [args].
+
+    Raises:
+        UserError: a phase that is not valid, named by its number.
+    """
+    if not getattr(args, "phases", ()):
+        return [args]
+    for flag in ("iters", "init_checkpoint", "find_lr", "find_micro_batch", "validate_only"):
+        if is_given(args, flag):
+            raise UserError(f"--{flag} and --phases exclude each other: give each phase its own length, and no more.")
+    if args.model_path is None:
+        raise UserError("--phases needs --model_path: a phase starts from the checkpoint of the one before.")
+    if args.early_stopping_patience > 0:
+        raise UserError("--early_stopping_patience and --phases exclude each other: phases have a fixed length.")
+    phases = []
+    for number, text in enumerate(args.phases, 1):
+        said = f"--phases: phase {number}"
+        settings = _settings(type(args), text, said)
+        try:
+            phases.append(replace(args, phases=(), **settings))
+        except UserError as error:
+            raise UserError(f"{said}: {error}") from None
+    return phases
+
+
+def may_change(args_class: type, name: str) -> bool:
+    """True for a fact about a run (see training/resume.py) that a phase may change."""
+    flag = flags_of(args_class).get(name)
+    is_own = flag is not None and (name in _FLAGS or flag.group.__name__ in _GROUPS)
+    return is_own or name == "global_batch_size" or name.startswith("model_config.")
+
+
+def _settings(args_class: type, text: str, said: str) -> dict[str, Any]:
+    """The flags that a phase sets, by name; error messages begin with `said`."""
+    flags = flags_of(args_class)
+    allowed = {name: flag for name, flag in flags.items() if may_change(args_class, name)}
+    try:
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{said} is not valid YAML ({' '.join(str(error).split())}).") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{said} must be a mapping, such as {{iters: 1000, lr: 1e-4}}.")
+    settings: dict[str, Any] = {}
+    for key, value in node.value:
+        name = str(key.value).replace("-", "_")
+        if name == "tokens" and isinstance(value, yaml.ScalarNode):
+            name, value = "iters", yaml.ScalarNode(value.tag, f"{value.value.removesuffix('tok')}tok", style="'")
+        if name in settings:
+            raise UserError(f"{said}: {key.value} is set a second time.")
+        if name not in flags:
+            raise UserError(f"{said}: unknown setting {key.value!r}{suggestion(name, allowed)}")
+        if name not in allowed:
+            raise UserError(f"{said}: {name} cannot change between phases: set it for the whole run.")
+        settings[name] = read_setting(allowed[name], value, said)
+    if "iters" not in settings:
+        raise UserError(f"{said} has no length: give iters (updates) or tokens.")
+    return settings
+
+
+def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
+    """The arguments of each phase, lengths in updates, `iters` as the step at which it ends.
+
+    Args:
+        first_step: that the first phase starts from.
+
+    Raises:
+        UserError: a phase averages more checkpoints than it writes.
+    """
+    found, end = [], first_step
+    for number, phase in enumerate(phases_of(args), 1):
+        phase = in_updates(phase, world_size)
+        start, end = end, end + phase.iters
+        average = getattr(phase, "average", None)
+        if average is not None and len(saved_before(phase.save_interval, start, end)) < average - 1:
+            raise UserError(
+                f"--average {average}: phase {number}, of {phase.iters} updates, writes fewer checkpoints with "
+                f"--save_interval {phase.save_interval}."
+            )
+        found.append(replace(phase, iters=end))
+    return found
+
+
+def saved_before(interval: int, start: int, end: int) -> range:
+    """Steps between `start` and `end`, both excluded, at which `--save_interval` writes checkpoints."""
+    return range(start - start % interval + interval, end, interval)

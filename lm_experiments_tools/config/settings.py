@@ -1,0 +1,43 @@
+"""Values of flags from the nodes of a YAML file."""
+
+import json
+import typing
+from typing import Any
+
+import yaml
+
+from lm_experiments_tools.config.flags import NULL_WORDS, Flag, describe
+from lm_experiments_tools.errors import UserError
+
+
+def read_setting(flag: Flag, node: yaml.Node, origin: str) -> Any:
+    """The value of a flag in YAML; error messages begin with `origin`. Raises UserError."""
+    items = node.value if isinstance(node, yaml.SequenceNode) and flag.is_list else [node]
+    if flag.name == "phases" and all(isinstance(item, yaml.MappingNode) for item in items):
+        return tuple(map(phase_text, items))
+    if not all(isinstance(item, yaml.ScalarNode) for item in items):
+        raise UserError(f"{origin}: {flag.name} takes {describe(flag.annotation)}, not a {node.id}.")
+    is_null = node.value not in typing.get_args(flag.annotation) and str(node.value).lower() in NULL_WORDS
+    if items == [node] and node.style is None and is_null:
+        if type(None) not in typing.get_args(flag.annotation):
+            raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
+        return None
+    try:
+        values = tuple(flag.read(item.value) for item in items)
+    except ValueError as error:
+        raise UserError(f"{origin}: {flag.name} {error}.") from None
+    return values if flag.is_list else values[0]
+
+
+def phase_text(node: yaml.MappingNode) -> str:
+    """A phase of a YAML file as one line of text, which is YAML too."""
+
+    def plain(node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return {str(key.value): plain(value) for key, value in node.value}
+        if isinstance(node, yaml.SequenceNode):
+            return [plain(item) for item in node.value]
+        return None if node.style is None and node.value.lower() in NULL_WORDS else node.value
+
+    pairs = [f"{json.dumps(str(key.value))}: {json.dumps(plain(value))}" for key, value in node.value]
+    return f"{{{', '.join(pairs)}}}"

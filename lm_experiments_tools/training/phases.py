@@ -1,0 +1,90 @@
+"""Phases of a run: where the data of a phase begins, and the mean of weights at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.checkpoint.manifest import step_directory_name
+from lm_experiments_tools.checkpoint.writer import read_state
+from lm_experiments_tools.config.phases import saved_before
+from lm_experiments_tools.config.pretraining import MixtureArgs
+from lm_experiments_tools.files import to_jsonable
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.checkpoint.train_state import TrainState
+    from lm_experiments_tools.training.trainer import TrainingLoop
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run with arguments of its own.
+
+    Attributes:
+        args: of this phase; `iters` is the step at which it ends.
+        run: arguments of the whole run, which its folder records.
+        number: from 0 on.
+        start: the step at which it begins.
+        first_step, last_step: those at which the run begins and ends.
+        branch: checkpoint of another run that this one, new, continues.
+    """
+
+    args: Any
+    run: Any
+    number: int = 0
+    start: int = 0
+    first_step: int = 0
+    last_step: int = 0
+    branch: Path | None = None
+
+
+def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
+    """Position in the data at which a phase begins, in samples over all workers, and the reason.
+
+    Args:
+        state: at the end of the phase before.
+    """
+    stream, facts, args = trainer.stream, state.facts, trainer.args
+    position = state.data_position()
+    if stream.fingerprint == state.data_fingerprint or (state.data_order and stream.order == state.data_order):
+        return position, "it goes on at its position"
+    names = ["data_path", *(field.name for field in fields(MixtureArgs))]
+    same_files = all(facts.get(name) == to_jsonable(getattr(args, name, None)) for name in names)
+    size, size_now = state.samples_per_epoch, getattr(stream.loader, "samples_per_epoch", None)
+    if same_files and size and size_now:
+        return position * size_now // size, "the same files in other rows: it goes on after as many tokens"
+    return 0, "it is other data: read from its beginning"
+
+
+def average_weights(trainer: TrainingLoop) -> None:
+    """Put the mean of this moment's weights and of the phase's last checkpoints (`--average`) into the model.
+
+    Checkpoints written at other steps than those of `--save_interval` do not count. Every worker calls it.
+    """
+    args, backend, state = trainer.args, trainer.backend, trainer.state
+    start = 0 if trainer.phase is None else trainer.phase.start
+    steps = saved_before(args.save_interval, start, state.step)[-(args.average - 1) :]
+    trainer.saver.wait()
+    mean = backend.model_state()
+    if backend.is_main:
+        folders = [Path(args.model_path) / "checkpoints" / step_directory_name(step) for step in steps]
+        mean = _mean([mean, *(read_state(backend.unwrap(), folder) for folder in folders)])
+    backend.load_model_state(mean)
+    state.averaged_at = state.step
+    trainer.say(f"weights are the mean of steps {', '.join(map(str, [*steps, state.step]))}")
+
+
+@torch.no_grad()
+def _mean(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Mean of each floating-point tensor, summed in float64; of other tensors the first state's."""
+    mean = {}
+    for name, first in states[0].items():
+        mean[name] = first
+        if first.is_floating_point():
+            total = sum(state[name].double().cpu() for state in states)
+            mean[name] = (total / len(states)).to(first.dtype)
+    return mean

@@ -1,0 +1,87 @@
+"""A run of phases under launchers: killed at a border, and with --reproducible elastic on 1, 2 and 1 workers."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
+from tests.helpers.runs import TINY, losses, words
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+pytestmark = pytest.mark.distributed
+PHASES = [
+    {"iters": 3, "lr_scheduler": "linear"},
+    {"iters": 3, "noise_density": 0.3, "trained": ["decoder.block.*"], "gradient_accumulation_steps": 2},
+    {"iters": 2, "input_seq_len": 16, "batch_size": 1},
+]
+# A script that ends the job after so many calls of a method of the trainer, and then the real one.
+KILLED = """
+import os, runpy, sys
+from lm_experiments_tools.training.trainer import TrainingLoop
+name, number = sys.argv.pop(1), int(sys.argv.pop(1))
+method, calls = getattr(TrainingLoop, name), []
+def counted(self, *args, **options):
+    calls.append(name)
+    if len(calls) == number:
+        self.saver.wait()
+        os._exit(7)
+    return method(self, *args, **options)
+setattr(TrainingLoop, name, counted)
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    numbered_words_vocabulary(tmp_path)
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY | {"dropout_rate": 0.1}))
+    (tmp_path / "killed.py").write_text(KILLED.format(script=str(ROOT / "run_t5_pretraining.py")))
+    return tmp_path
+
+
+def start(launcher, folder, run, kill=(), **changed):
+    script = folder / "killed.py" if kill else ROOT / "run_t5_pretraining.py"
+    flags = {
+        "data_path": folder / "text.jsonl", "vocab": folder / "vocab.model", "model_cfg": folder / "tiny.json",
+        "model_path": folder / run, "input_seq_len": 24, "target_seq_len": 16, "batch_size": 2, "lr": 1e-2,
+        "log_interval": 1, "save_interval": 2, "data_n_workers": 1, "data_pipeline": "native", "peak_tflops": 1,
+        "phases": tuple(map(json.dumps, PHASES)), **changed,
+    }  # fmt: skip
+    job = forked(launcher, script, *kill, *words(**flags))
+    assert job.returncode == 0 or (kill and job.returncode), job.output[-3000:]
+
+
+def check_equal(one, other):
+    for name in ("model", "optimizer"):
+        ours, theirs = (load_file(run / "last" / f"{name}.safetensors") for run in (one, other))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
+    assert losses(one) == losses(other) and len(losses(one)) == 8
+
+
+@pytest.mark.parametrize("launcher", [torchrun(), horovodrun()], ids=["torchrun", "horovodrun"])
+def test_two_workers_killed_at_a_border_end_as_two_that_were_not(launcher, folder):
+    if reason := missing("horovod", "accelerate"):
+        pytest.skip(reason)
+    start(launcher, folder, "whole")
+    for kill in (("_finish", 1), ("save", 2), ("_set_up_model", 1), ("_set_up_model", 2)):
+        start(launcher, folder, "run", kill)
+    start(launcher, folder, "run")
+    check_equal(folder / "run", folder / "whole")
+
+
+def test_elastic_runs_of_one_two_and_one_workers_have_the_same_bits_over_borders(folder):
+    if reason := missing("horovod", "accelerate"):
+        pytest.skip(reason)
+    how = {"reproducible": "elastic", "virtual_ranks": 2}
+    start([sys.executable], folder, "whole", **how)
+    start([sys.executable], folder, "run", ("train_step", 3), **how)
+    start(torchrun(), folder, "run", ("train_step", 5), **how)
+    start([sys.executable], folder, "run", **how)
+    check_equal(folder / "run", folder / "whole")
