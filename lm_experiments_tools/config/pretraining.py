@@ -77,6 +77,8 @@ class DistillationArgs:
     def check(self) -> None:
         if self.distill_from is not None and getattr(self, "mlm_positions", None) == "labels":
             raise UserError("--distill_from needs the words of all positions: leave --mlm_positions labels out.")
+        if self.distill_from is not None and getattr(self, "packing", None) == "documents":
+            raise UserError("--distill_from reads rows of one document: give --packing none.")
 
 
 _COMPARES_TARGETS = Ignored(
