@@ -82,7 +82,7 @@ def build_phase(phase: Phase, backend: Backend, model_source: ModelSource) -> tu
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.packed_rows import prepare
     from lm_experiments_tools.recipes import common
-    from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data, most_labels
+    from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data
     from lm_experiments_tools.training.losses import bert_loss, with_bytes
     from lm_experiments_tools.training.trainer import TrainingLoop
 
@@ -90,7 +90,7 @@ def build_phase(phase: Phase, backend: Backend, model_source: ModelSource) -> tu
     data = bert_pretraining_data(args, backend, model_source)
     model = common.model_from_args(args, model_source, data.tokenizer.vocab_size)
     transform = on_all(backend, lambda: prepare(model, args.input_seq_len)) if args.packing == "documents" else None
-    labels = common.labels_alone(args, backend, model, most_labels(args))
+    labels = common.labels_alone(args, backend, model, common.most_labels(args))
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(

@@ -25,7 +25,6 @@ from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS, pick_labelled, spread_labels
 from lm_experiments_tools.planning.trace import Prepared
 from lm_experiments_tools.recipes import common
-from lm_experiments_tools.recipes.bert_data import most_labels
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs
@@ -110,7 +109,7 @@ def _num_scored(args: ExperimentArgs, model: nn.Module) -> int | None:
     if isinstance(args, FinetuningArgs) or not masked or args.mlm_positions == "all" or args.distill_from:
         return None
     if hasattr(args, "most_predictions"):
-        return most_labels(args)(args.batch_size)
+        return common.most_labels(args)(args.batch_size)
     return spread_labels(args.batch_size * args.input_seq_len, args.mlm_probability)
 
 

@@ -29,7 +29,6 @@ from lm_experiments_tools.files import locked
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.modules.inspection import forward_names_of
-from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import save_tokenizer
 from lm_experiments_tools.recipes.t5_sources import tokenized
 from megatron.bert_dataset import BertDataset
@@ -161,14 +160,6 @@ def bert_datasets(
         return train, None, None
     valid_tokens = open_tokens(args.valid_data_path)
     return train, dataset(valid_tokens), valid_tokens
-
-
-def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
-    """Upper bound of the masked tokens of that many rows; with whole words of plain text their number varies more."""
-    if args.packing == SENTENCES:
-        return lambda rows: rows * args.most_predictions()
-    rate = min(1.0, args.highest_rate() * (1.5 if args.whole_word else 1.0))
-    return lambda rows: spread_labels(rows * args.input_seq_len, rate)
 
 
 def _mixed(

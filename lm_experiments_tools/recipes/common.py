@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
+from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.config.phases import phases_of
@@ -36,7 +37,7 @@ from lm_experiments_tools.models.build import (
 from lm_experiments_tools.models.freezing import train_only
 from lm_experiments_tools.models.speed import check_agreement, describe_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names_of
-from lm_experiments_tools.modules.labelled_head import pick_labelled
+from lm_experiments_tools.modules.labelled_head import pick_labelled, spread_labels
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import nearest_names
 from lm_experiments_tools.optimizers import build_optimizer
@@ -296,6 +297,14 @@ def distilled_loss(
         return predictor(teacher.model.requires_grad_(False).to(backend.device), teacher.kind, kind)
 
     return distilled(loss, on_all(backend, opened), args.distill_weight, backend.autocast)
+
+
+def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
+    """Upper bound of the masked tokens of that many rows; with whole words of plain text their number varies more."""
+    if args.packing == SENTENCES:
+        return lambda rows: rows * args.most_predictions()
+    rate = min(1.0, args.highest_rate() * (1.5 if args.whole_word else 1.0))
+    return lambda rows: spread_labels(rows * args.input_seq_len, rate)
 
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
