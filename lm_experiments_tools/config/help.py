@@ -52,8 +52,8 @@ _FLAGS_OF_UNITS = {
     "rate": "lr lr_drop_min_lr lr_drop_eps find_lr_min find_lr_max",
     "fraction": "distill_weight dropout_rate lora_dropout noise_density mlm_prob mlm_prob_end valid_mlm_prob "
     "mlm_probability mask_replace short_seq_prob max_unread lr_min_ratio thresholds top_p",
-    "factor": "z_loss lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "
-    "data_temperature",
+    "factor": "lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "
+    "data_temperature z_loss",
     "norm": "clip_grad_norm",
     "magnitude": "clip_grad_value",
     "scale": "min_loss_scale max_loss_scale",
