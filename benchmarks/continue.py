@@ -45,7 +45,7 @@ SECOND_HALF = ("linux_doc", "movie_reviews", "debian_handbook")
 LENGTH, ROWS = 256, 8  # 8 rows are run_mlm.py's default
 TUNING_SEED, SEEDS = 7, (1, 2, 3)
 SIDES = ("ours", "run_mlm")
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 BASE_RATE = 2e-3
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT),
