@@ -1,27 +1,39 @@
 """The settings in examples/published: each builds the model that it is about, and makes a step at small sizes."""
 
 import json
+import math
+import signal
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 import run_bert_pretraining
 import run_t5_pretraining
-from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.bert import BertPretrainingArgs, inherited
 from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.recipes.common import model_source
+from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers import ROOT
 from tests.helpers.bert_toys import TINY as SMALL_BERT
-from tests.helpers.bert_toys import make_bert_data
+from tests.helpers.bert_toys import documents, make_bert_data
 from tests.helpers.runs import TINY as SMALL_T5
 from tests.helpers.runs import records
 from tests.helpers.token_toys import make_texts, write_jsonl
 
-RECIPES = sorted((ROOT / "examples" / "published").glob("*.yaml"))
+FOLDER = ROOT / "examples" / "published"
+GEMMA = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
 # Parameters as published: T5 1.1's 248 million, BERT's and Megatron's 110 and 336 with the heads of pre-training.
 PARAMETERS = {"t5-v1_1-base": 247_577_856, "bert_base_uncased": 110_106_428, "bert_large_uncased": 336_226_108}
 WORKERS = {"ancestor_t5_small": 2, "ancestor_t5_base_cdq": 4}
@@ -32,10 +44,16 @@ BUDGETS = {
     "nanot5_base_24h": (79_998, 256), "ancestor_t5_small": (1_100_000, 128), "ancestor_t5_base_cdq": (1_000_000, 128),
     "bert_base_128": (900_000, 256), "bert_base_512": (1_000_000, 256), "megatron_bert_336m": (2_000_000, 1024),
 }  # fmt: skip
+RECIPES = [FOLDER / f"{name}.yaml" for name in sorted(BUDGETS)]
 
 
 def settings(path: Path):
-    return parse(BertPretrainingArgs if "bert" in path.stem else T5PretrainingArgs, ["--config", str(path)])[0]
+    is_t5 = path.stem.startswith(("ancestor", "fat5", "nanot5", "t5gemma", "ul2"))
+    return (
+        parse(T5PretrainingArgs, ["--config", str(path)])[0]
+        if is_t5
+        else parse(BertPretrainingArgs, ["--config", str(path)], inherit=inherited)[0]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +62,7 @@ def bert_data(tmp_path_factory):
 
 
 def test_every_published_budget_is_there():
-    assert [path.stem for path in RECIPES] == sorted(BUDGETS)
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted([*BUDGETS, *TOYS])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -82,3 +100,238 @@ def test_recipe_makes_a_step_through_an_override_file(path, tmp_path, monkeypatc
     (run_bert_pretraining if is_bert else run_t5_pretraining).main(["--config", "override.yaml", "--speed", "off"])
     (step,) = records(tmp_path / "run")
     assert step["step"] == 1 and 0 < step["loss"] < 20
+
+
+class Part(NamedTuple):
+    """What was published of a phase: updates or tokens, rows, length, masked share, rate, schedule (kind, floor)."""
+
+    updates: float
+    rows: int
+    length: int
+    masked: float | None
+    lr: float
+    schedule: tuple[str, float] = ("constant", 1.0)
+
+
+class Published(NamedTuple):
+    workers: int
+    layers: int
+    heads: int
+    optimizer: str
+    betas: tuple[float, float] | None
+    eps: float
+    decay: float  # of a step at the full rate, fully decoupled
+    parts: list[Part]
+
+
+def growing(*rows):
+    return [Part(10e9, n, 1024, 0.3, 8e-4, ("warm-up" if n == 768 else "constant", 1.0)) for n in rows]
+
+
+BETAS = (0.9, 0.98)
+TOYS = {
+    "modernbert_base": Published(8, 22, 12, "StableAdamW", BETAS, 1e-6, 1e-5, [
+        *growing(768, 1536, 2304, 3072, 3840), Part(1669e9, 4608, 1024, 0.3, 8e-4),
+        Part(250e9, 576, 8192, 0.3, 3e-4), Part(50e9, 576, 8192, 0.3, 3e-4, ("1-sqrt", 0.0))]),
+    "ettin_150m": Published(4, 22, 12, "StableAdamW", BETAS, 1e-6, 1e-5, [
+        Part(1.7e12, 4608, 1024, 0.3, 8e-4, ("warm-up", 1.0)), Part(250e9, 4608, 7999, 0.3, 8e-4, ("1-sqrt", 0.5)),
+        Part(50e9, 4608, 7999, 0.15, 4e-4, ("1-sqrt", 0.04))]),
+    "mmbert_base_decay": Published(8, 22, 12, "StableAdamW", (0.9, 0.95), 1e-8, 8e-5, [
+        Part(100e9, 4608, 8192, 0.05, 8e-4, ("1-sqrt", 0.02))]),
+    "neobert": Published(8, 28, 12, "AdamW", (0.9, 0.95), 1e-8, 1e-6, [
+        Part(1_000_000, 2048, 1024, 0.2, 1e-4, ("cosine", 0.1)), Part(50_000, 512, 4096, 0.2, 1e-5)]),
+    "eurobert_210m": Published(192, 12, 12, "AdamW", (0.9, 0.95), 1e-5, 1e-5, [
+        Part(4.8e12, 4608, 2048, 0.5, 1e-4, ("warm-up", 1.0)), Part(200e9, 1152, 8192, 0.1, 1e-4, ("linear", 0.0))]),
+    "mosaicbert_base": Published(8, 12, 12, "AdamW", BETAS, 1e-6, 1e-5, [
+        Part(70_000, 4096, 128, 0.3, 5e-4, ("linear", 0.02))]),
+    "roberta_base": Published(32, 12, 12, "AdamW", BETAS, 1e-6, 6e-6, [
+        Part(500_000, 8192, 512, 0.15, 6e-4, ("linear", 0.0))]),
+    "babylm_strict_small": Published(1, 12, 12, "AdamW", (0.9, 0.999), 1e-8, 1e-5, [
+        Part(280e6, 128, 128, 0.15, 1e-4, ("warm-up", 1.0))]),
+    "ul2_base": Published(8, 12, 12, "Adafactor", None, 0, 0, [
+        Part(500_000, 128, 512, None, 1.0, ("inverse square root", 0.0))]),
+    "fat5_small": Published(1, 12, 8, "AdamWScale", (0.9, 0.999), 1e-6, 0, [
+        Part(1_600_000, 512, 512, None, 5e-3, ("cosine from half", 0.002))]),
+    "t5gemma_2b": Published(64, 26, 8, "AdamW", (0.9, 0.999), 1e-8, 0, [
+        Part(2e12, 512, 8192, None, 1e-4, ("cosine", 0.1))]),
+}  # fmt: skip
+ALL_MASK = {"neobert", "eurobert_210m"}
+TEXT = (640, 0)  # vocabulary and [PAD] of the toy tokenizer
+WARM = 2  # updates of warm-up of a toy
+
+
+def phase_args(name: str) -> list:
+    return timeline(settings(FOLDER / f"{name}.yaml"), TOYS[name].workers)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_phases_are_as_long_and_as_large_as_published(name):
+    published, end = TOYS[name], 0
+    for part, args in zip(published.parts, phase_args(name), strict=True):
+        is_in_tokens = part.updates > 2e6
+        end += math.ceil(part.updates / (part.rows * part.length)) if is_in_tokens else int(part.updates)
+        assert (args.iters, args.global_batch_size(published.workers)) == (end, part.rows)
+        assert args.input_seq_len == part.length
+
+
+@pytest.mark.parametrize("name", [name for name in TOYS if name != "t5gemma_2b"])  # its configuration is made first
+def test_model_is_the_published_one(name):
+    source = model_source(settings(FOLDER / f"{name}.yaml"), LocalBackend())
+    with torch.device("meta"):
+        model = source.cls(source.config)
+    encoder = model.encoder if hasattr(model, "encoder") else model.bert.encoder
+    layers = encoder.block if hasattr(encoder, "block") else encoder.layer
+    assert (len(layers), model.config.num_attention_heads) == (TOYS[name].layers, TOYS[name].heads)
+    sizes = {"modernbert_base": 149e6, "ettin_150m": 149e6, "mmbert_base_decay": 307e6, "mosaicbert_base": 137e6}
+    sizes |= {"eurobert_210m": 309e6, "roberta_base": 124.7e6, "babylm_strict_small": 124.7e6, "fat5_small": 147e6}
+    if name in sizes:
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(sizes[name], rel=0.01)
+
+
+def toy_length(part: Part) -> int:
+    return 16 + part.length // 64
+
+
+def write_toy(name: str, folder: Path, bert_data: Path, run: str = "run") -> tuple[list[str], int]:
+    """The command line of a recipe in small sizes, and the updates of each of its phases."""
+    args, published = settings(FOLDER / f"{name}.yaml"), TOYS[name]
+    steps = math.ceil(20 / len(published.parts))
+    options = [
+        o for o in args.model_options if o.startswith(("rotary", "local", "gated", "position", "feed", "dense"))
+    ]
+    changes = {
+        "base": str(FOLDER / f"{name}.yaml"), "model_cfg": str(folder / "small.json"), "model_path": str(folder / run),
+        "init_checkpoint": None, "reset_iteration": False, "reset_lr": False, "log_interval": 1, "save_interval": 100, "log_to": [],
+        "data_n_workers": 1, "peak_tflops": 1, "model_options": options, "bf16": False,
+    }  # fmt: skip
+    if published.parts[0].masked is None:
+        sizes = {"base": args.model_cfg, "vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
+        sizes |= {"num_decoder_layers": 1, "num_heads": 2}
+        if name == "t5gemma_2b":
+            side = {**GEMMA, "vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+            sizes = {"model_type": "t5gemma", "vocab_size": 384, "encoder": side, "decoder": side}
+        text = write_jsonl(folder / "text.jsonl", make_texts(200))
+        changes |= {"vocab": "bytes", "data_pipeline": "native", "base_model": None, "target_seq_len": 24}
+    else:
+        sizes = {**SMALL_BERT, "base": args.model_cfg, "vocab_size": TEXT[0], "pad_token_id": TEXT[1]}
+        sizes |= {"max_position_embeddings": 256}
+        if args.model_cfg == "modernbert-base":
+            sizes |= {"layer_types": ["full_attention", "sliding_attention"], "local_attention": 8}
+        pages = [" ".join(sentences) for sentences in documents()]
+        text = write_jsonl(folder / "text.jsonl", pages)
+        changes |= {"tokenizer": None, "vocab_file": str(bert_data / "vocab.txt"), "text_key": "text"}
+    (folder / "small.json").write_text(json.dumps(sizes))
+    written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    parts = [toy_phase(part, phase, steps) for part, phase in zip(published.parts, phase_args(name), strict=True)]
+    if "phases" in written:
+        changes |= {"data_path": text, "phases": [
+            {**original, **part, "iters": steps} | ({"data_path": text} if "data_path" in original else {})
+            for original, part in zip(written["phases"], parts, strict=True)
+        ]}  # fmt: skip
+        for phase in changes["phases"]:
+            phase.pop("tokens", None)
+    else:
+        changes |= {"data_path": text, **parts[0], "iters": steps}
+    (folder / f"{run}.yaml").write_text(yaml.safe_dump(changes))
+    return ["--config", str(folder / f"{run}.yaml"), "--speed", "off", "--backend", "local"], steps
+
+
+def toy_phase(part: Part, args, steps: int) -> dict:
+    """A phase's flags in small: lengths and updates only."""
+    small = {"input_seq_len": toy_length(part), "batch_size": 2}
+    small["gradient_accumulation_steps"] = min(args.gradient_accumulation_steps, 3)
+    if args.lr_scheduler and args.num_warmup_steps:
+        small["num_warmup_steps"] = WARM
+    if args.num_training_steps:
+        small["num_training_steps"] = steps - 2
+    if options := [o for o in args.lr_scheduler_options if not o.startswith("num_decay")]:
+        decays = len(options) < len(args.lr_scheduler_options)
+        small["lr_scheduler_options"] = [*options, *([f"num_decay_steps={steps}"] if decays else [])]
+    return small | ({"min_document_length": 40} if getattr(args, "min_document_length", 1) > 1 else {})
+
+
+def factor(schedule: tuple[str, float], step: int, steps: int, args) -> float:
+    """The closed form of a schedule: the part of the rate at an update."""
+    kind, floor = schedule
+    warm = WARM if args.lr_scheduler and args.num_warmup_steps else 0
+    if kind == "inverse square root":
+        return max(step, warm) ** -0.5
+    if step < warm:
+        return 0.5 + step / warm / 2 if kind == "cosine from half" else step / warm
+    done = min(1.0, (step - warm) / ((steps - 2 if args.num_training_steps else steps) - warm))
+    left = {"linear": 1 - done, "1-sqrt": 1 - done**0.5}.get(kind, (1 + math.cos(math.pi * done)) / 2)
+    return 1.0 if kind in ("constant", "warm-up") else floor + (1 - floor) * left
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Filled with (batch, groups of the optimizer, its class) of each update."""
+    noted, step = [], TrainingLoop.train_step
+
+    def note(self, batch, seconds=0.0):
+        info = step(self, batch, seconds)
+        optimizer = self.backend.optimizer
+        noted.append((batch, [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
+                      type(optimizer).__name__))  # fmt: skip
+        return info
+
+    monkeypatch.setattr(TrainingLoop, "train_step", note)
+    return noted
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_every_number_arrives_in_a_run(name, tmp_path, monkeypatch, bert_data, seen):
+    monkeypatch.chdir(tmp_path)
+    line, steps = write_toy(name, tmp_path, bert_data)
+    published = TOYS[name]
+    (run_bert_pretraining if published.parts[0].masked else run_t5_pretraining).main(line)
+    assert len(seen) == steps * len(published.parts) >= 20
+    for number, (part, args) in enumerate(zip(published.parts, phase_args(name), strict=True)):
+        batches = seen[number * steps : (number + 1) * steps]
+        for step, (batch, groups, optimizer) in enumerate(batches):
+            assert optimizer == published.optimizer
+            assert len(batch["labels"]) == 2 * min(args.gradient_accumulation_steps, 3)
+            assert groups[0]["lr"] == pytest.approx(part.lr * factor(part.schedule, step, steps, args), abs=1e-12)
+            if published.betas:
+                assert all((tuple(g["betas"]), g["eps"]) == (published.betas, published.eps) for g in groups)
+            decays = {group["weight_decay"] for group in groups if group["weight_decay"]}
+            follows = part.lr / published.parts[0].lr if optimizer == "AdamW" else 1  # torch's falls with the rate
+            expected = [published.decay * follows] if published.decay else []
+            assert [decay * part.lr for decay in decays] == pytest.approx(expected)
+            if part.masked:
+                assert batch["input_ids"].shape[1] == toy_length(part)
+            else:
+                assert max(batch["input_ids"].shape[1], batch["labels"].shape[1]) <= toy_length(part)
+        if part.masked:
+            check_masks([batch for batch, *_ in batches], part.masked, 1.0 if name in ALL_MASK else 0.8)
+
+
+def check_masks(batches, rate: float, masks: float) -> None:
+    """Tokens chosen, and [MASK] among them, within 5 standard deviations of the binomial distribution."""
+    ids, labels = (torch.cat([batch[key].flatten() for batch in batches]) for key in ("input_ids", "labels"))
+    chosen = labels != -100
+    tokens = torch.where(chosen, labels, ids)
+    total, number, masked = int((tokens > 4).sum()), int(chosen.sum()), int((ids[chosen] == 4).sum())
+    assert total > 150 and abs(number - total * rate) <= 5 * (total * rate * (1 - rate)) ** 0.5
+    assert abs(masked - number * masks) <= 5 * (number * masks * (1 - masks)) ** 0.5
+
+
+def test_a_recipe_of_phases_that_is_stopped_ends_with_the_same_bits(tmp_path, monkeypatch, bert_data):
+    monkeypatch.chdir(tmp_path)
+    run_bert_pretraining.main(write_toy("eurobert_210m", tmp_path, bert_data, "whole")[0])
+    line, _ = write_toy("eurobert_210m", tmp_path, bert_data)
+    step = TrainingLoop.train_step
+
+    def stop_in_the_second(self, batch, seconds=0.0):
+        if self.state.step == 13:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, batch, seconds)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(TrainingLoop, "train_step", stop_in_the_second)
+        run_bert_pretraining.main(line)
+    assert (tmp_path / "run/last").resolve().name == "step_000013"
+    run_bert_pretraining.main(line)
+    for file in ("model", "optimizer"):
+        ours, whole = (load_file(f"{run}/last/{file}.safetensors") for run in ("run", "whole"))
+        assert ours.keys() == whole.keys() and all(torch.equal(ours[key], whole[key]) for key in whole)
