@@ -201,8 +201,8 @@ def write_toy(name: str, folder: Path, bert_data: Path, run: str = "run") -> tup
     ]
     changes = {
         "base": str(FOLDER / f"{name}.yaml"), "model_cfg": str(folder / "small.json"), "model_path": str(folder / run),
-        "init_checkpoint": None, "reset_iteration": False, "reset_lr": False, "log_interval": 1, "save_interval": 100, "log_to": [],
-        "data_n_workers": 1, "peak_tflops": 1, "model_options": options, "bf16": False,
+        "init_checkpoint": None, "reset_iteration": False, "reset_lr": False, "log_interval": 1, "save_interval": 100,
+        "log_to": [], "data_n_workers": 1, "peak_tflops": 1, "model_options": options, "bf16": False,
     }  # fmt: skip
     if published.parts[0].masked is None:
         sizes = {"base": args.model_cfg, "vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
