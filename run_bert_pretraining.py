@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     parts, run = phases.start_phases(args, backend)
     models = phases.model_sources(parts, backend)
-    for phase, model_source in zip(parts, models, strict=True):  # before hours of training
+    for phase, model_source in zip(parts[1:], models[1:], strict=True):  # before hours of training
         on_all(backend, partial(check_bert, phase.args, model_source))
     for phase, model_source in zip(parts, models, strict=True):
         trainer = data = None  # those of the phase before are freed

@@ -180,7 +180,7 @@ def _built(cls: type, config: PreTrainedConfig, weights: dict[str, Tensor], seed
     with quiet_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, info = cls.from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
     new = info["missing_keys"]
     assert all(any(word in name for word in _NEW) for name in new), new

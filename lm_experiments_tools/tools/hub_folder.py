@@ -104,7 +104,7 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
 def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
     """Write configuration and weights in the saved dtype (an adapter is merged), and the tokenizer."""
     source, model = opened.source, opened.model
-    config = source.config or pretrained_config(source.name).to_dict()  # on the Hub
+    config = pretrained_config(source.name).to_dict() if source.path is None else source.config
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     if not all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
         dtype = torch.float32  # some weights were saved in a wider dtype than the configuration names

@@ -84,6 +84,7 @@ def record(run: str, after: int = 0) -> dict[str, str]:
         for line in lines
         if line["step"] > after
         for name in line["metrics"]
+        if name != "bits_per_byte"  # newer than the records
     }
     (file,) = Path(run, "last").glob("*model.safetensors")
     weights = [part for name, value in sorted(load_file(file).items()) for part in (name.encode(), value.tobytes())]

@@ -53,7 +53,7 @@ def test_tables_show_what_the_runs_logged_and_only_settings_that_differ(folder, 
         assert row["train loss"] == f"{last['loss']:.4g}" and row["tokens/s"] == f"{last['tokens_per_second']:,.0f}"
         valid = records(folder / name, "valid")
         best = min(valid, key=lambda record: record["loss"])
-        shown = dict(rows(printed.out, "validation: last (best @ its step)")[1:])[name]
+        shown = {cells[0]: cells[1] for cells in rows(printed.out, "validation: last (best @ its step)")[1:]}[name]
         assert shown == f"{valid[-1]['loss']:.4g} ({best['loss']:.4g} @ {best['step']})"
     settings = {cells[0]: cells[1:] for cells in rows(printed.out, "settings that differ")[1:]}
     assert settings == {"lr": ["0.001", "0.01"], "iters": ["4", "6"]} and not printed.err
