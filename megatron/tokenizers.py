@@ -303,6 +303,9 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
         f"the tokenizer {name}", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False), remedy
     )
     special = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
+    bos, eos = pretrained.bos_token_id, pretrained.eos_token_id  # of a decoder's tokenizer, which has neither role
+    special["cls"] = special["cls"] if special["cls"] is not None else eos if bos is None else bos
+    special["sep"] = special["sep"] if special["sep"] is not None else eos
     missing = [f"{role}_token" for role in _ROLES if special[role] is None]
     if missing:
         raise UserError(f"the tokenizer {name} has no {', '.join(missing)}, which BERT needs")

@@ -48,37 +48,48 @@ def tile_model(small: BertForMaskedLM, config: BertConfig) -> BertForMaskedLM:
     weights, gated = small.state_dict(), config.gated_mlp
     tiled = {}
     for name, like in large.state_dict().items():
-        source = weights.get(_source(name, before.num_hidden_layers / config.num_hidden_layers))
+        source = weights.get(_source(name, before.num_hidden_layers, config.num_hidden_layers))
         if source is None:  # the norm of a layer made of the first one, which has none (`first_attention_norm`)
             source = torch.full((before.hidden_size,), float(name.endswith("weight")), dtype=small.dtype)
         parts = 2 if gated and ".intermediate.dense." in name else 1
         rows = like.shape[0] if not any(kept in name for kept in _ROWS_KEPT) else source.shape[0]
-        tiled[name] = tile(source, (rows, *like.shape[1:]), parts)
+        tiled[name] = tile(source, (rows, *like.shape[1:]), parts, _units(name, before))
     large.load_state_dict(tiled, assign=True)
     large.tie_weights()
     return large.train(small.training)
 
 
-def tile(weight: Tensor, shape: tuple[int, ...], parts: int = 1) -> Tensor:
+def tile(weight: Tensor, shape: tuple[int, ...], parts: int = 1, units: tuple[int, int] = (1, 1)) -> Tensor:
     """A larger tensor of copies of `weight`: one in the centre of each dimension, the others wrapped around it.
 
     Args:
         shape: of the result, each size at least that of `weight`.
         parts: equal parts of the rows that are tiled on their own, as the halves of a gated feed-forward network.
+        units: rows, and columns, that stay together, as the features of a head.
     """
     if parts > 1:
         size = (shape[0] // parts, *shape[1:])
         return torch.cat([tile(part, size) for part in weight.chunk(parts)])
     for dim, size in enumerate(shape):
         old = weight.shape[dim]
-        index = (torch.arange(size, device=weight.device) - (size - old) // 2) % old
+        offset = (size - old) // 2 // units[dim] * units[dim]
+        index = (torch.arange(size, device=weight.device) - offset) % old
         weight = weight.index_select(dim, index)
     return weight
 
 
-def _source(name: str, ratio: float) -> str:
-    """The smaller model's name of the weights that a weight of the larger one is made of."""
+def _units(name: str, before: BertConfig) -> tuple[int, int]:
+    """Rows and columns of a weight that stay together: heads, for queries those that share keys and values."""
+    head = before.hidden_size // before.num_attention_heads
+    group = head * (before.num_attention_heads // (before.num_key_value_heads or before.num_attention_heads))
+    if ".attention.self." in name:
+        return (group if ".query." in name else head), 1
+    return (1, group) if name.endswith(".attention.output.dense.weight") else (1, 1)
+
+
+def _source(name: str, small: int, large: int) -> str:
+    """The smaller model's name of the weights that a weight of the larger one is made of, of so many layers each."""
     if not name.startswith(_LAYERS):
         return name
     number, rest = name.removeprefix(_LAYERS).split(".", 1)
-    return f"{_LAYERS}{round(int(number) * ratio)}.{rest}"
+    return f"{_LAYERS}{min(round(int(number) * small / large), small - 1)}.{rest}"

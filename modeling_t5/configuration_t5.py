@@ -143,6 +143,8 @@ class T5Config(VariantConfig, transformers.T5Config):
                 raise ValueError("num_cdq_heads and num_key_value_heads exclude each other: leave one out.")
         if self.sparse_config_cls is not None and (self.attention_softcap or self.local_attention):
             raise ValueError("sparse_config_cls has neither attention_softcap nor local_attention: leave them out.")
+        if self.num_memory_tokens and self.local_attention:
+            raise ValueError("num_memory_tokens and local_attention exclude each other: a window hides the memory.")
         if self.final_softcap is not None and self.cross_entropy_chunk_size:
             raise ValueError("cross_entropy_chunk_size knows no final_softcap: set it to 0.")
         for name in ("attention_scale", "attention_softcap", "final_softcap", "local_attention"):

@@ -90,6 +90,8 @@ class T5Model(T5PreTrainedModel):
         self.decoder = T5Stack(_copy(config, is_decoder=True, num_layers=config.num_decoder_layers))
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
+        if self.config.separate_encoder_embeddings and value.num_embeddings != self.shared.num_embeddings:
+            raise ValueError("separate_encoder_embeddings: the token embeddings of this T5 cannot be resized.")
         self.shared = value
         if not self.config.separate_encoder_embeddings:
             self.encoder.set_input_embeddings(value)

@@ -118,9 +118,9 @@ class _CompatibleTrainer(TrainingLoop):
             finally:
                 self.tracker = None
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         best = self.state.best_metric
-        return super()._is_over() or (self._stops is not None and best is not None and bool(self._stops(best)))
+        return super().is_over() or (self._stops is not None and best is not None and bool(self._stops(best)))
 
     # ---- names of t5-experiments' attributes
     @property

@@ -5,6 +5,8 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from typing import Any
 
+from lm_experiments_tools.errors import UserError
+
 _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)([kKMGBT]?)tok")
 
@@ -47,6 +49,8 @@ def in_updates(args: Any, world_size: int) -> Any:
     in_tokens = [option for option in options if _TEXT.fullmatch(option.partition("=")[2])]
     if not lengths and not in_tokens:
         return args
+    if args.tokens_per_row() is None:
+        raise UserError(f"{', '.join(in_tokens)}: rows have no fixed number of tokens here, so give updates.")
     per_update = args.global_batch_size(world_size) * args.tokens_per_row()
 
     def updates(tokens: int) -> int:

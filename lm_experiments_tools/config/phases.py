@@ -46,6 +46,8 @@ class PhaseArgs:
         read_options("model_options", self.model_options)
         for flag in ("init_checkpoint", "validate_only", "find_lr", "find_micro_batch"):
             check_conflict(self, "branch_from", flag, "a branch starts from its trunk, and is trained")
+        if self.average is not None and getattr(self, "early_stopping_patience", -1) > 0:
+            raise UserError("--average and --early_stopping_patience exclude each other: leave one out.")
         if self.branch_from and getattr(self, "resume", "auto") != "auto":
             raise UserError("--branch_from starts a new run, which --resume auto continues: leave --resume out.")
         phases_of(self)
@@ -59,9 +61,13 @@ def phases_of(args: Any) -> list[Any]:
     """
     if not getattr(args, "phases", ()):
         return [args]
-    for flag in ("iters", "init_checkpoint", "find_lr", "find_micro_batch", "validate_only"):
+    if is_given(args, "iters"):
+        raise UserError("--iters and --phases exclude each other: give each phase its own length.")
+    for flag in ("find_lr", "find_micro_batch", "validate_only"):
         if is_given(args, flag):
-            raise UserError(f"--{flag} and --phases exclude each other: give each phase its own length, and no more.")
+            raise UserError(f"--{flag} and --phases exclude each other: leave one out.")
+    if args.init_checkpoint and not (args.reset_iteration and args.reset_lr):
+        raise UserError("--init_checkpoint with --phases needs --reset_iteration and --reset_lr: phases count from 0.")
     if args.model_path is None:
         raise UserError("--phases needs --model_path: a phase starts from the checkpoint of the one before.")
     if args.early_stopping_patience > 0:
@@ -80,7 +86,7 @@ def phases_of(args: Any) -> list[Any]:
 def may_change(args_class: type, name: str) -> bool:
     """True for a fact about a run (see training/resume.py) that a phase may change."""
     flag = flags_of(args_class).get(name)
-    is_own = flag is not None and (name in _FLAGS or flag.group.__name__ in _GROUPS)
+    is_own = flag is not None and name != "packing" and (name in _FLAGS or flag.group.__name__ in _GROUPS)
     return is_own or name == "global_batch_size" or name.startswith("model_config.")
 
 

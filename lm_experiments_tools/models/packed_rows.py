@@ -95,6 +95,8 @@ def _failed_check(model: nn.Module, length: int, transform: Transform) -> str | 
     device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
     ids = torch.randint(model.get_input_embeddings().weight.shape[0], (2, length), generator=random).to(device)
     segments = torch.tensor([[1] * length + [2] * length + [0]], device=device)
+    if (pad := getattr(model.config, "pad_token_id", None)) is not None:  # some models count positions without it
+        ids = ids.masked_fill(ids == pad, pad - 1 if pad else 1)
     row = {"input_ids": torch.cat([*ids, ids[0, :1]])[None], "segment_ids": segments}
     training = model.training
     model.eval()

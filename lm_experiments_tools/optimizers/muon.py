@@ -43,7 +43,7 @@ class Muon(AdamWScale):
         momentum, nesterov, ns_steps, adjust_lr_fn: of torch.optim.Muon. "match_rms_adamw" gives updates of AdamW's
             size (0.2 * sqrt(longest side)); the default multiplies by sqrt(max(1, rows / columns)).
         others: "AdamWScale" or "AdamW".
-        others_lr_scale: factor of lr for the others.
+        others_lr_scale: factor of lr for the others, also of the lr that a group gives.
         betas, eps: of the others.
         weight_decay: decoupled, times lr.
 

@@ -257,6 +257,11 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: B
         UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.
     """
     config = model.config
+    if model.may_be_decoder and config.is_decoder:
+        raise UserError(
+            f"--model_cls {args.model_cls} sees only the tokens to its left (is_decoder): add --model_options "
+            "is_decoder=false, or train it by run_t5_pretraining.py --task causal_lm."
+        )
     if args.use_nsp and "next_sentence_label" not in forward_names_of(model.cls):
         raise UserError(
             f"--model_cls {args.model_cls} takes no next_sentence_label: choose --use_nsp 0, or a class such as "

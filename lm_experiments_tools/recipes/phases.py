@@ -56,6 +56,10 @@ def start_phases(
 
 def _place(args: T5PretrainingArgs | BertPretrainingArgs) -> tuple[int, int, Path | None]:
     """Number of the phase that the run is in, the step that it began at, and for a new branch its checkpoint."""
+    if args.branch_from is not None and args.model_path is not None:
+        trunk, own_folder = Path(args.branch_from).resolve(), Path(args.model_path).resolve()
+        if own_folder in (trunk, *trunk.parents):
+            raise UserError(f"--branch_from {args.branch_from} is in --model_path: give a branch a folder of its own.")
     own = find_resume(args.resume, args.model_path)
     if own is not None:
         state = read_state_file(own)

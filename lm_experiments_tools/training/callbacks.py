@@ -45,8 +45,11 @@ class ValidateCallback:
         self.every = args.effective_valid_interval() if has_data else None
         self.metric, self.mode, self.save_best = args.optimize_metric, args.optimize_mode, args.save_best
 
-    def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None:
-        self.run(trainer)
+    def on_step_end(self, trainer: TrainingLoop, info: StepInfo | None = None) -> None:
+        if not (
+            trainer.is_over() and getattr(trainer.args, "average", None)
+        ):  # else the mean is validated, after this
+            self.run(trainer)
 
     def run(self, trainer: TrainingLoop) -> None:
         """Validate now; every worker calls it."""

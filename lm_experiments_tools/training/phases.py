@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.manifest import step_directory_name
 from lm_experiments_tools.checkpoint.writer import read_state
 from lm_experiments_tools.config.phases import saved_before
 from lm_experiments_tools.config.pretraining import MixtureArgs
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 
 if TYPE_CHECKING:
@@ -69,11 +71,18 @@ def average_weights(trainer: TrainingLoop) -> None:
     start = 0 if trainer.phase is None else trainer.phase.start
     steps = saved_before(args.save_interval, start, state.step)[-(args.average - 1) :]
     trainer.saver.wait()
-    mean = backend.model_state()
-    if backend.is_main:
-        folders = [Path(args.model_path) / "checkpoints" / step_directory_name(step) for step in steps]
-        mean = _mean([mean, *(read_state(backend.unwrap(), folder) for folder in folders)])
-    backend.load_model_state(mean)
+    weights, checkpoints = backend.model_state(), Path(args.model_path) / "checkpoints"
+
+    def mean() -> dict[str, Tensor]:
+        folders = [checkpoints / step_directory_name(step) for step in steps]
+        if lost := [folder.name for folder in folders if not folder.is_dir()]:
+            raise UserError(
+                f"--average {args.average} needs {', '.join(lost)}, which are not in {checkpoints}: leave it out, or "
+                "average fewer."
+            )
+        return _mean([weights, *(read_state(backend.unwrap(), folder) for folder in folders)])
+
+    backend.load_model_state(on_all(backend, mean, only_main=True, takes_long=True))
     state.averaged_at = state.step
     trainer.say(f"weights are the mean of steps {', '.join(map(str, [*steps, state.step]))}")
 

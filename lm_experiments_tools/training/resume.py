@@ -127,7 +127,14 @@ def _begins(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> bool
                 f"phase {phase.number + 1} began at step {state.schedule_start}, and the phases before it now end at "
                 f"step {phase.start}: restore their lengths, batch sizes or number of workers."
             )
-        return bool(phase.run.phases) and state.phase != phase.number
+        if not phase.run.phases or state.phase == phase.number:
+            return False
+        if (state.phase, state.step) != (phase.number - 1, phase.start):
+            raise UserError(
+                f"phase {phase.number + 1} begins at step {phase.start}, but {path} is of phase {state.phase + 1} and "
+                f"step {state.step}: restore the lengths of the phases, or start a new --model_path."
+            )
+        return True
     differing = differences(state.facts, facts)
     fixed = {name: differing[name] for name in differing if not may_change(type(trainer.args), name)}
     on_all(trainer.backend, lambda: refuse_or_report(path.parent.parent, fixed, resume=False), only_main=True)

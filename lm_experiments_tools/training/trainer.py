@@ -184,18 +184,20 @@ class TrainingLoop:
             self._validate_at_start()
             self.backend.model.train()
             batches, check = iter(self.stream), LoaderCheck(self.stream, self.backend, self.args)
-            while not self.signals.agreed and not self._is_over():
+            while not self.signals.agreed and not self.is_over():
                 batch, data_seconds = next(batches)
                 check(batch)
                 info = self.train_step(batch, data_seconds)
                 if info is not None and info.applied:
                     self._run_callbacks(info)
             self._finish()
+            if self.phase is not None and self.args.iters < self.phase.last_step:  # else the run ends anyway
+                self.signals.agree(self.backend.sum(torch.tensor(self.signals.pending)).tolist())
         self.tracker = None
         if self.signals.agreed:
             raise SystemExit(128 + self.signals.agreed)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return self.state.step >= self.args.iters or 0 < self.args.early_stopping_patience <= self.state.patience
 
     def _validate_at_start(self) -> None:
@@ -205,7 +207,7 @@ class TrainingLoop:
             if (values := self.validate(self.valid_dataloader)) is not None:  # else a restart does it
                 state.metrics["start"] = storable(values)
         elif is_due(self.validate_callback, state.step) and state.last_validated_step < state.step and self.saved_at:
-            self.validate_callback.run(self)
+            self.validate_callback.on_step_end(self)
 
     def _run_callbacks(self, info: StepInfo) -> None:
         for callback in self.callbacks:
@@ -223,6 +225,7 @@ class TrainingLoop:
                 self.log_train()
                 self.saved_at = None  # a checkpoint of this step would lack the log line
             if getattr(self.args, "average", None) and self.state.averaged_at != step:
+                self.save()  # nothing is lost if a checkpoint to average is
                 average_weights(self)
                 self.saved_at, self.state.last_validated_step = None, -1
             if self.validate_callback.every and self.state.last_validated_step < self.state.step:
@@ -440,7 +443,7 @@ class TrainingLoop:
         position = (self.state.step, self.state.consumed_samples)
         if is_best:
             self.saved_at = None  # a checkpoint of this step does not know that it is
-        if self.saver.writer is None or self.saved_at == position or (unless_last and self._is_over()):
+        if self.saver.writer is None or self.saved_at == position or (unless_last and self.is_over()):
             return
         if self.learning_rate.plateau is not None:
             self.state.plateau = self.learning_rate.plateau.state_dict()

@@ -121,4 +121,4 @@ def train(args, rank, size, first, wait):
 if __name__ == "__main__":
     main()
     if not on_horovod:
-        print("in a group after main:", torch.distributed.is_initialized(), flush=True)
+        print(f"in a group after main: {torch.distributed.is_initialized()}\n", end="", flush=True)

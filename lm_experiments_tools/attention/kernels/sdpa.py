@@ -71,11 +71,13 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
 def masked(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """PyTorch's attention to keys `allowed`, where `bias` is finite; queries without keys give zeros and no gradient.
+    """PyTorch's attention to keys `allowed` and not biased by -inf; queries without keys give zeros and no gradient.
 
     PyTorch's CPU kernels guarantee this for queries without keys. The GPU's kernels and exported graphs do not, so
     these rows are opened here and then zeroed.
     """
+    if bias is not None:
+        allowed = allowed & ~bias.isneginf()
     dead = ~allowed.any(-1, keepdim=True)
     mask = allowed | dead
     if bias is not None:

@@ -73,5 +73,6 @@ def _space_mark(tokenizer: FastTokenizer) -> str:
 def _wordpiece_bytes(piece: str, prefix: str) -> int:
     if piece.startswith(prefix) and piece != prefix:
         return len(piece[len(prefix) :].encode())
-    is_symbol = len(piece) == 1 and unicodedata.category(piece)[0] in "PS"
-    return len(piece.encode()) + (not is_symbol)
+    # BERT's normalizer sets punctuation and Chinese characters apart from each other, without a space in the text.
+    is_apart = len(piece) == 1 and (unicodedata.category(piece)[0] in "PS" or "CJK" in unicodedata.name(piece, ""))
+    return len(piece.encode()) + (not is_apart)

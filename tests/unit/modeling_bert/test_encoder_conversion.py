@@ -79,8 +79,10 @@ def test_a_tiled_model_holds_the_smaller_one(first_attention_norm):
     assert torch.equal(large.get_input_embeddings().weight[:, centre], words)
     for number, source in enumerate((0, 1, 1)):  # round(2 / 3 * number)
         ours, theirs = large.bert.encoder.layer[number], small.bert.encoder.layer[source]
-        assert torch.equal(ours.attention.self.query.weight[centre, centre], theirs.attention.self.query.weight)
-        assert torch.equal(ours.attention.self.key.weight[4:12, centre], theirs.attention.self.key.weight)
+        # of 4 query heads, 2 for each head of keys, and of 2 of those: the centre that tears none apart is at 0
+        assert torch.equal(ours.attention.self.query.weight[:16, centre], theirs.attention.self.query.weight)
+        assert torch.equal(ours.attention.self.key.weight[:8, centre], theirs.attention.self.key.weight)
+        assert torch.equal(ours.attention.output.dense.weight[centre, :16], theirs.attention.output.dense.weight)
         assert torch.equal(ours.output.dense.weight[centre, 8:32], theirs.output.dense.weight)
         wide = ours.intermediate.dense.weight
         halves = torch.cat([wide[8:32, centre], wide[48:72, centre]])
@@ -132,3 +134,13 @@ def test_presets_have_the_published_sizes():
 def small(config):
     values = {key: value for key, value in config.to_dict().items() if key != "model_type"} | SIZES
     return values | {"layer_types": values["layer_types"] and values["layer_types"][:2]}
+
+
+@pytest.mark.parametrize("layers", [4, 5, 9])
+def test_tiling_to_twice_the_layers_and_more_uses_each_of_the_smaller(layers):
+    small = BertForMaskedLM(BertConfig(**SIZES))
+    large = tile_model(small, BertConfig(**{**SIZES, "num_hidden_layers": layers}))
+    theirs = [layer.attention.self.query.weight for layer in small.bert.encoder.layer]
+    ours = [layer.attention.self.query.weight for layer in large.bert.encoder.layer]
+    used = [next(k for k, weight in enumerate(theirs) if torch.equal(weight, own)) for own in ours]
+    assert used == sorted(used) and set(used) == set(range(len(theirs)))

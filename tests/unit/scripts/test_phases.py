@@ -228,6 +228,9 @@ def test_lengths_in_tokens_are_updates_of_the_global_batch(work):
         (None, {"branch_from": "nowhere"}, "--branch_from nowhere: no such checkpoint"),
         (None, {"branch_from": "x", "resume": "y"}, "--branch_from starts a new run"),
         (None, {"branch_from": "x", "find_lr": 20}, "--branch_from and --find_lr exclude each other"),
+        (None, {"branch_from": "run", "iters": 5}, "--branch_from run is in --model_path"),
+        (None, {"average": 2, "early_stopping_patience": 3, "iters": 5}, "--average and --early_stopping_patience"),
+        ([{"iters": 1}], {"init_checkpoint": "x"}, "--phases needs --reset_iteration and --reset_lr"),
         (None, {"iters": "10 Mtok"}, "--iters takes a whole number, not"),
     ],
 )  # fmt: skip
@@ -270,3 +273,27 @@ def test_bert_keeps_its_place_under_another_mask_rate_and_over_a_kill_at_the_bor
     pretrain_bert(words(**flags, model_path="run"))
     ours, theirs = (load_file(f"{run}/last/model.safetensors") for run in ("run", "run_whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_phase_begins_nowhere_but_at_the_end_of_the_one_before(work):
+    phases = [{"iters": 2}, {"iters": 2, "lr": 1e-3}, {"iters": 2, "lr": 1e-4}]
+    start(phases=phases)
+    with pytest.raises(UserError, match="phase 2 begins at step 2, but .*step_000006 is of phase 3 and step 6"):
+        start(phases=phases, resume="run/checkpoints/step_000002")
+    assert ended("run")[2]["step"] == 6
+
+
+def test_phases_start_from_a_model(work):
+    start(run="run_model", iters=2)
+    start(phases=[{"iters": 2, "lr": 0.1, "lr_scheduler": "constant"}, {"iters": 1}], from_pretrained="run_model")
+    assert ended("run")[2]["step"] == 3
+    assert "weights from run_model" in (work / "run" / "logs" / "rank0.log").read_text()
+
+
+def test_the_mean_that_lacks_a_checkpoint_is_named_and_nothing_is_lost(work):
+    start(iters=6, keep_checkpoints=1)
+    with pytest.raises(
+        UserError, match="--average 3 needs step_000004, step_000006, .*|--average 3 needs step_000004"
+    ):
+        start(iters=8, average=3, keep_checkpoints=1)
+    assert ended("run")[2]["step"] == 8
