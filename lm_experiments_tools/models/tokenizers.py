@@ -97,7 +97,7 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
             return _from_sentencepiece(source.path)
     try:
         return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # tokenizers raises plain ones, for example for a checkpoint that a run has removed
         raise UserError(
             f"{named}: no tokenizer can be read from it ({first_line(error)}); name one with --tokenizer."
         ) from error

@@ -55,4 +55,5 @@ class Workers:
             thread.start()
         for thread in threads:
             thread.join()
+        torch.compiler.set_stance("default")  # one for the process: threads that set it restore each other's
         return [results[rank] for rank in ranks]
