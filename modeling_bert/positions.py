@@ -64,7 +64,7 @@ def window_bias(config: BertConfig, is_checked: bool, like: Tensor) -> T5Bias:
 
 
 def window_layout(config: BertConfig) -> SparsityConfig | None:
-    """Blocks that hold the window of each token, out of which `window_bias` cuts it exactly; None without windows."""
+    """Block layout that covers every sliding window; `window_bias` masks the rest. None without windows."""
     if config.local_attention is None:
         return None
     reach = config.local_attention // 2

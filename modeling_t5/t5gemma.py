@@ -44,7 +44,7 @@ _NAMES = (
 
 
 def name_of(theirs: str) -> str:
-    """The name here of a parameter of T5GemmaForConditionalGeneration."""
+    """modeling_t5's name for a parameter of T5GemmaForConditionalGeneration."""
     name = theirs
     for pattern, ours in _NAMES:
         name = re.sub(pattern, ours, name)

@@ -6,7 +6,7 @@ import contextlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -295,3 +295,20 @@ def _read_file(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
         return state_dict_of(read_pickle(path, allow_pickle=allow_pickle), path)
     return strip_wrappers(load_tensors(path))
+
+
+@torch.no_grad()
+def mean_state(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Mean of state dicts with equal names and shapes, summed in float64; integer tensors are those of the first.
+
+    The states are read one after another: only one of them and the sums are in memory.
+    """
+    others = iter(states)
+    first, number = dict(next(others)), 1
+    floats = {name: value for name, value in first.items() if value.is_floating_point()}
+    sums = {name: value.to("cpu", torch.float64, copy=True) for name, value in floats.items()}
+    for state in others:
+        number += 1
+        for name, total in sums.items():
+            total += state[name].cpu()
+    return {**first, **{name: (total / number).to(first[name].dtype) for name, total in sums.items()}}

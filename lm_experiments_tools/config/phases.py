@@ -33,8 +33,8 @@ class PhaseArgs:
     """Parts of the run, in YAML a list of mappings, each with its length (iters: or tokens:) and any flags of task,
     data, lengths, batch, optimizer and schedule that it changes; see docs/phases.md."""
     branch_from: Annotated[str | None, HARMLESS, IN_RUN_DIRECTORY] = None
-    """Run or checkpoint of another --model_path that this new run continues exactly, for --iters more updates. Another
-    learning-rate schedule starts there."""
+    """Start as an exact continuation of another run, or of one of its checkpoints, and make --iters more updates. A
+    new learning-rate schedule starts there."""
     trained: tuple[str, ...] = ()
     """Patterns of the names of the parameters to train ("*.embed_tokens.*"); the others are frozen. Empty: all."""
     model_options: tuple[str, ...] = ()

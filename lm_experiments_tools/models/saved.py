@@ -22,6 +22,7 @@ from lm_experiments_tools.checkpoint.adapter_files import check_base, saved_by_n
 from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step
 from lm_experiments_tools.checkpoint.source import Source, find_base, find_source
+from lm_experiments_tools.checkpoint.weights import mean_state
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.adapters import check_peft, described_by
@@ -205,20 +206,22 @@ def average_weights(model: torch.nn.Module, others: Iterable[tuple[str, torch.nn
     Raises:
         UserError: another model has weights of other names or shapes, or another value that is no real number.
     """
-    own, sums, number = model.state_dict(), {}, 1
-    for name, other in others:
-        sums, number = sums or {key: value.double() for key, value in own.items()}, number + 1
-        theirs = other.state_dict()
-        differing = [key for key in {**own, **theirs} if _shape(own.get(key)) != _shape(theirs.get(key))]
-        differing += [
-            k for k in own if not differing and not own[k].is_floating_point() and (own[k] != theirs[k]).any()
-        ]
-        if differing:
-            raise UserError(f"--average {name} is another model: {some_names(differing)} differ")
-        for key, value in theirs.items():
-            sums[key] += value
-    for key, total in sums.items():
-        own[key].copy_(total / number)
+    own = model.state_dict()
+
+    def states() -> Iterator[dict[str, torch.Tensor]]:
+        yield own
+        for name, other in others:
+            theirs = other.state_dict()
+            differing = [key for key in {**own, **theirs} if _shape(own.get(key)) != _shape(theirs.get(key))]
+            differing += [
+                k for k in own if not differing and not own[k].is_floating_point() and (own[k] != theirs[k]).any()
+            ]
+            if differing:
+                raise UserError(f"--average {name} is another model: {some_names(differing)} differ")
+            yield theirs
+
+    for key, value in mean_state(states()).items():
+        own[key].copy_(value)
 
 
 def _shape(weight: torch.Tensor | None) -> torch.Size | None:

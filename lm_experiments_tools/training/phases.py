@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.manifest import step_directory_name
+from lm_experiments_tools.checkpoint.weights import mean_state
 from lm_experiments_tools.checkpoint.writer import read_state
 from lm_experiments_tools.config.phases import saved_before
 from lm_experiments_tools.config.pretraining import MixtureArgs
@@ -80,20 +81,8 @@ def average_weights(trainer: TrainingLoop) -> None:
                 f"--average {args.average} needs {', '.join(lost)}, which are not in {checkpoints}: leave it out, or "
                 "average fewer."
             )
-        return _mean([weights, *(read_state(backend.unwrap(), folder) for folder in folders)])
+        return mean_state(chain([weights], (read_state(backend.unwrap(), folder) for folder in folders)))
 
     backend.load_model_state(on_all(backend, mean, only_main=True, takes_long=True))
     state.averaged_at = state.step
     trainer.say(f"weights are the mean of steps {', '.join(map(str, [*steps, state.step]))}")
-
-
-@torch.no_grad()
-def _mean(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of each floating-point tensor, summed in float64; of other tensors the first state's."""
-    mean = {}
-    for name, first in states[0].items():
-        mean[name] = first
-        if first.is_floating_point():
-            total = sum(state[name].double().cpu() for state in states)
-            mean[name] = (total / len(states)).to(first.dtype)
-    return mean

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from lm_experiments_tools.data.loader import SampleDataset
-from lm_experiments_tools.data.objectives.mlm import REPLACE, mask_tokens
+from lm_experiments_tools.data.objectives.mlm import REPLACE, mask_tokens, special_and_ordinary
 from lm_experiments_tools.data.objectives.token_stream import BLOCK
 from lm_experiments_tools.data.order import sample_words, stream_key
 
@@ -51,9 +51,7 @@ class MaskedRows:
     ) -> None:  # fmt: skip
         self.rows, self.rate, self.mask_id, self.seed = rows, rate, mask_id, seed
         self.replace, self.starts_word = replace, starts_word
-        self._special = np.zeros(vocab_size, bool)
-        self._special[[*special_ids, mask_id]] = True
-        self._ordinary_ids = np.flatnonzero(~self._special)
+        self._special, self._ordinary_ids = special_and_ordinary([*special_ids, mask_id], vocab_size)
         self._noise_key = stream_key(seed, "masks")
 
     def __len__(self) -> int:

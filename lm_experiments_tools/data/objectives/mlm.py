@@ -63,6 +63,13 @@ def mask_id(vocabulary: Vocabulary) -> int:
     return int(vocabulary.sentinel_ids[0])
 
 
+def special_and_ordinary(special_ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which ids are special, bool[vocab_size], and all other ids, as `mask_tokens` takes them."""
+    special = np.zeros(vocab_size, bool)
+    special[special_ids] = True
+    return special, np.flatnonzero(~special)
+
+
 def mask_tokens(
     tokens: np.ndarray,
     words: np.ndarray,
@@ -166,9 +173,7 @@ class MaskedLMDataset(TokenBlocks):
     ) -> None:
         super().__init__(tokens, length, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
         self.mask_id, self.probability = mask_id, probability
-        self._special = np.zeros(vocab_size, bool)
-        self._special[[*special_ids, mask_id]] = True
-        self._ordinary_ids = np.flatnonzero(~self._special)
+        self._special, self._ordinary_ids = special_and_ordinary([*special_ids, mask_id], vocab_size)
         self._noise_key = stream_key(seed, "noise")
 
     def describe(self) -> str:
