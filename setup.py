@@ -36,9 +36,7 @@ EXTRAS = {
     "metrics": ["sacrebleu>=2.5"],
     # suites of lmtools evaluate
     "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
-    # lmtools tokenize --on, and examples/clusters/ray_train.py
-    "slurm": ["datatrove>=0.10"],
-    "ray": ["datatrove>=0.10", "ray[train]>=2.50"],
+    "ray": ["ray[train]>=2.50"],  # examples/clusters/ray_train.py
     # --log_to
     "trackio": ["trackio>=0.43"],
     "wandb": ["wandb>=0.31"],

@@ -1,14 +1,13 @@
 """Turn text into a token file (Megatron's .bin and .idx) for the trainers; an interrupted run resumes.
 
-A cluster does it in n parts: with `--on slurm` and `--on ray` by datatrove, or by hand as a job array, job i with
---shard i/n, and `lmtools merge` at its end (docs/scale.md).
+A job array does it in n parts, job i with --shard i/n, and `lmtools merge` joins them (docs/scale.md).
 """
 
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from lm_experiments_tools.config.flags import COUNT, check_groups, needs, only
+from lm_experiments_tools.config.flags import COUNT, check_groups
 from lm_experiments_tools.errors import UserError
 
 
@@ -33,33 +32,14 @@ class TokenizeArgs:
     """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or 0.1 % of the
     lines read so far where that is more."""
     workers: Annotated[int | None, COUNT] = None
-    """Processes. None: one per core; with --on, 1 for each part."""
+    """Processes. None: one per core."""
     shard: str | None = None
     """i/n, i from 0: tokenize the i-th of n parts, into PREFIX-0000i-of-0000n. None: all."""
     overwrite: bool = False
     """Replace token files of other text, or of another vocabulary, that are there under the output's name."""
-    on: Literal["local", "slurm", "ray"] | None = None
-    """Cut the work into --shards parts for datatrove: processes here, a job array of Slurm, or tasks of Ray's cluster
-    (RAY_ADDRESS); the parts are merged at the end, to the bytes of one run."""
-    shards: Annotated[int | None, COUNT, needs("on")] = None
-    """Parts of the text."""
-    partition: Annotated[str | None, only("on", "slurm")] = None
-    """Partition of Slurm."""
-    time: Annotated[str, only("on", "slurm")] = "24:00:00"
-    """Time limit of a part in Slurm."""
 
     def __post_init__(self) -> None:
         check_groups(self, (TokenizeArgs,))
-        if self.on and (self.shards is None or self.shard is not None):
-            raise UserError(f"--on {self.on} takes --shards N, the number of parts, and makes them all: no --shard.")
-        if self.on == "slurm" and self.partition is None:
-            raise UserError("--on slurm needs --partition; `sinfo -s` lists those of the cluster.")
-
-    def settings(self) -> dict[str, Any]:
-        """Arguments of `tokenize_corpus`, without `workers` and `shard`."""
-        paths = {"inputs": self.input, "vocab_path": self.vocab, "output_prefix": self.output}
-        names = "append_eos", "text_key", "max_bad_lines", "encode_by", "overwrite"
-        return paths | {name: getattr(self, name) for name in names}
 
 
 def run(args: TokenizeArgs) -> None:
@@ -68,13 +48,12 @@ def run(args: TokenizeArgs) -> None:
     from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
     check_output(args.output)
-    if args.on:
-        from lm_experiments_tools.tools.tokenize_parts import tokenize_parts
-
-        return tokenize_parts(args)
     shard = parse_shard(args.shard)
     start = time.perf_counter()
-    meta = tokenize_corpus(**args.settings(), workers=args.workers, shard=shard)
+    meta = tokenize_corpus(
+        args.input, args.vocab, args.output, append_eos=args.append_eos, workers=args.workers, shard=shard,
+        text_key=args.text_key, max_bad_lines=args.max_bad_lines, encode_by=args.encode_by, overwrite=args.overwrite,
+    )  # fmt: skip
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
     empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""

@@ -1,4 +1,4 @@
-"""examples/clusters/ray_train.py and `lmtools tokenize --on ray` on Ray's own cluster of two nodes in this process."""
+"""examples/clusters/ray_train.py on Ray's own cluster of two nodes in this process."""
 
 from __future__ import annotations
 
@@ -77,21 +77,3 @@ def test_a_run_that_fails_ends_the_program_with_the_reason(address, ray_train, f
     ended = run(ray_train, SCRIPT, *words(**flags), address=address)
     assert ended.returncode == 1 and f"{data / 'absent'}" in ended.stdout, ended.stdout[-6000:]
     assert f"{SCRIPT} ended with exit code 2" in ended.stdout
-
-
-def test_tasks_of_the_cluster_tokenize_to_the_bytes_of_one_run(address, long_text, data, tmp_path):
-    if reason := missing("datatrove"):
-        pytest.skip(reason)
-    text = {"input": long_text, "vocab": data / "vocab.model", "output": tmp_path / "parts"}
-    ended = run(
-        "-m", "lm_experiments_tools.tools.main", "tokenize", *words(**text, on="ray", shards=3), address=address
-    )
-    assert ended.returncode == 0, ended.stdout[-6000:]
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()
-    (tmp_path / "bad.jsonl").write_text(long_text.read_text() + "not json\n")
-    text |= {"input": tmp_path / "bad.jsonl", "max_bad_lines": 0, "output": tmp_path / "bad"}
-    ended = run(
-        "-m", "lm_experiments_tools.tools.main", "tokenize", *words(**text, on="ray", shards=3), address=address
-    )
-    assert ended.returncode == 2 and "error: part 2 of 3: " in ended.stdout, ended.stdout[-6000:]

@@ -67,7 +67,7 @@ def test_wheel_metadata(wheel):
     info = next(name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name)
     metadata = archive.read(f"{info}/METADATA").decode()
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
-    expected = "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize ray seqio slurm"
+    expected = "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize ray seqio"
     assert sorted(extras) == f"{expected} suites trackio wandb".split()
     assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()

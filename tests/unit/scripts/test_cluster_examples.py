@@ -12,6 +12,7 @@ import yaml
 
 from tests.helpers import ROOT
 from tests.helpers.cluster_examples import copy_example
+from tests.helpers.token_toys import make_texts, write_jsonl
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples" / "clusters").iterdir())
 # Prints its folder and its arguments as JSON.
@@ -39,7 +40,8 @@ def program(tmp_path, monkeypatch):
 def test_a_file_begins_with_its_command_and_is_linked_from_the_page(name):
     beginning = (ROOT / "examples" / "clusters" / name).read_text().splitlines()[:3]
     assert any(
-        re.search(rf"(sbatch|bash|python|kubectl create -f) examples/clusters/{name}", line) for line in beginning
+        re.search(rf"(sbatch|sbatch --wait|bash|python|kubectl create -f) examples/clusters/{name}", line)
+        for line in beginning
     )
     assert f"](../examples/clusters/{name})" in (ROOT / "docs" / "clusters.md").read_text()
 
@@ -72,6 +74,21 @@ def test_a_slurm_job_is_requeued_if_and_only_if_it_was_terminated(
     assert ended.returncode == expected and requeued == (["requeue 7"] if expected == 143 else [])
     if name == "slurm_torchrun.sbatch":
         assert json.loads(words)[1:5] == ["--nnodes", "2", "--nproc_per_node", "4"] and "n1:15007" in words
+
+
+def test_an_array_of_jobs_and_merge_write_the_tokens_of_one_run(tmp_path, program, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program("lmtools", f'#!/bin/bash\nexec {sys.executable} -m lm_experiments_tools.tools.main "$@"\n')
+    write_jsonl(tmp_path / "text 1.jsonl", make_texts(100))
+    text = ["--input", "text 1.jsonl", "--vocab", "bytes"]
+    subprocess.run(["lmtools", "tokenize", *text, "--output", "one"], check=True)
+    job = ["bash", ROOT / "examples" / "clusters" / "tokenize.sbatch", *text, "--output", "parts"]
+    for number, parts in ((0, {"SLURM_ARRAY_TASK_COUNT": "2"}), (1, {"SLURM_ARRAY_TASK_COUNT": "1", "PARTS": "2"})):
+        subprocess.run(job, env=os.environ | parts | {"SLURM_ARRAY_TASK_ID": str(number)}, check=True)
+    subprocess.run(["lmtools", "merge", "--input", "parts", "--output", "merged"], check=True)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"one{suffix}").read_bytes()
 
 
 def test_ssh_hosts_start_the_same_command_with_their_ranks(tmp_path, program, monkeypatch):
