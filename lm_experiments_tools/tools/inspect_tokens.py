@@ -13,6 +13,7 @@ import numpy as np
 
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tracking.curve import new_figure
 
 Facts = list[tuple[str, str]]  # (name, text); an empty name continues the fact above
 PERCENTILES = {0: "min", 5: "5 %", 25: "25 %", 50: "median", 75: "75 %", 95: "95 %", 99: "99 %", 100: "max"}
@@ -145,9 +146,8 @@ def _length(lengths: np.ndarray, what: str) -> str:
 
 def _plot_lengths(kinds: Mapping[str, np.ndarray], path: Path) -> Path:
     """Write a PNG with a histogram of lengths for each kind. Raises UserError without matplotlib."""
-    from lm_experiments_tools.tools.attention_maps import new_figure
-
-    figure, (axes,) = new_figure(1, 6.0, 3.0)
+    figure = new_figure(6.0, 3.4)
+    axes = figure.subplots()
     for kind, lengths in kinds.items():
         if len(lengths):
             axes.hist(np.maximum(lengths, 1), np.geomspace(1, lengths.max() + 2, 60), alpha=0.7, label=kind)

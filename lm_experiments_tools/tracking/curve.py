@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.tracker import parse_record
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure of these inches that needs no display. Raises UserError without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("drawing a picture needs matplotlib: pip install matplotlib.") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def plot_curve(metrics_jsonl: Path | str, png: Path | str) -> Path:
@@ -14,19 +28,12 @@ def plot_curve(metrics_jsonl: Path | str, png: Path | str) -> Path:
     Raises:
         UserError: matplotlib is missing, or the file has no loss.
     """
-    try:
-        import matplotlib  # noqa: F401
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("drawing the curve needs matplotlib: pip install matplotlib.") from None
     source, target = Path(metrics_jsonl), Path(png)
     records = [parse_record(line) for line in source.read_text(encoding="utf-8").splitlines()]
     losses = [r for r in records if r is not None and isinstance(r.get("loss"), (int, float))]
     if not losses:
         raise UserError(f"{source} has no losses to draw: was --log_interval longer than the run?")
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)  # needs no display
+    figure = new_figure(8, 4.8)
     axes = figure.subplots()
     for split in dict.fromkeys(record["split"] for record in losses):
         points = sorted((r["step"], r["loss"]) for r in losses if r["split"] == split)

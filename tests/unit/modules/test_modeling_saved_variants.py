@@ -7,6 +7,7 @@ import sys
 import textwrap
 from unittest import mock
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -15,7 +16,8 @@ import transformers
 import modeling_bert
 import modeling_t5
 from lm_experiments_tools.models.build import load_model_config
-from lm_experiments_tools.tools.attention_maps import attention_maps
+from lm_experiments_tools.tools.main import main
+from tests.helpers.runs import words as words_of
 
 BERT = {
     "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
@@ -162,16 +164,21 @@ def test_attention_maps_of_a_variant(name, tmp_path):
         tokenizer_object=words, pad_token="w0", model_input_names=["input_ids", "attention_mask"]
     )
     text = " ".join(f"w{number}" for number in range(3, 33))
-    maps = attention_maps(model, tokenizer, text, target="w5 w6" if "t5" in name else None)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    flags = words_of(model=tmp_path, text=text, target="w5 w6" if "t5" in name else None, output=tmp_path / "m.npz")
+    assert main(["attention", *flags]) == 0
+    maps = np.load(tmp_path / "m.npz")
     inputs = {"labels": torch.tensor([[5, 6]])} if "t5" in name else {}
     model.set_attn_implementation("eager")
     outputs = model(torch.arange(3, 33)[None], output_attentions=True, **inputs)
     expected = outputs.attentions if "bert" in name else outputs.encoder_attentions
     memory = [f"<memory {number}>" for number in range(settings.get("num_memory_tokens", 0))]
+    kind = "encoder" if "t5" in name else "self"
     for head, weights in enumerate(expected[0][0]):
-        torch.testing.assert_close(torch.from_numpy(maps[head].weights), weights.detach())
-        assert maps[head].keys == maps[head].queries == [*memory, *text.split()]
-    assert maps[0].kind == "self" or maps[-1].keys == [*memory, *text.split()]
+        torch.testing.assert_close(torch.from_numpy(maps[f"{kind}_layer_0_head_{head}"]), weights.detach())
+    for side in (f"{kind}_keys", f"{kind}_queries", *(["cross_keys"] if "t5" in name else [])):
+        assert list(maps[side]) == [*memory, *text.split()]
 
 
 class WindowConfig(modeling_t5.T5Config):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -17,12 +19,11 @@ from transformers import (
 )
 
 from lm_experiments_tools.attention.huggingface import enable
-from lm_experiments_tools.attention.layouts import SPARSITY_CONFIGS, get_sparsity_config
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.attention.layouts import get_sparsity_config
 from lm_experiments_tools.tools.attention import numbers
-from lm_experiments_tools.tools.attention_maps import attention_maps, layout_parts, write_maps
 from lm_experiments_tools.tools.main import main
 from tests.helpers.damage import truncate
+from tests.helpers.runs import words
 
 WORDS = "a cat sat on the mat and a dog ran </script> $x$".split()
 TEXT = " ".join(WORDS)
@@ -46,55 +47,54 @@ def t5() -> T5ForConditionalGeneration:
     config = T5Config(
         vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
-    return T5ForConditionalGeneration(config).eval()
+    model = T5ForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    return model
 
 
-def test_maps_are_the_weights_of_every_attention(t5, tokenizer):
-    maps = attention_maps(t5, tokenizer, TEXT, target="the dog sat", layers=[1], heads=[0, 3])
-    assert [(m.kind, m.layer, m.head) for m in maps] == [
-        (kind, 1, head) for kind in ("encoder", "decoder", "cross") for head in (0, 3)
-    ]
+def arrays_of(folder, *parts, **flags):
+    """Arrays that the command writes for a model and its tokenizer."""
+    for part in parts:
+        part.save_pretrained(folder)
+    flags = {"model": folder, "text": TEXT, "output": folder / "deep" / "maps.npz"} | flags
+    assert main(["attention", *words(**flags)]) == 0
+    return np.load(flags["output"])
+
+
+def test_maps_are_the_weights_of_every_attention(t5, tokenizer, tmp_path):
+    arrays = arrays_of(tmp_path, t5, tokenizer, target="the dog sat", layers=1, heads="0,3")
     read, written = [*WORDS, "</s>"], ["<pad>", "the", "dog", "sat"]
-    assert [(m.queries, m.keys) for m in maps[::2]] == [(read, read), (written, written), (written, read)]
+    tokens = {"encoder": (read, read), "decoder": (written, written), "cross": (written, read)}
     inputs = tokenizer(TEXT, return_tensors="pt")
     labels = tokenizer("the dog sat", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         expected = t5(**inputs, labels=labels, output_attentions=True)
-    for m in maps:
-        weights = expected[f"{m.kind}_attentions"][1][0, m.head].numpy()
-        np.testing.assert_allclose(m.weights, weights, atol=1e-6)
-        np.testing.assert_allclose(m.weights.sum(1), 1, atol=1e-5)
+    assert len(arrays) == 3 * 4
+    for kind, (queries, keys) in tokens.items():
+        assert (list(arrays[f"{kind}_queries"]), list(arrays[f"{kind}_keys"])) == (queries, keys)
+        for head in (0, 3):
+            weights = arrays[f"{kind}_layer_1_head_{head}"]
+            np.testing.assert_allclose(weights, expected[f"{kind}_attentions"][1][0, head].numpy(), atol=1e-6)
+            np.testing.assert_allclose(weights.sum(1), 1, atol=1e-5)
 
 
-def test_without_a_target_the_model_writes_one(t5, tokenizer):
-    maps = attention_maps(t5, tokenizer, TEXT, layers=[0], heads=[0])
+def test_without_a_target_the_model_writes_one(t5, tokenizer, tmp_path):
+    arrays = arrays_of(tmp_path, t5, tokenizer)
     written = t5.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=32)[0, :-1]
-    assert maps[1].queries == tokenizer.convert_ids_to_tokens(written)
+    assert list(arrays["decoder_queries"]) == list(map(str, tokenizer.convert_ids_to_tokens(written)))
 
 
-def test_maps_of_a_sparse_model_show_its_layout(tokenizer):
+def test_maps_of_a_sparse_model_show_its_layout(tokenizer, tmp_path):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
     )
     layout = get_sparsity_config("LocalSlidingWindow", 2, block=4)
-    model = enable(BertModel(config), layout).eval()
-    inputs = tokenizer(TEXT, return_tensors="pt")
-    expected = model(**inputs).last_hidden_state
-    maps = attention_maps(model, tokenizer, TEXT)
-    assert [(m.kind, m.layer, m.head) for m in maps] == [("self", layer, head) for layer in (0, 1) for head in (0, 1)]
+    arrays = arrays_of(tmp_path, enable(BertModel(config), layout), tokenizer)
     allowed = layout.make_layout(16)[0].repeat_interleave(4, 0).repeat_interleave(4, 1)[:13, :13].bool().numpy()
-    for m in maps:
-        assert (m.weights[allowed] > 0).all() and (m.weights[~allowed] == 0).all()
-    torch.testing.assert_close(model(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
-
-
-def test_arrays_hold_every_weight_and_token(t5, tokenizer, tmp_path):
-    maps = attention_maps(t5, tokenizer, TEXT, target="the dog sat")
-    arrays = np.load(write_maps(maps, tmp_path / "deep" / "maps.npz", title=TEXT))
-    assert list(arrays["cross_keys"]) == [*WORDS, "</s>"] and len(arrays) == len(maps) + 6
-    for m in maps:
-        np.testing.assert_array_equal(arrays[f"{m.kind}_layer_{m.layer}_head_{m.head}"], m.weights)
+    for layer, head in product((0, 1), (0, 1)):
+        weights = arrays[f"self_layer_{layer}_head_{head}"]
+        assert (weights[allowed] > 0).all() and (weights[~allowed] == 0).all()
 
 
 def test_the_command_writes_arrays_and_pictures_of_a_run(t5, tokenizer, tmp_path, capsys):
@@ -163,33 +163,23 @@ def test_a_text_beyond_the_positions_of_a_model_is_refused(tokenizer, tmp_path, 
     assert main([*command, "a cat sat"]) == 0
 
 
-def test_a_target_beyond_the_positions_of_a_decoder_is_refused(tokenizer):
+def test_a_target_beyond_the_positions_of_a_decoder_is_refused(tokenizer, tmp_path, capsys):
     config = BartConfig(
         vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=8,
     )  # fmt: skip
     model = BartForConditionalGeneration(config)
-    with pytest.raises(UserError, match="--target of 13 tokens is more than the 8 positions of the model"):
-        attention_maps(model, tokenizer, "a cat sat", target=TEXT)
-
-
-@pytest.mark.parametrize("name", ["m.npz", "m.png"])
-def test_no_maps_are_refused(name, tmp_path):
-    with pytest.raises(UserError, match="There are no maps to write"):
-        write_maps([], tmp_path / name, title="")
-    assert not (tmp_path / name).exists()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    flags = words(model=tmp_path, text="a cat sat", target=TEXT, output=tmp_path / "m.npz")
+    capsys.readouterr()
+    assert main(["attention", *flags]) == 2
+    assert "--target of 13 tokens is more than the 8 positions of the model" in capsys.readouterr().err
 
 
 def test_numbers_of_layers_and_heads():
     assert numbers("all", "layers") is None
     assert numbers("0, 3-5", "layers") == [0, 3, 4, 5]
-
-
-@pytest.mark.parametrize("name", SPARSITY_CONFIGS)
-def test_every_block_of_a_layout_has_one_reason(name):
-    config = get_sparsity_config(name, 1, block=16)
-    parts = layout_parts(config, 512).values()
-    assert torch.equal(sum(part.int() for part in parts), config.make_layout(512)[0].int())
 
 
 def test_layouts_are_drawn(tmp_path):
