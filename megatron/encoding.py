@@ -16,10 +16,11 @@ makes each token a sequence; `append_eod` ends the last sequence of a document w
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from lm_experiments_tools.config.flags import COUNT
 from lm_experiments_tools.data.text.records import BadRecord, Record, field_of, unusable_characters, utf8_length
 from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.data.tokens.pipeline import EncodedDocuments
@@ -51,7 +52,7 @@ class EncodingArgs:
     """Make each token a sequence."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document id ([SEP] where it has none)."""
-    max_document_mb: int = 256
+    max_document_mb: Annotated[int, COUNT] = 256
     """A longer line is a bad line; a worker needs 6 times the memory, 24 times without --split_sentences."""
 
 

@@ -24,14 +24,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 if __name__ == "__main__" and not __package__:
     # Run as a file: Python put this folder first on its path, where our tokenizers.py hides the package `tokenizers`.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from lm_experiments_tools.config.cli import parse, run_main
-from lm_experiments_tools.config.flags import check_minimum
+from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
 from lm_experiments_tools.data.text.records import (
     BadRecord,
     RejectedRecords,
@@ -69,12 +69,12 @@ class PreprocessArgs(EncodingArgs):
     shard: str | None = None
     """i/n, i from 0: tokenize the i-th of n parts, into PREFIX_KEY_sentence-0000i-of-0000n, which `lmtools merge
     --input PREFIX_KEY_sentence` joins. None: all."""
-    max_bad_lines: int | None = None
+    max_bad_lines: Annotated[int | None, NOT_NEGATIVE] = None
     """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
     0.1 % of the lines read so far where that is more."""
-    workers: int = 1
+    workers: Annotated[int, COUNT] = 1
     """Processes that tokenize; the files do not depend on it."""
-    log_interval: int = 100
+    log_interval: Annotated[int, COUNT] = 100
     """Documents between two lines of progress, of which there is at most one for each shard of some megabytes."""
     merge_file: str | None = None
     """Belongs to GPT2BPETokenizer."""
@@ -82,8 +82,7 @@ class PreprocessArgs(EncodingArgs):
     """Format; only mmap is written."""
 
     def __post_init__(self) -> None:
-        check_minimum(self, 1, "workers", "log_interval", "max_document_mb")
-        check_minimum(self, 0, "max_bad_lines")
+        check_groups(self, (PreprocessArgs, EncodingArgs))
         if self.dataset_impl != "mmap":
             raise UserError(f"--dataset-impl {self.dataset_impl} is not supported: use mmap.")
         if self.merge_file is not None and self.tokenizer_type != "GPT2BPETokenizer":

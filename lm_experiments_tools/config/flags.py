@@ -77,9 +77,6 @@ def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
     return Ignored(lambda args: not getattr(args, flag), reason or f"needs --{flag}, which is not given")
 
 
-only = needs
-
-
 @dataclasses.dataclass(frozen=True)
 class Flag:
     """A field of a dataclass of arguments, as a flag.
@@ -242,14 +239,6 @@ def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Ite
     names = {name for group in groups or type(args).__mro__ for name in inspect.get_annotations(group)}
     for name, rules in rules_of(type(args)).items():
         yield from ((name, rule) for rule in rules if name in names and isinstance(rule, kind))
-
-
-def check_minimum(args: object, minimum: float, *flags: str) -> None:
-    """Refuse a flag below `minimum`, NaN or infinite; None passes."""
-    for flag in flags:
-        value = getattr(args, flag)
-        if value is not None and not (value >= minimum and math.isfinite(value)):
-            raise UserError(f"--{flag} is {value}: it must be at least {minimum:g}.")
 
 
 def check_conflict(args: object, first: str, second: str, reason: str) -> None:

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups, needs, only
+from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups, needs
 from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json
@@ -48,9 +48,9 @@ class CheckpointsArgs:
     tasks: Annotated[tuple[str, ...], needs("suite")] = ()
     """Tasks of the suite: names or YAML files (lm_eval), files with sentence1, sentence2 and score (sts), names or
     module:Class (mteb), folders with training and validation data (glue)."""
-    num_fewshot: Annotated[int | None, NOT_NEGATIVE, only("suite", "lm_eval")] = None
+    num_fewshot: Annotated[int | None, NOT_NEGATIVE, needs("suite", "lm_eval")] = None
     """Examples before each question. None: the task's own number."""
-    limit: Annotated[int | None, COUNT, only("suite", "lm_eval")] = None
+    limit: Annotated[int | None, COUNT, needs("suite", "lm_eval")] = None
     """Use only the first N questions of a task. None: all."""
 
 
