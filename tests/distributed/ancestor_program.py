@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import AutoConfig, HfArgumentParser
 
 on_horovod = "horovod" in sys.argv
-atexit.register(lambda: print("in a group at the end:", torch.distributed.is_initialized(), flush=True))
+
+
+def report(line: str) -> None:
+    """One write, which no other worker's line interrupts."""
+    print(f"{line}\n", end="", flush=True)
+
+
+atexit.register(lambda: report(f"in a group at the end: {torch.distributed.is_initialized()}"))
 if on_horovod:
     import horovod.torch as hvd
 
@@ -115,10 +122,10 @@ def train(args, rank, size, first, wait):
     valid = trainer.validate(valid_loader, write_tb=False)
     test = trainer.validate(test_loader, split="test", write_tb=True)
     trainer.save_metrics(save_path=args.model_path)
-    print(f"{rank} of {size} at {trainer.n_iter}: {json.dumps({'valid': valid, 'test': test})}", flush=True)
+    report(f"{rank} of {size} at {trainer.n_iter}: {json.dumps({'valid': valid, 'test': test})}")
 
 
 if __name__ == "__main__":
     main()
     if not on_horovod:
-        print(f"in a group after main: {torch.distributed.is_initialized()}\n", end="", flush=True)
+        report(f"in a group after main: {torch.distributed.is_initialized()}")

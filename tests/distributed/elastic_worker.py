@@ -79,7 +79,7 @@ def main() -> None:
     torch.manual_seed(1000 * backend.world_size + backend.rank)  # noise must not come from here
     loop.train()
     if backend.is_main:
-        print("digest", digest(loop), "of", backend.describe(), flush=True)
+        print(f"digest {digest(loop)} of {backend.describe()}\n", end="", flush=True)
     backend.close()
 
 

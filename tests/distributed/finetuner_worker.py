@@ -21,7 +21,7 @@ write = checkpoint.save_model
 
 
 def seen(*args, **options):
-    print(f"written by {tuner.backend.rank}", flush=True)
+    print(f"written by {tuner.backend.rank}\n", end="", flush=True)
     write(*args, **options)
 
 
@@ -36,5 +36,5 @@ try:
 except UserError as error:
     losses.append(str(error))
 if tuner.backend.is_main:
-    print("losses", json.dumps(losses), flush=True)
+    print(f"losses {json.dumps(losses)}\n", end="", flush=True)
 tuner.backend.close()
