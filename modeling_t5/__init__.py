@@ -6,6 +6,7 @@ from lm_experiments_tools.modules.variants import register_variants
 from modeling_t5.cdq import T5CDQAttention
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import T5Attention
+from modeling_t5.merged import T5MergedAttention
 from modeling_t5.modeling_t5 import (
     T5EncoderForSequenceClassification,
     T5EncoderModel,
@@ -23,6 +24,7 @@ __all__ = [
     "T5EncoderModel",
     "T5ForConditionalGeneration",
     "T5ForSequenceClassification",
+    "T5MergedAttention",
     "T5Model",
     "T5PreTrainedModel",
 ]

@@ -27,9 +27,10 @@ class T5Config(VariantConfig, transformers.T5Config):
             `lm_experiments_tools.attention.positions.PositionScheme`.
         relative_attention_bias_per_layer: a table for each layer (as in umT5), not one for all layers of a stack.
         rotary_dim: features of a head that "rotary" turns, the first ones; all if None.
-        rotary_base: of "rotary".
+        rotary_base, local_rotary_base: of "rotary"; the latter of local layers, None for the same.
         encoder_self_attention_layer, decoder_self_attention_layer, decoder_cross_attention_layer: the class of each
-            kind of attention, "module:Class", called with (config, kind, layer_idx); see `layers.T5Attention`.
+            kind of attention, "module:Class", called with (config, kind, layer_idx); see `layers.T5Attention`. With
+            "modeling_t5:T5MergedAttention" in a decoder there is no cross-attention (T5Gemma 2, arXiv 2512.14856).
         num_cdq_heads: heads of `T5CDQAttention` whose queries know the sequence: half of num_heads, or all of them.
         num_key_value_heads: heads of keys and values, each shared by as many of queries (grouped-query attention,
             arXiv 2305.13245); num_heads if None.
@@ -37,6 +38,8 @@ class T5Config(VariantConfig, transformers.T5Config):
         attention_softcap, final_softcap: c * tanh(x / c) of attention scores and logits (Gemma 2, arXiv 2408.00118).
         local_attention: window of local layers of self-attention: a decoder's token sees those less than so far before
             it, an encoder's those at most so far before and after it. None: all layers are global.
+        encoder_local_attention: tokens before and after it that an encoder's token sees in local layers instead.
+        qk_norm: a norm of each head of queries and keys (Gemma 3).
         global_attn_every_n_layers: the last layer of so many sees all tokens, the others are local.
         post_norms: a norm after each attention and feed-forward too, before it is added.
         scale_embeddings: multiply embeddings by sqrt(d_model).
@@ -70,6 +73,7 @@ class T5Config(VariantConfig, transformers.T5Config):
         "attention_softcap",
         "final_softcap",
         "local_attention",
+        "qk_norm",
         "post_norms",
         "scale_embeddings",
         "separate_encoder_embeddings",
@@ -79,6 +83,7 @@ class T5Config(VariantConfig, transformers.T5Config):
     relative_attention_bias_per_layer: bool = False
     rotary_dim: int | None = None
     rotary_base: float | int = 10000.0
+    local_rotary_base: float | int | None = None
     encoder_self_attention_layer: str = "modeling_t5:T5Attention"
     decoder_self_attention_layer: str = "modeling_t5:T5Attention"
     decoder_cross_attention_layer: str = "modeling_t5:T5Attention"
@@ -88,6 +93,8 @@ class T5Config(VariantConfig, transformers.T5Config):
     attention_softcap: float | int | None = None
     final_softcap: float | int | None = None
     local_attention: int | None = None
+    encoder_local_attention: list[int] | None = None
+    qk_norm: bool = False
     global_attn_every_n_layers: int = 2
     post_norms: bool = False
     scale_embeddings: bool = False
@@ -150,6 +157,9 @@ class T5Config(VariantConfig, transformers.T5Config):
         for name in ("attention_scale", "attention_softcap", "final_softcap", "local_attention"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
+        sides = self.encoder_local_attention
+        if sides is not None and (len(sides) != 2 or min(sides) < 0):
+            raise ValueError(f"encoder_local_attention={sides} must be two numbers of tokens, as in [2, 2].")
         if self.global_attn_every_n_layers < 1:
             raise ValueError(f"global_attn_every_n_layers={self.global_attn_every_n_layers} must be at least 1.")
 

@@ -10,6 +10,7 @@ cut to it (`limit_float16`, which does nothing to other dtypes); infinities woul
 from __future__ import annotations
 
 import json
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,37 +36,13 @@ from lm_experiments_tools.modules.fast_step import Dropout, joined
 from lm_experiments_tools.names import resolve_configured
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.fast_step import activate, norm
-from modeling_t5.packing import Segments
+from modeling_t5.masks import with_cache, with_window
 
 ENCODER_SELF = "encoder_self_attention"
 DECODER_SELF = "decoder_self_attention"
 DECODER_CROSS = "decoder_cross_attention"
 
 _LAYOUTS: WeakValueDictionary[str, SparsityConfig] = WeakValueDictionary()  # by their settings
-
-
-def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> AttentionSpec:
-    """The attention of a stack from a mask as in transformers, with T5's unscaled scores.
-
-    Args:
-        attention_mask: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K]. A mask of floats
-            [B, 1 or heads, Q, K] becomes the bias, and the lowest number of its type forbids a key.
-    """
-    if isinstance(attention_mask, Segments):
-        return AttentionSpec(segment_ids=attention_mask, causal=causal, scale=1.0)
-    if attention_mask is None or attention_mask.dim() == 2:
-        padding = None if attention_mask is None else attention_mask != 0
-        return AttentionSpec(key_padding_mask=padding, causal=causal, scale=1.0)
-    if not attention_mask.is_floating_point():
-        mask = (attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask) != 0
-        return AttentionSpec(mask=mask, scale=1.0)
-    if attention_mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}: one that is added to scores has "
-            "4 dimensions, [batch, heads or 1, queries, keys], and one of 0 and 1 must be bool or integer."
-        )
-    allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-    return AttentionSpec(mask=allowed, bias=attention_mask.masked_fill(~allowed, 0.0), scale=1.0)
 
 
 class T5LayerNorm(nn.Module):
@@ -181,6 +158,16 @@ class T5ClassificationHead(nn.Module):
         return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(x)))))
 
 
+def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | None:
+    """Tokens before and after it that a query of a local layer sees; None for a global layer."""
+    is_global = kind == DECODER_CROSS or (layer_idx + 1) % config.global_attn_every_n_layers == 0
+    if is_global or config.local_attention is None:
+        return None
+    if kind == DECODER_SELF:
+        return config.local_attention - 1, 0
+    return tuple(config.encoder_local_attention or (config.local_attention, config.local_attention))
+
+
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
     """How one layer learns of positions. Layers behind one with a shared bias are given it, and have none."""
     name, bidirectional = config.position_embedding_type, kind == ENCODER_SELF
@@ -189,6 +176,8 @@ def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionSche
         return NoPosition()
     if ":" in name:
         return resolve_configured(name, PositionScheme, f"position_embedding_type={name!r}")(config, bidirectional)
+    is_global = config.local_rotary_base is None or window_of(config, kind, layer_idx) is None
+    rotary_base = config.rotary_base if is_global else config.local_rotary_base
     schemes = {
         "relative_attention_bias": lambda: RelativeBiasPosition(
             config.relative_attention_num_buckets,
@@ -196,7 +185,7 @@ def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionSche
             config.num_heads,
             bidirectional,
         ),
-        "rotary": lambda: RotaryPosition(config.d_kv, config.rotary_dim, config.rotary_base),
+        "rotary": lambda: RotaryPosition(config.d_kv, config.rotary_dim, rotary_base),
         "alibi": lambda: AlibiPosition(config.num_heads),
         "none": NoPosition,
     }
@@ -230,6 +219,7 @@ class T5Attention(nn.Module):
     """
 
     is_fast = False  # never of a class derived from it
+    is_merged = False  # True for self-attention that attends to the encoder too
 
     def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
         super().__init__()
@@ -240,9 +230,11 @@ class T5Attention(nn.Module):
         self.num_key_value_heads = config.num_key_value_heads or config.num_heads
         self.k = nn.Linear(config.d_model, self.num_key_value_heads * config.d_kv, bias=False)
         self.v = nn.Linear(config.d_model, self.num_key_value_heads * config.d_kv, bias=False)
-        is_global = kind == DECODER_CROSS or (layer_idx + 1) % config.global_attn_every_n_layers == 0
-        self.window = None if is_global else config.local_attention
+        self.window = window_of(config, kind, layer_idx)
         self.o = nn.Linear(inner, config.d_model, bias=False)
+        self.q_norm, self.k_norm = (
+            T5LayerNorm(config.d_kv, config.layer_norm_epsilon) if config.qk_norm else None for _ in range(2)
+        )
         position = position_scheme(config, kind, layer_idx)
         # The one scheme with parameters that transformers knows is found under transformers' name.
         self.position_name = "relative_attention_bias" if isinstance(position, RelativeBiasPosition) else "scheme"
@@ -289,19 +281,25 @@ class T5Attention(nn.Module):
         offset = self.tokens_seen(past_key_values)
         states = x if key_value_states is None else key_value_states
         if self.is_fast and self.training and past_key_values is None:
-            q, k, v = (self.split_heads(features) for features in self.projected(x, states))
+            norms = self.q_norm, self.k_norm, None
+            q, k, v = map(self.split_heads, self.projected(x, states), norms)
             if bias is None:  # else the scheme is one that adds, and the first layer is compiled as the others
                 q, k = self.position.rotate(q, k)
         else:
-            q = self.split_heads(self.q(x))
-            k, v, q = self.keys_and_values(q, states, past_key_values, offset)
-        if self.kind == DECODER_SELF:
-            spec = with_cache(spec, q.shape[2], k.shape[2], offset, x.device)
-        if self.window is not None:
-            spec = with_window(spec, self.window, self.kind, (q.shape[2], k.shape[2]), offset, x.device)
+            q = self.split_heads(self.q(x), self.q_norm)
+            k, v, q = self.keys_and_values(q, states, past_key_values, offset, self.kind == DECODER_CROSS)
+        spec = self.own_spec(spec, q, k, offset)
         bias = self.position_bias(bias, q.shape[2], k.shape[2], offset, x.device)
         output, weights = self.attend(q, k, v, bias, spec, output_attentions)
         return self.join_heads(output), bias, weights
+
+    def own_spec(self, spec: AttentionSpec, q: Tensor, k: Tensor, offset: int | Tensor) -> AttentionSpec:
+        """The stack's spec with what the cache and this layer's window hide."""
+        if self.kind == DECODER_SELF:
+            spec = with_cache(spec, q.shape[2], k.shape[2], offset, q.device)
+        if self.window is not None:
+            spec = with_window(spec, self.window, (q.shape[2], k.shape[2]), offset, q.device)
+        return spec
 
     def attend(
         self,
@@ -337,9 +335,10 @@ class T5Attention(nn.Module):
             return self.q(x), *joined(states, self.k, self.v)
         return joined(x, self.q, self.k, self.v)
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[B, L, H * d] -> [B, H, L, d]."""
-        return limit_float16(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def split_heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """[B, L, H * d] -> [B, H, L, d], each head normed by `norm`."""
+        heads = limit_float16(x).unflatten(-1, (-1, self.head_dim))
+        return (heads if norm is None else norm(heads).to(x.dtype)).transpose(1, 2)
 
     def join_heads(self, x: Tensor) -> Tensor:
         """[B, H, L, d] -> [B, L, D]."""
@@ -353,16 +352,25 @@ class T5Attention(nn.Module):
         return seen.clone() if isinstance(seen, Tensor) else seen
 
     def keys_and_values(
-        self, q: Tensor, states: Tensor, past_key_values: Cache | None, offset: int | Tensor
+        self,
+        q: Tensor,
+        states: Tensor,
+        past_key_values: Cache | None,
+        offset: int | Tensor,
+        is_cross: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [B, H, K, d], those of the cache included, and the queries with their positions."""
-        is_cross = self.kind == DECODER_CROSS
+        """Keys and values [B, H, K, d], those of the cache included, and the queries with their positions.
+
+        Args:
+            is_cross: the states are the encoder's, which have no positions.
+        """
         both = isinstance(past_key_values, EncoderDecoderCache)
         if is_cross and both and past_key_values.is_updated.get(self.layer_idx):
             layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
             return layer.keys, layer.values, q
-        k, v = self.split_heads(self.k(states)), self.split_heads(self.v(states))
-        q, k = self.position.rotate(q, k, offset)
+        k, v = self.split_heads(self.k(states), self.k_norm), self.split_heads(self.v(states))
+        if not is_cross:
+            q, k = self.position.rotate(q, k, offset)
         if is_cross and both:
             k, v = past_key_values.cross_attention_cache.update(k, v, self.layer_idx)
             past_key_values.is_updated[self.layer_idx] = True
@@ -384,35 +392,6 @@ class T5Attention(nn.Module):
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
         return shared_bias(bias, query_length, key_length, self.backend, device, is_dense, self.training)
-
-
-def with_cache(
-    spec: AttentionSpec, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
-) -> AttentionSpec:
-    """The spec for a decoder's queries, `offset` tokens into a cache; unchanged where nothing is cached."""
-    if spec.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
-        return spec
-    queries = torch.arange(query_length, device=device) + offset
-    mask = (torch.arange(key_length, device=device) <= queries[:, None])[None, None]
-    padding = spec.key_padding_mask
-    if padding is not None:  # positions of a static cache that are not filled yet are in the future
-        mask = mask & nn.functional.pad(padding, (0, key_length - padding.shape[1]), value=True)[:, None, None]
-    return AttentionSpec(mask=mask, scale=spec.scale)
-
-
-def with_window(
-    spec: AttentionSpec, window: int, kind: str, lengths: tuple[int, int], offset: int | Tensor, device: torch.device
-) -> AttentionSpec:
-    """The spec of a local layer.
-
-    A decoder's queries see keys less than `window` tokens before them, an encoder's those at most `window` tokens
-    before and after them, as with transformers' masks.
-    """
-    query_length, key_length = lengths
-    queries = torch.arange(query_length, device=device) + offset
-    distance = queries[:, None] - torch.arange(key_length, device=device)
-    near = distance < window if kind == DECODER_SELF else distance.abs() <= window
-    return spec._replace(mask=near[None, None] if spec.mask is None else spec.mask & near)
 
 
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
@@ -438,9 +417,15 @@ class T5LayerSelfAttention(T5Sublayer):
         bias: Bias | None,
         past_key_values: Cache | None,
         output_attentions: bool,
+        **encoder: Any,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
         output, bias, weights = self.SelfAttention(
-            self.layer_norm(x), spec, bias, past_key_values=past_key_values, output_attentions=output_attentions
+            self.layer_norm(x),
+            spec,
+            bias,
+            past_key_values=past_key_values,
+            output_attentions=output_attentions,
+            **encoder,
         )
         return self.added(x, output), bias, weights
 
@@ -472,12 +457,16 @@ class T5LayerCrossAttention(T5Sublayer):
 
 
 class T5Block(GradientCheckpointingLayer):
-    """Self-attention, in a decoder cross-attention, feed-forward. Returns hidden states and the bias to share."""
+    """Self-attention, in a decoder cross-attention unless it is merged, feed-forward.
+
+    Returns hidden states and the bias to share.
+    """
 
     def __init__(self, config: T5Config, layer_idx: int) -> None:
         super().__init__()
         self.layer = nn.ModuleList([T5LayerSelfAttention(config, layer_idx)])
-        if config.is_decoder:
+        self.is_merged = self.layer[0].SelfAttention.is_merged
+        if config.is_decoder and not self.is_merged:
             self.layer.append(T5LayerCrossAttention(config, layer_idx))
         self.layer.append(T5LayerFF(config))
 
@@ -491,7 +480,8 @@ class T5Block(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Bias | None]:
-        x, bias, _ = self.layer[0](x, spec, bias, past_key_values, output_attentions)
-        if encoder_hidden_states is not None:
+        encoder = {"key_value_states": encoder_hidden_states, "encoder_spec": encoder_spec} if self.is_merged else {}
+        x, bias, _ = self.layer[0](x, spec, bias, past_key_values, output_attentions, **encoder)
+        if encoder_hidden_states is not None and not self.is_merged:
             x, _ = self.layer[1](x, encoder_hidden_states, encoder_spec, past_key_values, output_attentions)
         return self.layer[-1](x), bias

@@ -29,9 +29,9 @@ from modeling_t5.layers import (
     T5LayerCrossAttention,
     T5LayerNorm,
     T5LayerSelfAttention,
-    spec_of,
 )
 from modeling_t5.losses import IGNORED
+from modeling_t5.masks import spec_of
 from modeling_t5.packing import Segments, shift_right_in_segments
 
 

@@ -1,6 +1,8 @@
-"""transformers' T5Gemma (arXiv 2504.06225) as this package's T5, and back: the same numbers, gradients included.
+"""transformers' T5Gemma (arXiv 2504.06225) and the text part of its T5Gemma 2 (arXiv 2512.14856) as this package's
+T5, and back: the same numbers, gradients included.
 
-Gemma keeps a norm's weight minus one; everything else is renamed.
+Gemma keeps a norm's weight minus one; everything else is renamed. T5Gemma 2 loses its modules for images; on the way
+back they are small and random.
 """
 
 from __future__ import annotations
@@ -10,8 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Gemma2Config,
+    T5Gemma2ForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 
+from lm_experiments_tools.errors import UserError
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.modeling_t5 import T5ForConditionalGeneration
 
@@ -23,12 +33,21 @@ _SIZES = {
 }  # fmt: skip
 _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id")
 _ACTIVATION = "gelu_pytorch_tanh"
+MERGED = "modeling_t5:T5MergedAttention"
+# T5Gemma 2's classes always have a vision tower; text alone never calls this small one.
+VISION = {
+    "model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "image_size": 2, "patch_size": 1,
+}  # fmt: skip
+NO_TOKEN = -1  # the number of T5Gemma 2's tokens of images
+_OF_IMAGES = ("vision_tower", "multi_modal_projector", "eoi_embedding")
 # Parts of names, theirs -> ours; {} is the number of the feed-forward sublayer, 1 in an encoder, 2 in a decoder.
 _NAMES = (
-    (r"^model\.(encoder|decoder)\.layers\.", r"\1.block."),
-    (r"^model\.(encoder|decoder)\.", r"\1."),
+    (r"^model\.(encoder|decoder)\.(text_model\.)?", r"\1."),
+    (r"^(encoder|decoder)\.layers\.", r"\1.block."),
     (r"\.norm\.weight$", ".final_layer_norm.weight"),
     (r"\.self_attn\.(.)_proj", r".layer.0.SelfAttention.\1"),
+    (r"\.self_attn\.(._norm)", r".layer.0.SelfAttention.\1"),
     (r"\.cross_attn\.(.)_proj", r".layer.1.EncDecAttention.\1"),
     (r"\.pre_self_attn_layernorm", ".layer.0.layer_norm"),
     (r"\.post_self_attn_layernorm", ".layer.0.post_layer_norm"),
@@ -43,36 +62,42 @@ _NAMES = (
 )
 
 
-def name_of(theirs: str) -> str:
-    """modeling_t5's name for a parameter of T5GemmaForConditionalGeneration."""
+def name_of(theirs: str, is_merged: bool = False) -> str:
+    """modeling_t5's name for a parameter of T5GemmaForConditionalGeneration or, if merged, of T5Gemma 2's."""
     name = theirs
     for pattern, ours in _NAMES:
         name = re.sub(pattern, ours, name)
-    return name.replace("{}", "1" if name.startswith("encoder") else "2")
+    return name.replace("{}", "1" if is_merged or name.startswith("encoder") else "2")
 
 
-def config_of(theirs: T5GemmaConfig) -> T5Config:
+def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
     """The configuration here.
 
     Raises:
-        ValueError: encoder and decoder differ in more than their number of layers, or another unsupported setting.
+        UserError: encoder and decoder differ in more than their number of layers, or another unsupported setting.
     """
-    encoder, decoder = theirs.encoder, theirs.decoder
+    is_merged, decoder = isinstance(theirs, T5Gemma2Config), theirs.decoder
+    encoder = theirs.encoder.text_config if is_merged else theirs.encoder
     sizes = {ours: getattr(decoder, name) for ours, name in _SIZES.items()}
-    base = decoder.rope_parameters["rope_theta"]
-    every = _global_layers(decoder.layer_types)
+    ropes = _ropes(decoder)
+    every, kind = _global_layers(decoder.layer_types), {rope["rope_type"] for rope in ropes.values()}
     for fits, what in (
         (all(getattr(encoder, name) == getattr(decoder, name) for name in _SIZES.values()), "encoders of other sizes"),
         (encoder.rope_parameters == decoder.rope_parameters, "encoders with other positions"),
-        (decoder.rope_parameters["rope_type"] == "default", f"rope_type {decoder.rope_parameters['rope_type']}"),
+        (kind == {"default"}, f"rope_type {' or '.join(sorted(kind - {'default'}))}"),
         (every == _global_layers(encoder.layer_types) and every is not None, "irregular layer_types"),
         (decoder.hidden_activation == encoder.hidden_activation == _ACTIVATION, "another activation"),
         (not decoder.attention_bias and not encoder.attention_bias, "attention_bias"),
         (encoder.query_pre_attn_scalar == decoder.query_pre_attn_scalar, "encoders with other scales"),
     ):
         if not fits:
-            raise ValueError(f"T5Config has no {what}: load this T5Gemma as transformers' own class.")
-    if every == 1:
+            raise UserError(f"T5Config has no {what}: load this T5Gemma as transformers' own class.")
+    if is_merged:  # transformers' class has no softcap of attention, and splits a window of its encoder
+        window = decoder.sliding_window
+        sizes |= {"attention_softcap": None, "qk_norm": True, "decoder_self_attention_layer": MERGED}
+        sizes |= {"encoder_local_attention": [(window + 1) // 2 - 1, window // 2]}
+        sizes |= {"local_rotary_base": ropes["sliding_attention"]["rope_theta"]}
+    elif every == 1:
         sizes["local_attention"] = None
     general = {name: getattr(decoder, name) for name in _TOKENS} | {
         "decoder_start_token_id": decoder.bos_token_id, "tie_word_embeddings": bool(theirs.tie_word_embeddings),
@@ -80,43 +105,67 @@ def config_of(theirs: T5GemmaConfig) -> T5Config:
     }  # fmt: skip
     return T5Config(
         **sizes, num_layers=encoder.num_hidden_layers, num_decoder_layers=decoder.num_hidden_layers,
-        position_embedding_type="rotary", rotary_base=base, feed_forward_proj=f"gated-{_ACTIVATION}",
-        attention_scale=decoder.query_pre_attn_scalar**-0.5, global_attn_every_n_layers=every, post_norms=True,
-        scale_embeddings=True, separate_encoder_embeddings=True, dropout_rate=theirs.dropout_rate,
+        position_embedding_type="rotary", rotary_base=ropes["full_attention"]["rope_theta"],
+        feed_forward_proj=f"gated-{_ACTIVATION}", attention_scale=decoder.query_pre_attn_scalar**-0.5,
+        global_attn_every_n_layers=every, post_norms=True, scale_embeddings=True,
+        separate_encoder_embeddings=not (is_merged and theirs.tie_word_embeddings), dropout_rate=theirs.dropout_rate,
         **general,
     )  # fmt: skip
 
 
-def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig:
-    """The inverse of `config_of`."""
+def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
+    """The inverse of `config_of`; UserError for another T5."""
+    if not (ours.post_norms and ours.scale_embeddings and ours.num_key_value_heads):
+        raise UserError("This T5 is no T5Gemma: post_norms, scale_embeddings and num_key_value_heads are not all set.")
+    is_merged = ours.decoder_self_attention_layer == MERGED
+    rope = {"rope_type": "default", "rope_theta": float(ours.rotary_base)}
     part: dict[str, Any] = {name: getattr(ours, mine) for mine, name in _SIZES.items()}
     part |= {name: getattr(ours, name) for name in _TOKENS}
     part |= {
         "query_pre_attn_scalar": round(ours.attention_scale**-2),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(ours.rotary_base)},
+        "rope_parameters": rope,
     }
+    if is_merged:
+        local = {**rope, "rope_theta": float(ours.local_rotary_base)}
+        part["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     every = 1 if ours.local_attention is None else ours.global_attn_every_n_layers
 
     def stack(layers: int) -> dict[str, Any]:
         kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         return {**part, "num_hidden_layers": layers, "layer_types": kinds}
 
-    return T5GemmaConfig(
-        encoder=stack(ours.num_layers), decoder=stack(ours.num_decoder_layers), vocab_size=ours.vocab_size,
-        dropout_rate=ours.dropout_rate, tie_word_embeddings=ours.tie_word_embeddings,
-    )  # fmt: skip
+    encoder, decoder = stack(ours.num_layers), stack(ours.num_decoder_layers)
+    general = {"dropout_rate": ours.dropout_rate, "tie_word_embeddings": ours.tie_word_embeddings}
+    if is_merged:
+        return text_config(encoder, decoder, **general)
+    return T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=ours.vocab_size, **general)
 
 
-def from_t5gemma(theirs: T5GemmaForConditionalGeneration) -> T5ForConditionalGeneration:
-    """A T5 of this package with the weights of a T5Gemma, in its dtype. Raises ValueError as `config_of`."""
+def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
+    """A T5Gemma 2 for text of the configurations of its encoder's text model and its decoder."""
+    tokens = {"image_token_index": NO_TOKEN, "eoi_token_index": NO_TOKEN}
+    whole = {"text_config": encoder, "vision_config": dict(VISION), "mm_tokens_per_image": 1}
+    whole |= {"boi_token_index": NO_TOKEN, **tokens}
+    return T5Gemma2Config(encoder=whole, decoder=decoder, **tokens, **general)
+
+
+def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
+    """A T5 of this package with the weights of a T5Gemma or T5Gemma 2, in its dtype.
+
+    Raises:
+        UserError: as `config_of`.
+    """
     model = T5ForConditionalGeneration(config_of(theirs.config)).to(theirs.dtype)
     _copy(theirs, model, 1.0)
     return model.train(theirs.training)
 
 
-def to_t5gemma(ours: T5ForConditionalGeneration) -> T5GemmaForConditionalGeneration:
-    """The T5Gemma of which `from_t5gemma` makes this model."""
-    model = T5GemmaForConditionalGeneration(t5gemma_config_of(ours.config)).to(ours.dtype)
+def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
+    """The T5Gemma or T5Gemma 2 of which `from_t5gemma` makes this model."""
+    config = t5gemma_config_of(ours.config)
+    is_merged = isinstance(config, T5Gemma2Config)
+    model = (T5Gemma2ForConditionalGeneration if is_merged else T5GemmaForConditionalGeneration)(config)
+    model = model.to(ours.dtype)
     _copy(model, ours, -1.0)
     return model.train(ours.training)
 
@@ -125,9 +174,18 @@ def to_t5gemma(ours: T5ForConditionalGeneration) -> T5GemmaForConditionalGenerat
 def _copy(theirs: torch.nn.Module, ours: torch.nn.Module, one: float) -> None:
     """Copy theirs to ours with `one` 1, ours to theirs with -1; it is added to the weights of norms."""
     own: dict[str, Tensor] = ours.state_dict()
+    is_merged = isinstance(theirs, T5Gemma2ForConditionalGeneration)
     for name, value in theirs.state_dict().items():
-        target, source = (own[name_of(name)], value)[:: 1 if one > 0 else -1]
+        if any(part in name for part in _OF_IMAGES):
+            continue
+        target, source = (own[name_of(name, is_merged)], value)[:: 1 if one > 0 else -1]
         target.copy_(source + one if "norm" in name else source)
+
+
+def _ropes(part: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """Settings of positions by the kind of layer."""
+    given = part.rope_parameters
+    return dict.fromkeys(("full_attention", "sliding_attention"), given) if "rope_theta" in given else given
 
 
 def _global_layers(kinds: list[str]) -> int | None:

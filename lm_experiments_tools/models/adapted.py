@@ -23,6 +23,7 @@ from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import set_decoder_start
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from modeling_t5.t5gemma import text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -41,13 +42,7 @@ ENCODER_DECODERS = {
 _NOT_CARRIED = {"architectures", "model_type", "use_bidirectional_attention", "transformers_version", "dtype"}
 _NORMS = {"input_layernorm": "pre_self_attn_layernorm", "post_attention_layernorm": "post_self_attn_layernorm"}
 _CROSS = {"self_attn.": "cross_attn.", "self_attn_layernorm": "cross_attn_layernorm"}
-# T5Gemma 2's classes always have a vision tower; text alone never calls this small one.
-_VISION = {
-    "model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "image_size": 2, "patch_size": 1,
-}  # fmt: skip
 _NEW = ("cross_attn", "vision_tower", "multi_modal_projector")  # modules that no decoder has
-_NO_TOKEN = -1  # the number of T5Gemma 2's tokens of images
 
 
 def adapted_encoder(source: PreTrainedModel, mask_token_id: int, pad_token_id: int | None) -> PreTrainedModel:
@@ -102,22 +97,14 @@ def adapted_encoder_decoder(
         config = config_cls(**parts, tie_word_embeddings=tied, vocab_size=source.config.vocab_size)
     else:
         weights |= {f"model.encoder.text_model.{name}": value.clone() for name, value in other.items()}
-        config = _t5gemma2_config(config_cls, source.config)
+        decoder = _config(config_cls.sub_configs["decoder"], source.config)
+        text = _config(config_cls.sub_configs["encoder"].sub_configs["text_config"], source.config)
+        config = text_config(text, decoder, tie_word_embeddings=tied)
         for name in ("encoder.text_model", "decoder"):
             weights[f"model.{name}.embed_tokens.eoi_embedding"] = torch.zeros(source.config.hidden_size)
     model = _built(cls, config, weights, seed)
     set_decoder_start(model)
     return model
-
-
-def _t5gemma2_config(cls: type, source: PreTrainedConfig) -> PreTrainedConfig:
-    encoder_cls, decoder_cls = (cls.sub_configs[name] for name in ("encoder", "decoder"))
-    text, tied = _config(encoder_cls.sub_configs["text_config"], source), bool(source.tie_word_embeddings)
-    tokens = {"image_token_index": _NO_TOKEN, "eoi_token_index": _NO_TOKEN}
-    encoder = encoder_cls(
-        text_config=text, vision_config=dict(_VISION), mm_tokens_per_image=1, boi_token_index=_NO_TOKEN, **tokens
-    )
-    return cls(encoder=encoder, decoder=_config(decoder_cls, source), tie_word_embeddings=tied, **tokens)
 
 
 def _check(source: PreTrainedModel, table: dict[str, str], what: str) -> str:

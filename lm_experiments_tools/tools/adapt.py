@@ -41,6 +41,8 @@ class AdaptArgs:
     """New folder."""
     encoder: str | None = None
     """--to encoder-decoder: another Gemma 2 for the encoder. None: the source."""
+    model_cls: Literal["modeling_t5:T5ForConditionalGeneration"] | None = None
+    """--to encoder-decoder: class to make. None: transformers' T5Gemma or T5Gemma 2."""
     mask_token: str | None = None
     """--to encoder: token of the vocabulary that stands for masked ones. None: the tokenizer's."""
     seed: Annotated[int, NOT_NEGATIVE] = 0
@@ -53,9 +55,9 @@ class AdaptArgs:
             raise UserError(
                 "lmtools adapt: name decoder, kind and folder, as in lmtools adapt gemma --to encoder --out mine."
             )
-        unread = "encoder" if self.to == "encoder" else "mask_token"
-        if getattr(self, unread) is not None:
-            raise UserError(f"--{unread} is not read by --to {self.to}: leave it out.")
+        for unread in ("encoder", "model_cls") if self.to == "encoder" else ("mask_token",):
+            if getattr(self, unread) is not None:
+                raise UserError(f"--{unread} is not read by --to {self.to}: leave it out.")
         check_shard_size(self.max_shard_size)
 
 
@@ -64,6 +66,7 @@ def run(args: AdaptArgs) -> None:
     from lm_experiments_tools.models.adapted import adapted_encoder, adapted_encoder_decoder
     from lm_experiments_tools.models.saved import Opened, open_saved
     from lm_experiments_tools.tools.hub_folder import check_folder, new_folder, write_files
+    from modeling_t5.t5gemma import from_t5gemma
 
     with new_folder(Path(args.out), "--out") as temporary:
         opened = open_saved(args.source, flag="--source")
@@ -74,6 +77,7 @@ def run(args: AdaptArgs) -> None:
         else:
             other = None if args.encoder is None else open_saved(args.encoder, flag="--encoder").model
             model = adapted_encoder_decoder(opened.model, other, seed=args.seed)
+            model = model if args.model_cls is None else from_t5gemma(model.float())
         adapted = Opened(opened.source, model)
         write_files(adapted, temporary, args.max_shard_size)
         if tokenizer is not None and args.mask_token is not None:

@@ -10,8 +10,9 @@
 
 It reads weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
 folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). ModernBERT, EuroBERT and NeoBERT
-become modeling_bert's BertForMaskedLM, which --model_type writes as one of the first two. Other checkpoints of this
-package and folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
+become modeling_bert's BertForMaskedLM, which --model_type writes as one of the first two; T5Gemma and T5Gemma 2
+(text) become modeling_t5's T5ForConditionalGeneration, which --model_type t5gemma writes back. Other checkpoints of
+this package and folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class ConvertArgs:
     model_cls: str | None = None
     """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration; for Megatron's checkpoints
     the equivalent class of transformers."""
-    model_type: Literal["modernbert", "eurobert"] | None = None
-    """Write modeling_bert's BertForMaskedLM as this model of transformers."""
+    model_type: Literal["modernbert", "eurobert", "t5gemma"] | None = None
+    """Write modeling_bert's BertForMaskedLM, or modeling_t5's T5ForConditionalGeneration, as this model of
+    transformers; t5gemma is T5Gemma 2 too."""
     tile: str | None = None
     """Configuration of a larger BertForMaskedLM, to be initialized with tiles of the weights, as ModernBERT-large was
     from base."""
@@ -101,8 +103,8 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
     source = Path(args.source)
-    if args.model_cfg is None and (encoder := _encoder(args)) is not None:
-        return encoder
+    if args.model_cfg is None and (converted := _encoder_decoder(args) or _encoder(args)) is not None:
+        return converted
     if is_megatron(source):
         if args.model_cfg is not None or args.model_cls is not None:
             raise UserError(f"{source} is a checkpoint of Megatron-LM: leave --model_cfg and --model_cls out.")
@@ -119,6 +121,20 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0)
     load_weights(model, source, allow_pickle=args.allow_pickle)
     return model
+
+
+def _encoder_decoder(args: ConvertArgs) -> PreTrainedModel | None:
+    """A T5Gemma as modeling_t5's T5, or back as requested; None for other sources."""
+    from lm_experiments_tools.checkpoint.source import find_source
+    from lm_experiments_tools.models.saved import open_saved
+    from modeling_t5.t5gemma import from_t5gemma, to_t5gemma
+
+    if args.model_type == "t5gemma":
+        return to_t5gemma(open_saved(args.source, "modeling_t5:T5ForConditionalGeneration", "--source").model)
+    is_folder = (Path(args.source) / CONFIG).is_file()
+    if not is_folder or find_source(args.source, "--source").config.get("model_type") not in ("t5gemma", "t5gemma2"):
+        return None
+    return from_t5gemma(open_saved(args.source, flag="--source").model.float())
 
 
 def _encoder(args: ConvertArgs) -> PreTrainedModel | None:

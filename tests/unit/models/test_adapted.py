@@ -18,6 +18,7 @@ from lm_experiments_tools.models.adapted import (
     adapted_encoder,
     adapted_encoder_decoder,
 )
+from modeling_t5.t5gemma import from_t5gemma
 from tests.helpers.decoder_toys import toy_decoder, toy_ids
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -158,6 +159,14 @@ def test_a_saved_encoder_decoder_equals_the_one_that_transformers_builds_of_the_
             torch.testing.assert_close(gradient, expected[name], **EXACT)
     no_gradient = {name for name, weight in model.named_parameters() if weight.grad is None}
     assert not [name for name in no_gradient if "vision" not in name and "multi_modal" not in name]
+
+
+def test_merged_attention_without_an_encoder_is_the_decoder_it_was_made_of() -> None:
+    source = toy_decoder("gemma3_text")
+    ours = from_t5gemma(adapted_encoder_decoder(source, seed=0))
+    found, expected = ours.decoder(TARGETS).last_hidden_state, source.model(TARGETS).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # transformers' norms are fp32
+    assert not torch.allclose(ours.decoder(TARGETS, encoder_hidden_states=found)[0], expected, atol=1e-2)
 
 
 def test_an_encoder_of_another_width_gets_random_cross_attention_of_the_seed() -> None:

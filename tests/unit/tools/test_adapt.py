@@ -8,10 +8,17 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors import safe_open
-from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, T5GemmaForConditionalGeneration
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    T5GemmaForConditionalGeneration,
+)
 
 from lm_experiments_tools.models.adapted import adapted_encoder, adapted_encoder_decoder
 from lm_experiments_tools.tools.main import main
+from modeling_t5 import T5Config, T5ForConditionalGeneration
 from tests.helpers.decoder_toys import toy_decoder, toy_ids
 from tests.helpers.tokenizer_toys import byte_fallback_tokenizer
 
@@ -58,6 +65,36 @@ def test_new_weights_fit_in_the_dtype_of_the_source_also_from_the_hubs_cache(tmp
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_model_cls_makes_a_t5_of_this_package_and_convert_goes_back_and_forth(kind, tmp_path) -> None:
+    source, names = byte_fallback_tokenizer(tmp_path / "source"), ["ours", "theirs", "again"]
+    toy_decoder(kind).float().save_pretrained(source)
+    ours, theirs, again = (str(tmp_path / name) for name in names)
+    flags = ["--to", "encoder-decoder", "--model_cls", "modeling_t5:T5ForConditionalGeneration", "--out", ours]
+    assert main(["adapt", str(source), *flags]) == 0
+    assert main(["convert", ours, "--to", theirs, "--model_type", "t5gemma"]) == 0
+    assert main(["convert", theirs, "--to", again]) == 0
+
+    inputs = {"input_ids": toy_ids(11), "decoder_input_ids": toy_ids(7, seed=1)}
+    expected = adapted_encoder_decoder(toy_decoder(kind).float(), seed=0)
+    for folder in (ours, theirs, again):
+        model = model_of(folder)
+        assert type(model) is (type(expected) if folder == theirs else T5ForConditionalGeneration)
+        torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-5)
+    assert model_of(again).config.decoder_start_token_id == 2
+
+
+def model_of(folder: str) -> PreTrainedModel:
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+
+
+def test_another_t5_is_not_written_as_a_t5gemma(tmp_path, capsys) -> None:
+    sizes = {"vocab_size": 9, "d_model": 4, "d_kv": 2, "d_ff": 4, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
+    assert main(["convert", str(tmp_path / "t5"), "--to", str(tmp_path / "out"), "--model_type", "t5gemma"]) == 2
+    assert "This T5 is no T5Gemma" in capsys.readouterr().err
+
+
 def test_an_encoder_is_loaded_by_auto_classes_and_its_tokenizer_knows_the_mask(gemma, tmp_path) -> None:
     out = tmp_path / "out"
     assert main(["adapt", str(gemma), "--to", "encoder", "--mask_token", "<unused3>", "--out", str(out)]) == 0
@@ -87,6 +124,10 @@ def test_a_llama_becomes_a_eurobert_that_a_process_without_this_package_loads(tm
     [
         (["--to", "encoder"], "it has no mask token: name by --mask_token a token of it, for example <unused0>, "),
         (["--to", "encoder", "--mask_token", "<mask>"], "--mask_token <mask> is not in it"),
+        (
+            ["--to", "encoder", "--model_cls", "modeling_t5:T5ForConditionalGeneration"],
+            "--model_cls is not read by --to encoder",
+        ),
         (["--to", "encoder", "--encoder", "other"], "--encoder is not read by --to encoder"),
         (["--to", "encoder-decoder", "--mask_token", "<unused0>"], "--mask_token is not read by --to encoder-decoder"),
         ([], "name decoder, kind and folder"),

@@ -1,0 +1,61 @@
+"""What the attention of a stack and of its layers may see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from modeling_t5.packing import Segments
+
+
+def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> AttentionSpec:
+    """The attention of a stack from a mask as in transformers, with T5's unscaled scores.
+
+    Args:
+        attention_mask: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K]. A mask of floats
+            [B, 1 or heads, Q, K] becomes the bias, and the lowest number of its type forbids a key.
+    """
+    if isinstance(attention_mask, Segments):
+        return AttentionSpec(segment_ids=attention_mask, causal=causal, scale=1.0)
+    if attention_mask is None or attention_mask.dim() == 2:
+        padding = None if attention_mask is None else attention_mask != 0
+        return AttentionSpec(key_padding_mask=padding, causal=causal, scale=1.0)
+    if not attention_mask.is_floating_point():
+        mask = (attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask) != 0
+        return AttentionSpec(mask=mask, scale=1.0)
+    if attention_mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}: one that is added to scores has "
+            "4 dimensions, [batch, heads or 1, queries, keys], and one of 0 and 1 must be bool or integer."
+        )
+    allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+    return AttentionSpec(mask=allowed, bias=attention_mask.masked_fill(~allowed, 0.0), scale=1.0)
+
+
+def with_cache(
+    spec: AttentionSpec, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
+) -> AttentionSpec:
+    """The spec for a decoder's queries, `offset` tokens into a cache; unchanged where nothing is cached."""
+    if spec.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
+        return spec
+    queries = torch.arange(query_length, device=device) + offset
+    mask = (torch.arange(key_length, device=device) <= queries[:, None])[None, None]
+    padding = spec.key_padding_mask
+    if padding is not None:  # positions of a static cache that are not filled yet are in the future
+        mask = mask & nn.functional.pad(padding, (0, key_length - padding.shape[1]), value=True)[:, None, None]
+    return AttentionSpec(mask=mask, scale=spec.scale)
+
+
+def with_window(
+    spec: AttentionSpec,
+    window: tuple[int, int],
+    lengths: tuple[int, int],
+    offset: int | Tensor,
+    device: torch.device,
+) -> AttentionSpec:
+    """The spec of a local layer, whose queries see `window` tokens before and after them."""
+    before, after = window
+    distance = torch.arange(lengths[0], device=device)[:, None] + offset - torch.arange(lengths[1], device=device)
+    near = (distance <= before) & (distance >= -after)
+    return spec._replace(mask=near[None, None] if spec.mask is None else spec.mask & near)
