@@ -119,15 +119,11 @@ def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
         raise UserError("This T5 is no T5Gemma: post_norms, scale_embeddings and num_key_value_heads are not all set.")
     is_merged = ours.decoder_self_attention_layer == MERGED
     rope = {"rope_type": "default", "rope_theta": float(ours.rotary_base)}
+    if is_merged:
+        rope = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": float(ours.local_rotary_base)}}
     part: dict[str, Any] = {name: getattr(ours, mine) for mine, name in _SIZES.items()}
     part |= {name: getattr(ours, name) for name in _TOKENS}
-    part |= {
-        "query_pre_attn_scalar": round(ours.attention_scale**-2),
-        "rope_parameters": rope,
-    }
-    if is_merged:
-        local = {**rope, "rope_theta": float(ours.local_rotary_base)}
-        part["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    part |= {"query_pre_attn_scalar": round(ours.attention_scale**-2), "rope_parameters": rope}
     every = 1 if ours.local_attention is None else ours.global_attn_every_n_layers
 
     def stack(layers: int) -> dict[str, Any]:
@@ -150,11 +146,7 @@ def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
 
 
 def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
-    """A T5 of this package with the weights of a T5Gemma or T5Gemma 2, in its dtype.
-
-    Raises:
-        UserError: as `config_of`.
-    """
+    """A T5 of this package with the weights of a T5Gemma or T5Gemma 2, in its dtype; UserError as `config_of`."""
     model = T5ForConditionalGeneration(config_of(theirs.config)).to(theirs.dtype)
     _copy(theirs, model, 1.0)
     return model.train(theirs.training)
@@ -163,9 +155,8 @@ def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
 def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
     """The T5Gemma or T5Gemma 2 of which `from_t5gemma` makes this model."""
     config = t5gemma_config_of(ours.config)
-    is_merged = isinstance(config, T5Gemma2Config)
-    model = (T5Gemma2ForConditionalGeneration if is_merged else T5GemmaForConditionalGeneration)(config)
-    model = model.to(ours.dtype)
+    cls = T5GemmaForConditionalGeneration if isinstance(config, T5GemmaConfig) else T5Gemma2ForConditionalGeneration
+    model = cls(config).to(ours.dtype)
     _copy(model, ours, -1.0)
     return model.train(ours.training)
 

@@ -103,7 +103,7 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
     source = Path(args.source)
-    if args.model_cfg is None and (converted := _encoder_decoder(args) or _encoder(args)) is not None:
+    if args.model_cfg is None and (converted := _converted(args)) is not None:
         return converted
     if is_megatron(source):
         if args.model_cfg is not None or args.model_cls is not None:
@@ -123,22 +123,8 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     return model
 
 
-def _encoder_decoder(args: ConvertArgs) -> PreTrainedModel | None:
-    """A T5Gemma as modeling_t5's T5, or back as requested; None for other sources."""
-    from lm_experiments_tools.checkpoint.source import find_source
-    from lm_experiments_tools.models.saved import open_saved
-    from modeling_t5.t5gemma import from_t5gemma, to_t5gemma
-
-    if args.model_type == "t5gemma":
-        return to_t5gemma(open_saved(args.source, "modeling_t5:T5ForConditionalGeneration", "--source").model)
-    is_folder = (Path(args.source) / CONFIG).is_file()
-    if not is_folder or find_source(args.source, "--source").config.get("model_type") not in ("t5gemma", "t5gemma2"):
-        return None
-    return from_t5gemma(open_saved(args.source, flag="--source").model.float())
-
-
-def _encoder(args: ConvertArgs) -> PreTrainedModel | None:
-    """An encoder of modeling_bert, or one that it can express, converted as requested; None for other sources."""
+def _converted(args: ConvertArgs) -> PreTrainedModel | None:
+    """A model of transformers as one of this package, or back, as requested; None for other sources."""
     from lm_experiments_tools.checkpoint.source import find_source
     from lm_experiments_tools.checkpoint.weights import read_weights
     from lm_experiments_tools.models.build import load_model_config
@@ -146,10 +132,16 @@ def _encoder(args: ConvertArgs) -> PreTrainedModel | None:
     from modeling_bert import BertConfig
     from modeling_bert.conversion import FAMILIES, from_original, to_original
     from modeling_bert.tiling import tile_model
+    from modeling_t5.t5gemma import from_t5gemma, to_t5gemma
 
     is_folder = (Path(args.source) / CONFIG).is_file()
     found = find_source(args.source, "--source") if is_folder else None
-    if found is not None and found.config.get("model_type") in FAMILIES:
+    kind = None if found is None else found.config.get("model_type")
+    if args.model_type == "t5gemma":
+        return to_t5gemma(open_saved(args.source, "modeling_t5:T5ForConditionalGeneration", "--source").model)
+    if kind in ("t5gemma", "t5gemma2"):
+        return from_t5gemma(open_saved(args.source, flag="--source").model.float())
+    if kind in FAMILIES:
         model = from_original(found.config, read_weights(found.path, args.allow_pickle)).float()
     elif args.tile is not None or args.model_type is not None:
         model = open_saved(args.source, "modeling_bert:BertForMaskedLM", "--source").model

@@ -163,6 +163,8 @@ def test_generated_tokens_are_those_of_transformers_with_and_without_a_cache(cas
     expected = theirs.generate(**inputs, **options)
     for use_cache in (True, False):
         assert torch.equal(ours.generate(**inputs, **options, use_cache=use_cache), expected)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(ours.generate(**inputs, **options, **static), expected)
 
 
 @pytest.mark.parametrize("case", ["as published", "merged, as published"])
