@@ -49,6 +49,7 @@ def _weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     if bias is not None:
         matrix = bias if isinstance(bias, Tensor) else dense_bias(bias, q.shape[2], k.shape[2])
         scores = limit_float16(scores + matrix)
+        allowed = None if allowed is None else allowed & (matrix > -torch.inf)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)

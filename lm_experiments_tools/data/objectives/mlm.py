@@ -141,7 +141,10 @@ class TokenBlocks(TokenStreamDataset):
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Blocks of global sample numbers int64[n]: `input_ids` and `attention_mask`, int64[n, length]."""
-        epochs, rows = self.rows_of(samples)
+        return self.blocks(*self.rows_of(samples))
+
+    def blocks(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """As `batch`, of epochs and rows int64[n]."""
         ids = self.read(self.starts_of(epochs, rows), self.length)
         mask = np.ones_like(ids)
         mask[self.is_short(rows), self.last_row_length :] = 0
@@ -198,7 +201,8 @@ class MaskedLMDataset(TokenBlocks):
         Returns:
             `input_ids`, `attention_mask` and `labels`, int64[n, length]; labels are -100 where nothing is predicted.
         """
-        batch, (epochs, rows) = super().batch(samples), self.rows_of(samples)
+        epochs, rows = self.rows_of(samples)
+        batch = self.blocks(epochs, rows)
         ids, labels = batch["input_ids"], np.empty_like(batch["input_ids"])
         for begin in range(0, len(rows), BLOCK):
             here = slice(begin, begin + BLOCK)
