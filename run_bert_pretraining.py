@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.config.bert import BertPretrainingArgs, inherited
+from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
+from lm_experiments_tools.models import inherited
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, inherit=inherited, resolve=SPEED)
+    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, inherit=inherited.of_bert, resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 

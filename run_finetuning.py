@@ -22,12 +22,13 @@ flags from a file; `--model_cls my_module:MyT5` trains a model class of your own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.models.inherited import inherited_settings
 
 if TYPE_CHECKING:
     from lm_experiments_tools.checkpoint.source import Source
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     found: list[Source] = []
-    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found), resolve=SPEED)
+    inherit = partial(inherited_settings, found=found)
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=inherit, resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 
@@ -90,13 +92,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
     close_run(backend, data)
-
-
-def _inherited(found: list[Source], given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    """Settings that the weights bring along, and where these were found."""
-    from lm_experiments_tools.models.inherited import inherited_settings
-
-    return inherited_settings(given, found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs, inherited
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.models import inherited
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, inherit=inherited, resolve=SPEED)
+    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, inherit=inherited.of_t5, resolve=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 

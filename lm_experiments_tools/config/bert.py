@@ -1,8 +1,7 @@
 """Arguments of run_bert_pretraining.py: Megatron's sentences or plain text, objective. Standard library only."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from lm_experiments_tools.config.flags import (
     COUNT,
@@ -18,10 +17,9 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.objectives import MlmPositions
 from lm_experiments_tools.config.phases import PhaseArgs
-from lm_experiments_tools.config.pretraining import INHERITED, DistillationArgs, FromPretrainedArgs, MixtureArgs
+from lm_experiments_tools.config.pretraining import DistillationArgs, FromPretrainedArgs, MixtureArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name
 
 SENTENCES = "sentences"  # the --packing of Megatron's samples
 _WITHOUT_EFFECT = Ignored(lambda args: False, "")  # accepted for scripts of t5-experiments, and reported
@@ -157,15 +155,3 @@ class BertPretrainingArgs(
 
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None
-
-
-def inherited(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """{name: (value, origin)} of settings that follow from others and are not given (see `cli.parse`)."""
-    found, packing = {}, given.get("packing", SENTENCES)
-    if packing != SENTENCES:
-        if given.get("use_nsp"):
-            raise UserError(f"--packing {packing} has no pairs of sentences: leave --use_nsp out.")
-        found = {name: (False, f"--packing {packing}") for name in ("use_nsp", "whole_word") if name not in given}
-    if given.get("from_pretrained"):
-        found |= resolve_name(INHERITED)(given, ("tokenizer", "vocab_file"))
-    return found

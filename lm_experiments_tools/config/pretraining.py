@@ -1,7 +1,6 @@
 """Arguments of run_t5_pretraining.py: the data. Standard library only."""
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,7 +18,6 @@ from lm_experiments_tools.config.objectives import OF_NATIVE_PIPELINE, Objective
 from lm_experiments_tools.config.phases import PhaseArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name
 
 _MIXES = Ignored(lambda args: len(args.data_path) < 2, "needs several --data_path")
 _OF_SIZES = needs("data_blending", "proportional")
@@ -167,11 +165,3 @@ class T5PretrainingArgs(
     def through_seqio(self) -> bool:
         """True if seqio reads the data: by `--data_pipeline`, or for a task of its registry."""
         return self.data_pipeline == "seqio" or self.is_registered_task()
-
-
-INHERITED = "lm_experiments_tools.models.inherited:pretrained_settings"  # a name, because it imports torch
-
-
-def inherited(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """{name: (value, origin)} of settings that follow from `--from_pretrained` and are not given (see `cli.parse`)."""
-    return resolve_name(INHERITED)(given, ("vocab",)) if given.get("from_pretrained") else {}

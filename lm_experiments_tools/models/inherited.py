@@ -1,4 +1,4 @@
-"""Defaults of flags that pre-trained weights bring along."""
+"""Defaults of flags that pre-trained weights bring along; the scripts import it before torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.checkpoint.source import CONFIG, KINDS, TASK_FILE, Source, find_base, find_source
+from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import PROMPT, SAVED
 from lm_experiments_tools.errors import UserError, first_line
-from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
-from lm_experiments_tools.models.pretrained import kind_of
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a model on the Hub
@@ -48,6 +47,23 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
     return {} if kind is None else {"model_type": (kind, f"{source.name}/{CONFIG}")}
 
 
+def of_t5(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """{name: (value, origin)} of settings of run_t5_pretraining.py that are not given and follow from others."""
+    return pretrained_settings(given, ("vocab",)) if given.get("from_pretrained") else {}
+
+
+def of_bert(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """{name: (value, origin)} of settings of run_bert_pretraining.py that are not given and follow from others."""
+    found, packing = {}, given.get("packing", SENTENCES)
+    if packing != SENTENCES:
+        if given.get("use_nsp"):
+            raise UserError(f"--packing {packing} has no pairs of sentences: leave --use_nsp out.")
+        found = {name: (False, f"--packing {packing}") for name in ("use_nsp", "whole_word") if name not in given}
+    if given.get("from_pretrained"):
+        found |= pretrained_settings(given, ("tokenizer", "vocab_file"))
+    return found
+
+
 def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]) -> dict[str, tuple[Any, str]]:
     """{name: (value, origin)} of settings of a pre-training run that are not given and follow from `from_pretrained`.
 
@@ -77,6 +93,8 @@ def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]
 
 def _values_of(named: str, folder: str, tokenizer_flag: str) -> dict[str, Any]:
     """Values of the flags for weights that are looked for now."""
+    from lm_experiments_tools.models.build import OWN_PACKAGES
+
     is_local = Path(folder, named).exists()
     source = find_source(str(Path(folder, named)) if is_local else named)
     if source.is_adapter or source.is_file:
@@ -102,6 +120,9 @@ def _values_of(named: str, folder: str, tokenizer_flag: str) -> dict[str, Any]:
 def _kind_of_weights(source: Source) -> str | None:
     """The kind of model by the configuration; None if unknown."""
     from transformers import AutoConfig
+
+    from lm_experiments_tools.models.build import register_own_models
+    from lm_experiments_tools.models.pretrained import kind_of
 
     try:
         base = find_base(source) if source.is_adapter else source

@@ -11,11 +11,10 @@ YAML files are those of that script.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from lm_experiments_tools.config import bert, pretraining
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs, InstructionArgs, LengthArgs, TaskArgs
@@ -24,6 +23,7 @@ from lm_experiments_tools.config.objectives import ObjectiveArgs
 from lm_experiments_tools.config.pretraining import DataArgs, MixtureArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models import inherited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +107,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_finetuning(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    from lm_experiments_tools.models.inherited import inherited_settings
-
-    return inherited_settings(given)
-
-
-_INHERIT = {"pretrain-t5": pretraining.inherited, "pretrain-bert": bert.inherited, "finetune": _of_finetuning}
+_INHERIT = {
+    "pretrain-t5": inherited.of_t5,
+    "pretrain-bert": inherited.of_bert,
+    "finetune": inherited.inherited_settings,
+}

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_experiments_tools.config import bert, pretraining
 from lm_experiments_tools.config.bert import BertObjectiveArgs, BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs, LengthArgs, MemoryArgs
@@ -27,6 +26,7 @@ from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, ModelArgs, PrecisionArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models import inherited
 
 # Groups of flags that an estimate depends on; data and schedule need not be complete.
 _READ = (BatchArgs, PrecisionArgs, ModelArgs, PlanningArgs)
@@ -59,7 +59,7 @@ class PlanFinetuningArgs(FinetuningArgs, PlanningArgs):
 
 
 SCRIPTS = {"pretrain-t5": PlanT5Args, "pretrain-bert": PlanBertArgs, "finetune": PlanFinetuningArgs}
-_INHERIT = {"pretrain-t5": pretraining.inherited, "pretrain-bert": bert.inherited, "finetune": None}
+_INHERIT = {"pretrain-t5": inherited.of_t5, "pretrain-bert": inherited.of_bert, "finetune": None}
 _FILES = {"run_t5_pretraining": "pretrain-t5", "run_bert_pretraining": "pretrain-bert", "run_finetuning": "finetune"}
 # Settings that only one script has, by which a YAML file is recognized.
 _MARKS = {

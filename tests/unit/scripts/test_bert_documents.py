@@ -19,11 +19,11 @@ from transformers import (
     ModernBertForMaskedLM,
 )
 
-from lm_experiments_tools.config import pretraining
-from lm_experiments_tools.config.bert import BertPretrainingArgs, inherited
+from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models import inherited
 from lm_experiments_tools.recipes.bert_data import bert_tokenizer, document_datasets
 from lm_experiments_tools.tools.main import main as lmtools
 from megatron.preprocess_data import main as preprocess
@@ -85,7 +85,7 @@ def weights(run="run"):
 
 
 def parsed(data, **changed):
-    return parse(BertPretrainingArgs, words(**flags_of(data, **changed)), inherit=inherited)[0]
+    return parse(BertPretrainingArgs, words(**flags_of(data, **changed)), inherit=inherited.of_bert)[0]
 
 
 def datasets(data, **changed):
@@ -163,10 +163,12 @@ def test_explicit_flags_win_over_those_of_the_weights(data, work):
     assert args.model_cls == "transformers:ModernBertForMaskedLM" and not args.use_nsp and not args.whole_word
     args = parsed(data, model_cls="mine:Model", tokenizer="other", whole_word=True)
     assert (args.model_cls, args.tokenizer, args.whole_word) == ("mine:Model", "other", True)
-    args = parse(BertPretrainingArgs, words(**{**flags_of(data), "model_cfg": "mine.json"}), inherit=inherited)[0]
+    args = parse(
+        BertPretrainingArgs, words(**{**flags_of(data), "model_cfg": "mine.json"}), inherit=inherited.of_bert
+    )[0]
     assert args.model_cfg == "mine.json" and args.base_model is None and args.init_checkpoint
     flags = words(from_pretrained=data / "modern", data_path="text", lr=1)
-    args = parse(T5PretrainingArgs, flags, inherit=pretraining.inherited)[0]
+    args = parse(T5PretrainingArgs, flags, inherit=inherited.of_t5)[0]
     assert args.vocab == args.base_model and args.model_cls.endswith("ModernBertForMaskedLM")
 
 

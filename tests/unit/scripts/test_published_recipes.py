@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.bert import BertPretrainingArgs, inherited
+from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.models import inherited
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.recipes.common import model_source
@@ -52,7 +53,7 @@ def settings(path: Path):
     return (
         parse(T5PretrainingArgs, ["--config", str(path)])[0]
         if is_t5
-        else parse(BertPretrainingArgs, ["--config", str(path)], inherit=inherited)[0]
+        else parse(BertPretrainingArgs, ["--config", str(path)], inherit=inherited.of_bert)[0]
     )
 
 
