@@ -133,7 +133,7 @@ BETAS = (0.9, 0.98)
 TOYS = {
     "modernbert_base": Published(8, 22, 12, "StableAdamW", BETAS, 1e-6, 1e-5, [
         *growing(768, 1536, 2304, 3072, 3840), Part(1669e9, 4608, 1024, 0.3, 8e-4),
-        Part(250e9, 576, 8192, 0.3, 3e-4), Part(50e9, 576, 8192, 0.3, 3e-4, ("1-sqrt", 0.0))]),
+        Part(250e9, 576, 8192, 0.3, 3e-4), Part(50e9, 576, 8192, 0.3, 3e-4, ("1-sqrt", 0.001))]),
     "ettin_150m": Published(4, 22, 12, "StableAdamW", BETAS, 1e-6, 1e-5, [
         Part(1.7e12, 4608, 1024, 0.3, 8e-4, ("warm-up", 1.0)), Part(250e9, 4608, 7999, 0.3, 8e-4, ("1-sqrt", 0.5)),
         Part(50e9, 4608, 7999, 0.15, 4e-4, ("1-sqrt", 0.04))]),
