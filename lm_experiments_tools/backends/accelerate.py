@@ -171,9 +171,6 @@ class AccelerateBackend(Backend):
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
-
     def missing(self) -> list[int] | None:
         return missing_ranks(self.rank, self.world_size)
 

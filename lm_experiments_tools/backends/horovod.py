@@ -146,9 +146,6 @@ class HorovodBackend(Backend):
     def broadcast(self, value: Any) -> Any:
         return hvd.broadcast_object(value, root_rank=0, name="broadcast")
 
-    def barrier(self) -> None:
-        hvd.barrier()
-
     def close(self) -> None:
         hvd.shutdown()
 
