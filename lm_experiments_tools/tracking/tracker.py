@@ -129,10 +129,9 @@ class Tracker:
             split: "train", "valid", ...
             step, samples, tokens: updates applied, examples and tokens consumed so far, over all workers.
             metrics: means over `split`; each becomes `{name}/iterations|samples|tokens/{split}`.
-            extra: other numbers: lr, scaled_lr (a number or one a parameter group) or param_groups (a list of dicts
-                with these), gradients_global_norm, weights_global_norm, seconds_per_step, tokens_per_second,
-                mfu, mfu_measured, memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes
-                the tag `{name}/iterations`.
+            extra: other numbers: param_groups (a dict of lr and scaled_lr for each), gradients_global_norm,
+                weights_global_norm, seconds_per_step, tokens_per_second, mfu, mfu_measured, memory_mib,
+                data_wait_fraction, skipped_updates, patience; any other name becomes the tag `{name}/iterations`.
 
         Raises:
             ValueError: a name in both `metrics` and `extra`, or one of `step, split, samples, tokens, time`.
@@ -354,13 +353,9 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 def _flat_groups(numbers: dict[str, Any]) -> dict[str, Any]:
     """`lr` becomes that of group 0 (what people plot) and, with several groups, `lr_param_groups` all of them."""
-    groups = numbers.pop("param_groups", None) or []
+    groups = numbers.pop("param_groups", [])
     for name in _PER_GROUP:
-        values = [group[name] for group in groups if group.get(name) is not None]
-        if name in numbers and numbers[name] is not None:
-            values = list(numbers[name]) if isinstance(numbers[name], (list, tuple)) else [numbers[name]]
-        numbers.pop(name, None)
-        if values:
+        if values := [group[name] for group in groups if name in group]:
             numbers[name] = values[0]
             if len(values) > 1:
                 numbers[f"{name}_param_groups"] = values
