@@ -153,7 +153,7 @@ class AccelerateBackend(Backend):
         dist.all_reduce(total, group=self._host_group)
         return total
 
-    def _sum_in_place(self, values: Tensor) -> None:
+    def sum_in_place(self, values: Tensor) -> None:
         if self.world_size > 1:
             dist.all_reduce(values)
 

@@ -126,8 +126,7 @@ class Backend:
         self.exact = None
         if self._addends is not None and optimizer is not None:
             check_buffers(self._inner, self.reproducible[0])
-            parameters = self.precision.parameters(self.optimizer)
-            self.exact = ExactSum(parameters, self._addends, self.world_size, self._sum_in_place, self.gather)
+            self.exact = ExactSum(self.precision.parameters(self.optimizer), self._addends, self)
 
     def release(self) -> None:
         """Unwrap the model after its training or evaluation, so that it can be set up again.
@@ -224,7 +223,7 @@ class Backend:
         """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
         return values
 
-    def _sum_in_place(self, values: Tensor) -> None:
+    def sum_in_place(self, values: Tensor) -> None:
         """Sum an int64 tensor on the device over all workers, in place."""
 
     def gather(self, value: Any) -> list[Any]:

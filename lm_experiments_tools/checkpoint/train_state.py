@@ -198,17 +198,16 @@ def load_initial(
     with_optimizer = with_optimizer and backend.optimizer is not None
 
     def read() -> tuple[int, Any]:
-        old = read_old_training_state(source, allow_pickle=allow_pickle)
-        if not with_optimizer or not old.get("optimizer_state"):
-            return old.get("iteration", -1), None
-        optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.whole_optimizer)
-        return old.get("iteration", -1), {"optimizer": optimizer_state, "precision": {}}
+        step, old = read_old_training_state(source, allow_pickle=allow_pickle)
+        if not with_optimizer or not old:
+            return step, None
+        return step, {"optimizer": regrouped(old, backend.unwrap(), backend.whole_optimizer), "precision": {}}
 
-    iteration, tree = on_all(backend, read, only_main=True) or (None, None)
-    iteration, has_optimizer = backend.broadcast((iteration, tree is not None))
+    step, tree = on_all(backend, read, only_main=True) or (None, None)
+    step, has_optimizer = backend.broadcast((step, tree is not None))
     if has_optimizer:
         _restore_optimizer(backend, tree, source)
-    return TrainState(step=iteration + 1), None  # t5-experiments stores the last update's index
+    return TrainState(step=step), None
 
 
 def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:

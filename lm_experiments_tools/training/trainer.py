@@ -271,12 +271,13 @@ class TrainingLoop:
         backend = self.backend
         passes = [len(part.micro_batches) * (rank == backend.rank) for rank in range(backend.world_size)]
         events = [*self.signals.pending, int(self.saver.failed)]
-        counts = [part.rows, part.tokens, *events, *part.weights.values(), *passes]
+        names = self.loss.label_names()
+        counts = [part.rows, part.tokens, *events, *map(part.weight, names), *passes]
         totals = backend.sum(torch.tensor(counts)).tolist()
         self.signals.agree(totals[2:4])
         if totals[4]:  # with a checkpoint that could not be written
             self.saver.wait()
-        weights = dict(zip(part.weights, totals[5 : -len(passes)], strict=True))
+        weights = dict(zip(names, totals[5 : -len(passes)], strict=True))
         return GlobalCounts(weights, totals[0], totals[1], max(totals[-len(passes) :]))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
