@@ -39,6 +39,11 @@ def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None
     unread = [name for name in OF_VALIDATION if is_given(args, name)]
     if unread and train is not None and valid is None and not args.validate_only:
         raise UserError(f"no validation data for {', '.join(unread)}: give valid_dataloader, or leave them out")
+    if args.reproducible == "elastic" and train is not None and not hasattr(train, "seek"):
+        raise UserError(
+            "--reproducible elastic needs a training data loader with seek(), as data.loader.TrainLoader has, whose "
+            f"rows are the same for any number of workers; {type(train).__name__} has none."
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -69,15 +74,6 @@ def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
     missing = [name for name, part in {"train_dataloader": stream, "optimizer": optimizer}.items() if part is None]
     if missing:
         raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
-
-
-def check_elastic_loader(args: TrainerArgs, loader: Any) -> None:
-    """Raise UserError where an elastic run's loader cannot find its position for any number of workers."""
-    if args.reproducible == "elastic" and loader is not None and not hasattr(loader, "seek"):
-        raise UserError(
-            "--reproducible elastic needs a training data loader with seek(), as data.loader.TrainLoader has, whose "
-            f"rows are the same for any number of workers; {type(loader).__name__} has none."
-        )
 
 
 class LoaderCheck:

@@ -29,7 +29,6 @@ from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
 from lm_experiments_tools.training.checks import (
     LoaderCheck,
-    check_elastic_loader,
     check_parts,
     check_trainable,
     same_on_all,
@@ -136,7 +135,6 @@ class TrainingLoop:
         if train_dataloader is not None:
             self.stream = BatchStream(train_dataloader, train_sampler, transforms=batch_transform_fn is not None)
         backend.reproduce(args)
-        check_elastic_loader(args, train_dataloader)
         self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
         self.split = BatchSplitter(args, backend, model, loss, batch_transform_fn, self.forward_kwargs)
