@@ -6,6 +6,8 @@ Per-rank state (random states, unreduced metric sums) is saved for each worker; 
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.backends.process_groups import all_peers, lost_peer
+from lm_experiments_tools.backends.process_groups import lost_peer
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import TRAINER_STATE, is_listed, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
@@ -99,7 +101,7 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
     Raises:
         LostWorkerError: another worker is gone; names it where that can be known.
     """
-    peers = all_peers(backend)
+    peers = backend.gather((platform.node(), os.getpid()))
     try:
         yield
     except Exception as error:
