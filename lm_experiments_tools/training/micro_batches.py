@@ -124,24 +124,13 @@ class StepBatch:
         return found + [(last or self.micro_batches[-1]).as_padding()] * missing if missing else found
 
 
-def split_over_virtual_ranks(
-    batch: Mapping[str, Any], number: int, split: Callable[[Mapping[str, Any]], StepBatch]
-) -> StepBatch:
-    """A worker's batch cut by `split` for each of its virtual ranks: row i belongs to number i % `number`.
-
-    At the end of an evaluation the last ones may have none.
-    """
+def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
+    """A worker's batch cut for each of its virtual ranks that has rows: row i belongs to number i % `number`."""
     rows = next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0)
     if number == 1 or rows == 0:
-        return split(batch)
-
-    def rows_of(virtual: int) -> dict[str, Any]:
-        taken = _select_rows(batch, rows, slice(virtual, None, number))
-        return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in taken.items()}
-
-    parts = [split(rows_of(virtual)) for virtual in range(min(number, rows))]
-    micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
-    return StepBatch(micro_batches, rows, sum(part.tokens for part in parts))
+        return [batch]
+    parts = [_select_rows(batch, rows, slice(virtual, None, number)) for virtual in range(min(number, rows))]
+    return [{k: v.contiguous() if isinstance(v, Tensor) else v for k, v in part.items()} for part in parts]
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
@@ -321,12 +310,12 @@ class BatchSplitter:
     def _split(self, batch: Mapping[str, Any], batch_size: int) -> StepBatch:
         how = (batch_size, self.names, self.backend.device, self.has_decoder, self.loss.label_names())
         trim_to, targets, token_bytes = self.args.trim_to(), self.targets or Targets(), self.loss.token_bytes
-        part = split_over_virtual_ranks(
-            batch, self.backend.shares, lambda rows: split_batch(rows, *how, trim_to, targets, token_bytes)
-        )
+        batches = _of_virtual_ranks(batch, self.backend.shares)
+        parts = [split_batch(rows, *how, trim_to, targets, token_bytes) for rows in batches]
+        micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
         if (most := self.loss.most_labels) is not None:
-            part.micro_batches = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in part.micro_batches]
-        return part
+            micro_batches = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in micro_batches]
+        return StepBatch(micro_batches, sum(part.rows for part in parts), sum(part.tokens for part in parts))
 
     def _named(self, batch: Any) -> Mapping[str, Any]:
         batch = self.transform(batch) if self.transform else batch
