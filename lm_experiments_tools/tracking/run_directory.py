@@ -229,7 +229,7 @@ def _starts(run_dir: Path) -> int:
     return next(i for i in itertools.count() if not (run_dir / _numbered("config.json", i)).exists())
 
 
-def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.INFO) -> None:
+def setup_logging(run_dir: Path | str | None, rank: int) -> None:
     """Send the root logger to the console (rank 0 only) and to `run_dir`/logs/rank{rank}.log (every rank).
 
     Files rotate at 100 MiB and keep two old ones. Without a `run_dir`, errors of other ranks go to stderr: they would
@@ -242,7 +242,7 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
     handlers: list[logging.Handler] = []
     if rank == 0 or run_dir is None:
         handlers.append(ConsoleHandler(sys.stderr))
-        handlers[0].setLevel(level if rank == 0 else logging.ERROR)
+        handlers[0].setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if run_dir is not None:
         file = Path(run_dir) / "logs" / f"rank{rank}.log"
         _make_directory(file.parent)
@@ -251,7 +251,7 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
     for handler in handlers:
         handler.set_up_by_run = True
         root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     # recommends a package for weights of 4 bits as soon as anything imports it, as transformers' schedules do
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -67,7 +67,6 @@ class Tracker:
             of them by -1: a run from its beginning).
         again: splits that this process writes at `start_step` itself; what is there is of a start that was killed.
         total_steps: of the whole run, for the console's eta and bar; None shows neither.
-        stream: of the bar; the console lines go through `logging`.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class Tracker:
         start_step: int = 0,
         again: Collection[str] = (),
         total_steps: int | None = None,
-        stream: IO[str] | None = None,
     ):
         self.active = rank == 0
         self._jsonl: IO[str] | None = None
@@ -88,7 +86,7 @@ class Tracker:
         self.console: ConsoleLine | None = None
         if not self.active:
             return
-        self.console = ConsoleLine(total_steps, start_step=max(start_step, 0), stream=stream)
+        self.console = ConsoleLine(total_steps, start_step=max(start_step, 0))
         if run_dir is None:
             return
         directory = Path(run_dir)
