@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from lm_experiments_tools.files import dump_json, fsync_path, naming, to_jsonable, write_atomic
@@ -184,9 +183,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
