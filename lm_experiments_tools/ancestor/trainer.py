@@ -237,7 +237,7 @@ def _set_aside(run: Path, start: str | None) -> str | None:
 
     Returns the new path of the checkpoint `start`, which may be one of them.
     """
-    RunDirectory(run, rank=0).claim()  # not the files of a run that is going on
+    RunDirectory(run).claim()  # not the files of a run that is going on
     source = Path(start).resolve() if start else run.resolve()
     for name in ("last", "best"):
         (run / name).unlink(missing_ok=True)

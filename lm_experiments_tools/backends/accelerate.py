@@ -153,7 +153,7 @@ class AccelerateBackend(Backend):
         dist.all_reduce(total, group=self._host_group)
         return total
 
-    def _sum_in_place(self, values: Tensor) -> None:
+    def sum_in_place(self, values: Tensor) -> None:
         if self.world_size > 1:
             dist.all_reduce(values)
 
@@ -170,9 +170,6 @@ class AccelerateBackend(Backend):
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
-
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
 
     def missing(self) -> list[int] | None:
         return missing_ranks(self.rank, self.world_size)

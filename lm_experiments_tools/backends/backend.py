@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.trees import load_optimizer_tree, to_parameter
+from lm_experiments_tools.backends.trees import load_optimizer_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.devices import HostEmbedding, read_later
 from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
@@ -126,8 +126,7 @@ class Backend:
         self.exact = None
         if self._addends is not None and optimizer is not None:
             check_buffers(self._inner, self.reproducible[0])
-            parameters = self.precision.parameters(self.optimizer)
-            self.exact = ExactSum(parameters, self._addends, self.world_size, self._sum_in_place, self.gather)
+            self.exact = ExactSum(self.precision.parameters(self.optimizer), self._addends, self)
 
     def release(self) -> None:
         """Unwrap the model after its training or evaluation, so that it can be set up again.
@@ -192,9 +191,9 @@ class Backend:
         finite = math.isfinite(grad_norm)
         if finite and not (max_norm and max_norm >= grad_norm + 1e-6):  # torch would multiply all gradients by 1
             _clip(parameters, norm, max_norm, max_value)
-        applied = self.precision.step(self.optimizer, finite, self._step_optimizer)
+        self.precision.step(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return PendingStep.done(grad_norm, applied)
+        return PendingStep.done(grad_norm, finite)
 
     def _can_skip_on_device(self) -> bool:
         if not (self.runs_ahead and self.precision.skips_on_device):
@@ -209,7 +208,7 @@ class Backend:
         _clip(parameters, norm, max_norm, max_value)
         self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
         try:
-            self.precision.step(self.optimizer, True, self._step_optimizer)
+            self.precision.step(self.optimizer, True)
         finally:
             del self.optimizer.found_inf, self.optimizer.grad_scale
         self.optimizer.zero_grad(set_to_none=True)
@@ -219,16 +218,12 @@ class Backend:
     def _reduce_gradients(self) -> None:
         """Average gradients over workers; nothing to do for one process."""
 
-    def _step_optimizer(self) -> AbstractContextManager[None] | None:
-        """A context in which `optimizer.step()` must run, if any."""
-        return None
-
     # ---- collectives
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
         return values
 
-    def _sum_in_place(self, values: Tensor) -> None:
+    def sum_in_place(self, values: Tensor) -> None:
         """Sum an int64 tensor on the device over all workers, in place."""
 
     def gather(self, value: Any) -> list[Any]:
@@ -241,6 +236,7 @@ class Backend:
 
     def barrier(self) -> None:
         """Return when every worker has arrived."""
+        self.gather(None)
 
     def missing(self) -> list[int] | None:
         """Ranks that do not answer after a collective has failed; None if the backend cannot ask.
@@ -328,8 +324,7 @@ class Backend:
         for name, then, now in zip(names, saved.get("shapes", []), shapes, strict=False):
             if then != now:
                 raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
-        ours, send = tree.get("optimizer"), self._broadcast_tensors
-        load_optimizer_tree(self.whole_optimizer, ours, self.is_main, self.broadcast, send, self._place)
+        load_optimizer_tree(self, tree.get("optimizer"))
         self.precision.load_state_dict(saved["precision"])
         exponents = saved.get("exponents", [])
         if self.exact is not None and len(exponents) == len(self.exact.exponents):  # else of a run without
@@ -373,7 +368,7 @@ class Backend:
 
     def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """A full tensor of a parameter's optimizer state, as this worker's optimizer holds it."""
-        return to_parameter(parameter, tensor)
+        return tensor.to(parameter.device) if tensor.dim() else tensor  # a scalar is a number of steps
 
     # ---- for the log
     def weights_norm(self) -> float:

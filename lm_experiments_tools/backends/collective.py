@@ -29,11 +29,11 @@ def on_all(
     machine where it is not that of all.
 
     Args:
-        takes_long: it may take some workers minutes or hours longer than others (see `_Beats`); it may then not use
-            the backend.
+        takes_long: it may take some workers minutes or hours longer than others (see `_outlasting`); it may then not
+            use the backend.
     """
     if takes_long and backend.world_size > 1:
-        function = _Beats(backend).around(function if backend.is_main or not only_main else lambda: None)
+        function = _outlasting(backend, function if backend.is_main or not only_main else lambda: None)
         only_main = False
     result, failure = None, None
     if backend.is_main or not only_main:
@@ -66,53 +66,43 @@ def on_main(backend: Backend, function: Callable[[], T], *, takes_long: bool = F
     return backend.broadcast(on_all(backend, function, only_main=True, takes_long=takes_long))
 
 
-class _Beats:
-    """Counts the workers that are still at work, every few seconds, until there are none.
+def _outlasting(backend: Backend, function: Callable[[], T]) -> Callable[[], T]:
+    """The same function, which returns, or raises what `on_all` handles, when all workers are done.
 
     Horovod, NCCL and gloo end a job in which a worker waits in a collective for half an hour. Who is done first waits
     here: in one short collective after the other, made in a thread, so that the work itself need not be interrupted.
     """
+    done, given_up, errors = threading.Event(), threading.Event(), []
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self._done, self._error = backend, threading.Event(), None
-        self._given_up = False
-        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
-
-    def around(self, function: Callable[[], T]) -> Callable[[], T]:
-        """The same function, which returns, or raises what `on_all` handles, when all workers are done."""
-
-        def run() -> T:
-            self._thread.start()
-            try:
-                result = function()
-            except (UserError, OSError, RunError):
-                self._wait()
-                raise
-            except BaseException:  # this worker ends, and with it those that wait for it
-                self._given_up = True
-                self._done.set()
-                raise
-            self._wait()
-            return result
-
-        return run
-
-    def _wait(self) -> None:
-        self._done.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _beat(self) -> None:
+    def count_working() -> None:
+        """Count the workers that are still at work, every few seconds, until there are none."""
         try:
-            working, beats = self._backend.world_size, 0
+            working, beats = backend.world_size, 0
             while working:
-                waits = self._done.wait(_BEAT)
+                waits = done.wait(_BEAT)
                 beats += waits
-                if self._given_up:
+                if given_up.is_set():
                     return
-                if waits and self._backend.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
-                    logger.info("waiting for %d of %d workers", working, self._backend.world_size)
-                working = int(self._backend.sum(torch.tensor([0 if self._done.is_set() else 1])))
+                if waits and backend.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
+                    logger.info("waiting for %d of %d workers", working, backend.world_size)
+                working = int(backend.sum(torch.tensor([0 if done.is_set() else 1])))
         except (RuntimeError, OSError) as error:  # of a worker that is gone, raised where it is expected
-            self._error = error
+            errors.append(error)
+
+    def run() -> T:
+        thread = threading.Thread(target=count_working, name="beats", daemon=True)
+        thread.start()
+        try:
+            return function()
+        except BaseException as error:
+            if not isinstance(error, (UserError, OSError, RunError)):  # this worker ends, and those that wait for it
+                given_up.set()
+            raise
+        finally:
+            done.set()
+            if not given_up.is_set():
+                thread.join()
+                if errors:
+                    raise errors[0]
+
+    return run

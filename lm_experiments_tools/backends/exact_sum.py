@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
 
 _INITIAL = 6  # exponent of the first update: gradients of a mean loss are below 64
@@ -38,10 +39,7 @@ class ExactSum:
 
     Args:
         parameters: those to be updated, in the same order on all workers.
-        addends: micro-batches of one update over all workers.
-        workers: their number, each with as many of the addends.
-        sum_over_workers: sums an int64 tensor over all workers, in place.
-        gather: (value) -> the values of all workers.
+        addends: micro-batches of one update over all workers, of which each has as many.
 
     Attributes:
         exponents: of each parameter's grid; equal on all workers, and part of a checkpoint.
@@ -50,22 +48,15 @@ class ExactSum:
         UserError: the parameters are on more than one device.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        addends: int,
-        workers: int,
-        sum_over_workers: Callable[[Tensor], None],
-        gather: Callable[[list[float]], list[list[float]]],
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], addends: int, backend: Backend) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         if len(devices := {str(p.device) for p in self.parameters}) > 1:
             raise UserError(
                 f"--reproducible needs a model on one device, and this one is on {' and '.join(sorted(devices))}: "
                 "leave --device_map and --embeddings_on_cpu out."
             )
-        self._bits, self._max_added = 62 - math.ceil(math.log2(addends)), addends // workers
-        self._sum_over_workers, self._gather = sum_over_workers, gather
+        self._bits, self._max_added = 62 - math.ceil(math.log2(addends)), addends // backend.world_size
+        self._backend = backend
         self.exponents = [_INITIAL] * len(self.parameters)
         self._sums: Tensor | None = None
         self._started = self._overflowed = False
@@ -109,7 +100,7 @@ class ExactSum:
         self._counts[number : 2 * number] = self._largest >= limits
         self._counts[2 * number :] = ~(self._largest < 2.0**_LARGEST)  # a NaN, or infinite in fp32
         for chunk in self._sums.split(_SENT_AT_ONCE):
-            self._sum_over_workers(chunk)
+            self._backend.sum_in_place(chunk)
         used, overflowed, not_finite = (column.tolist() for column in self._counts.view(3, number))
         self._overflowed = any(overflowed) and not any(not_finite)
         if self._overflowed:
@@ -126,7 +117,7 @@ class ExactSum:
         again from its first micro-batch."""
         if not self._overflowed:
             return False
-        largest = [max(values) for values in zip(*self._gather(self._largest.tolist()), strict=True)]
+        largest = [max(values) for values in zip(*self._backend.gather(self._largest.tolist()), strict=True)]
         self.exponents = [max(e, _exponent(value)) for e, value in zip(self.exponents, largest, strict=True)]
         self._overflowed = self._started = False
         return True

@@ -137,7 +137,7 @@ class HorovodBackend(Backend):
     def sum(self, values: Tensor) -> Tensor:
         return hvd.allreduce(values, op=hvd.Sum, name="sum")
 
-    def _sum_in_place(self, values: Tensor) -> None:
+    def sum_in_place(self, values: Tensor) -> None:
         hvd.allreduce_(values, op=hvd.Sum, name="exact_sum")
 
     def gather(self, value: Any) -> list[Any]:
@@ -145,9 +145,6 @@ class HorovodBackend(Backend):
 
     def broadcast(self, value: Any) -> Any:
         return hvd.broadcast_object(value, root_rank=0, name="broadcast")
-
-    def barrier(self) -> None:
-        hvd.barrier()
 
     def close(self) -> None:
         hvd.shutdown()

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.errors import UserError
 
-StepContext = Callable[[], "AbstractContextManager[None] | None"]
-
 
 class Precision:
     """Full precision, or autocast to `dtype` (bf16 needs no loss scaling)."""
@@ -45,12 +43,10 @@ class Precision:
         """The parameters whose `.grad` is clipped and measured."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
-    def step(self, optimizer: Optimizer, finite: bool, context: StepContext) -> bool:
-        """Step if the gradient is finite; returns whether it was."""
+    def step(self, optimizer: Optimizer, finite: bool) -> None:
+        """Step if the gradient is finite."""
         if finite:
-            with context() or nullcontext():
-                optimizer.step()
-        return finite
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -85,16 +81,14 @@ class LossScaledFp16(Precision):
             reduce()
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: Optimizer, finite: bool, context: StepContext) -> bool:
+    def step(self, optimizer: Optimizer, finite: bool) -> None:
         if finite:  # the norm can overflow where each gradient is finite, so what unscale_ found is not enough
-            with context() or nullcontext():
-                self.scaler.step(optimizer)
+            self.scaler.step(optimizer)
         self.scaler.update()
         scale = self.scaler.get_scale()
         allowed = min(max(scale, self.min_scale), self.max_scale)
         if allowed != scale:
             self.scaler.update(allowed)
-        return finite
 
 
 class ApexAmp(Precision):
@@ -130,10 +124,8 @@ class ApexAmp(Precision):
     def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return list(self.amp.master_params(optimizer))
 
-    def step(self, optimizer: Optimizer, finite: bool, context: StepContext) -> bool:
-        with context() or nullcontext():
-            optimizer.step()  # apex has patched it to skip after an overflow
-        return finite
+    def step(self, optimizer: Optimizer, finite: bool) -> None:
+        optimizer.step()  # apex has patched it to skip after an overflow
 
 
 def get_precision(

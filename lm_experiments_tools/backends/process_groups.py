@@ -120,11 +120,6 @@ def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 
 # ---- naming a lost worker -------------------------------------------------------------------------------------------
-def all_peers(backend: Backend) -> Peers:
-    """Host and process of every worker; collective."""
-    return backend.gather((platform.node(), os.getpid()))
-
-
 def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
     """Error message that names the lost worker, if `error` is a collective's; None for any other error.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
 
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # settings of torch's optimizers
 _CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the same width; some libraries need them
@@ -27,56 +28,26 @@ def put_back(carrier: Tensor, tensor: Tensor) -> None:
         tensor.detach().copy_(carrier.view(tensor.dtype))
 
 
-def broadcast_tree(
-    tree: Any,
-    is_main: bool,
-    broadcast: Callable[[Any], Any],
-    broadcast_tensors: Callable[[list[Tensor]], None],
-) -> Any:
-    """Copies of rank 0's tree on every worker, tensors on the CPU; only the structure is pickled.
-
-    Args:
-        tree: read on rank 0 only.
-        broadcast: sends rank 0's picklable value to all.
-        broadcast_tensors: overwrites CPU tensors with rank 0's.
-    """
-    structure = broadcast(tree_map_only(Tensor, lambda t: t.detach().to("meta"), tree) if is_main else None)
-    copies = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), structure)
-    tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
-    if is_main:
-        for copy, tensor in zip(tensors, (t for t in tree_leaves(tree) if isinstance(t, Tensor)), strict=True):
-            copy.copy_(tensor.detach())
-    broadcast_tensors(tensors)
-    return copies
-
-
-def to_parameter(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """State on its parameter's device; a scalar, such as the number of steps, stays where it is."""
-    return tensor.to(parameter.device) if tensor.dim() else tensor
-
-
-def load_optimizer_tree(
-    optimizer: Optimizer,
-    tree: dict[str, Any] | None,
-    is_main: bool,
-    broadcast: Callable[[Any], Any],
-    broadcast_tensors: Callable[[list[Tensor]], None],
-    place: Callable[[Tensor, Tensor], Tensor] = to_parameter,
-) -> None:
+def load_optimizer_tree(backend: Backend, tree: dict[str, Any] | None) -> None:
     """`optimizer.load_state_dict` of rank 0's tree on every worker.
 
     The state of one parameter is sent and placed at a time. A tree of another form is sent as one. Settings
-    such as `fused` stay those of `optimizer`.
-
-    Args:
-        tree: read on rank 0 only.
-        place: f(parameter, full CPU tensor of its state) -> the tensor as the optimizer holds it.
+    such as `fused` stay those of the optimizer.
     """
+    optimizer, is_main = backend.whole_optimizer, backend.is_main
 
     def received(part: Any) -> Any:
-        return broadcast_tree(part, is_main, broadcast, broadcast_tensors)
+        """Copies of rank 0's part on every worker, tensors on the CPU; only the structure is pickled."""
+        structure = tree_map_only(Tensor, lambda t: t.detach().to("meta"), part)
+        copies = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), backend.broadcast(structure))
+        tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
+        if is_main:
+            for copy, tensor in zip(tensors, (t for t in tree_leaves(part) if isinstance(t, Tensor)), strict=True):
+                copy.copy_(tensor.detach())
+        backend._broadcast_tensors(tensors)
+        return copies
 
-    keys = broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
+    keys = backend.broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
     if keys is None:
         optimizer.load_state_dict(received(tree))
         return
@@ -90,7 +61,7 @@ def load_optimizer_tree(
     for key in keys:
         state[key] = received(tree["state"][key] if is_main else None)
         if (parameter := by_number.get(key)) is not None:
-            state[key] = tree_map_only(Tensor, lambda t, parameter=parameter: place(parameter, t), state[key])
+            state[key] = tree_map_only(Tensor, lambda t, parameter=parameter: backend._place(parameter, t), state[key])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

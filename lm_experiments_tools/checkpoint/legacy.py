@@ -102,38 +102,26 @@ def strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
-def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> dict[str, Any]:
-    """Where a t5-experiments `.pth`, or a folder of its accelerate trainer, stopped.
+def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[int, dict[str, Any] | None]:
+    """Updates made, and the optimizer's state_dict, of a t5-experiments `.pth` or of its accelerate trainer's folder.
 
-    Returns:
-        {"iteration": int, "epoch": int, "metrics": {name: number}, "optimizer_state": the optimizer's state_dict or
-        None}. t5-experiments numbers updates from 0 and stores the last one, so `iteration + 1` updates were made.
-        An empty dict for a source that holds weights only: a directory, safetensors, nanoT5's `pytorch_model.bin`.
+    0 and None for a source that holds weights only: a directory, safetensors, nanoT5's `pytorch_model.bin`.
 
     Raises:
         UserError: as `read_pickle`.
     """
-    path = Path(path)
     if path.is_dir() and (path / "trainer.pckl").is_file():  # of its accelerate trainer
         content = read_pickle(path / "trainer.pckl", allow_pickle=allow_pickle)
         if (optimizer := path / "accelerate_state" / "optimizer.bin").is_file():
             content["optimizer_state_dict"] = read_pickle(optimizer, allow_pickle=allow_pickle)
     elif path.is_dir() or path.suffix == ".safetensors":
-        return {}
+        return 0, None
     else:
         content = read_pickle(path, allow_pickle=allow_pickle)
         if not isinstance(content, dict) or "model_state_dict" not in content:
-            return {}
-
-    def plain(value: Any) -> Any:
-        return value.item() if isinstance(value, (np.generic, Tensor)) and value.ndim == 0 else value
-
-    return {
-        "iteration": int(content.get("iteration", -1)),  # -1: none was made
-        "epoch": int(content.get("epoch", 0)),
-        "metrics": {name: plain(value) for name, value in (content.get("metrics") or {}).items()},
-        "optimizer_state": content.get("optimizer_state_dict"),
-    }
+            return 0, None
+    # it numbers updates from 0 and stores the last one
+    return int(content.get("iteration", -1)) + 1, content.get("optimizer_state_dict")
 
 
 def write_old_checkpoint(

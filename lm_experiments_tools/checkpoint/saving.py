@@ -112,17 +112,20 @@ class Saver:
         workers = backend.gather(per_worker)
         path = on_main(backend, lambda: writer.begin(step))
 
-        def write(save: Callable[..., None], *content: Any, by: Callable[..., None]) -> None:
+        def save_weights(weights: dict[str, Tensor] | None) -> None:
+            save_model(path, backend.unwrap(), weights, self.tokenizer_dir, copy)
+
+        def write(save: Callable[[Any], None], content: Any) -> None:
             def guarded() -> None:
                 with writer.guarded(step):
-                    save(path, *content, by)
+                    save(content)
 
             on_all(backend, guarded, only_main=True)
 
         # one after the other: gathered weights are freed before the optimizer's state is gathered
-        write(self._save_weights, backend.model_state(), by=copy)
-        write(_save_optimizer, backend.optimizer_state(), by=keep)
-        write(_save_trainer, self._trainer_tree(state, workers), by=keep)
+        write(save_weights, backend.model_state())
+        write(lambda tree: save_tree(path / "optimizer", tree, write=keep), backend.optimizer_state())
+        write(lambda tree: _save_trainer(path, tree, keep), self._trainer_tree(state, workers))
         manifest = {"world_size": backend.world_size, "backend": backend.describe()}
 
         def complete() -> None:
@@ -137,10 +140,6 @@ class Saver:
         elif backend.is_main:
             self._writing = self._thread.submit(complete)
 
-    def _save_weights(self, path: Path, weights: dict[str, Tensor] | None, write: WriteTensors) -> None:
-        model = self.backend.unwrap()
-        save_model(path, model, state_dict=weights, tokenizer_dir=self.tokenizer_dir, write=write)
-
     def _trainer_tree(self, state: TrainState, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "state": asdict(state),
@@ -150,10 +149,6 @@ class Saver:
             "optimizer": self.backend.optimizer_kind,
             "workers": workers,
         }
-
-
-def _save_optimizer(path: Path, tree: Any, write: WriteTensors) -> None:
-    save_tree(path / "optimizer", tree, write=write)
 
 
 def _save_trainer(path: Path, tree: dict[str, Any], write: WriteTensors) -> None:

@@ -6,6 +6,8 @@ Per-rank state (random states, unreduced metric sums) is saved for each worker; 
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.backends.process_groups import all_peers, lost_peer
+from lm_experiments_tools.backends.process_groups import lost_peer
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import TRAINER_STATE, is_listed, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
@@ -99,7 +101,7 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
     Raises:
         LostWorkerError: another worker is gone; names it where that can be known.
     """
-    peers = all_peers(backend)
+    peers = backend.gather((platform.node(), os.getpid()))
     try:
         yield
     except Exception as error:
@@ -198,17 +200,16 @@ def load_initial(
     with_optimizer = with_optimizer and backend.optimizer is not None
 
     def read() -> tuple[int, Any]:
-        old = read_old_training_state(source, allow_pickle=allow_pickle)
-        if not with_optimizer or not old.get("optimizer_state"):
-            return old.get("iteration", -1), None
-        optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.whole_optimizer)
-        return old.get("iteration", -1), {"optimizer": optimizer_state, "precision": {}}
+        step, old = read_old_training_state(source, allow_pickle=allow_pickle)
+        if not with_optimizer or not old:
+            return step, None
+        return step, {"optimizer": regrouped(old, backend.unwrap(), backend.whole_optimizer), "precision": {}}
 
-    iteration, tree = on_all(backend, read, only_main=True) or (None, None)
-    iteration, has_optimizer = backend.broadcast((iteration, tree is not None))
+    step, tree = on_all(backend, read, only_main=True) or (None, None)
+    step, has_optimizer = backend.broadcast((step, tree is not None))
     if has_optimizer:
         _restore_optimizer(backend, tree, source)
-    return TrainState(step=iteration + 1), None  # t5-experiments stores the last update's index
+    return TrainState(step=step), None
 
 
 def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:

@@ -62,7 +62,6 @@ def save_model(
     model: nn.Module,
     state_dict: dict[str, Tensor] | None = None,
     tokenizer_dir: Path | None = None,
-    generation_config: Any = None,
     write: WriteTensors = write_now,
 ) -> None:
     """Write `model` (unwrapped) into the existing directory `path`.
@@ -74,7 +73,6 @@ def save_model(
     Args:
         state_dict: the gathered weights where the model's own are sharded (FSDP, ZeRO 3); names as in the model.
         tokenizer_dir: its tokenizer files are copied in.
-        generation_config: a GenerationConfig to store instead of the model's own.
         write: gets the tensors, which may be the model's own; a model's own `save_pretrained` may write by itself.
 
     Raises:
@@ -87,8 +85,6 @@ def save_model(
             save_adapter(path, model, state_dict, write)
         elif hasattr(model, "save_pretrained"):
             _save_pretrained(path, model, state_dict, write)
-            if generation_config is not None:
-                generation_config.save_pretrained(path)
         else:
             weights = state_dict if state_dict is not None else model.state_dict()
             write(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
@@ -105,13 +101,12 @@ def _save_pretrained(path: Path, model: Any, state_dict: dict[str, Tensor] | Non
     It asks accelerate whether the model is an engine of DeepSpeed. The import of an installed DeepSpeed, which takes
     seconds, is avoided: without that import there is no engine.
     """
-    weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_progress_bars())
         stack.enter_context(_patched("transformers.modeling_utils", "safe_save_file", write))
         if "deepspeed" not in sys.modules:
             stack.enter_context(_patched("accelerate.utils.other", "is_deepspeed_available", lambda: False))
-        model.save_pretrained(path, state_dict=weights)
+        model.save_pretrained(path, state_dict=state_dict)
 
 
 @contextlib.contextmanager
@@ -126,15 +121,6 @@ def _patched(module_name: str, name: str, value: Any) -> Iterator[None]:
     finally:
         if original is not None:
             setattr(module, name, original)
-
-
-def _tie(state_dict: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Tensor]:
-    """Gathering gives each name of a tied weight its own copy; make equal copies one object again, stored once."""
-    result = dict(state_dict)
-    for alias, name in tied.items():
-        if alias in result and name in result and torch.equal(result[alias], result[name]):
-            result[alias] = result[name]
-    return result
 
 
 def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:

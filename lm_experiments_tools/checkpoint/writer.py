@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +272,7 @@ def behind_link(path: Path) -> Path:
     return or_replaced(path.parent / os.readlink(path) if path.is_symlink() else path)
 
 
-def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], None] = logger) -> Path | None:
+def find_newest_valid(root: Path | str) -> Path | None:
     """The newest checkpoint under `root` that `verify` accepts; newer damaged ones are named in warnings.
 
     Reads only; on several ranks let one search and broadcast the answer. None when `root` has no checkpoint at all.
@@ -281,7 +281,6 @@ def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], No
         UserError: every checkpoint is damaged (lists the reasons), or `root` is no folder, for example a link to a
             disk that is not mounted.
     """
-    warn = log.warning if isinstance(log, logging.Logger) else log
     root = Path(root)
     if os.path.lexists(root) and not root.is_dir():
         raise UserError(
@@ -295,7 +294,7 @@ def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], No
             return candidate
         except (CheckpointDamaged, OSError) as error:
             reason = error.reason if isinstance(error, CheckpointDamaged) else f"cannot be read ({error.strerror})"
-            warn(f"checkpoint {candidate} is damaged: {reason}; trying the one before it")
+            logger.warning("checkpoint %s is damaged: %s; trying the one before it", candidate, reason)
             reasons.append(f"{candidate.name}: {reason}")
     if not reasons:
         return None

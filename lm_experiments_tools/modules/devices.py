@@ -34,6 +34,12 @@ class HostEmbedding(nn.Embedding):
         return super().forward(input.to(self.weight.device)).to(input.device)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a GPU; a CPU's is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def read_later(value: Tensor) -> Callable[[], float | bool | list]:
     """Start a copy to the host; the returned function waits for it and returns a Python number, or a list of them."""
     copy = value.detach().to("cpu", non_blocking=value.device.type in ("cpu", "cuda"))

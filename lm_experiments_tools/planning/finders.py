@@ -21,6 +21,7 @@ import torch
 
 from lm_experiments_tools.backends.backend import PendingStep
 from lm_experiments_tools.errors import RunError, UserError, first_line
+from lm_experiments_tools.modules.devices import synchronize
 from lm_experiments_tools.planning.fit import USABLE, is_out_of_memory, largest_size, limit_memory, memory_of
 from lm_experiments_tools.planning.show import watched
 from lm_experiments_tools.recipes.common import close_run, train_or_validate
@@ -146,8 +147,7 @@ class _Search:
                 f"{_FLAG}: out of memory in an update, after micro-batches of {size} fitted without one. The update "
                 f"does not depend on them; see docs/out_of_memory.md ({first_line(error)[:120]})"
             ) from error
-        if backend.device.type == "cuda":
-            torch.cuda.synchronize(backend.device)
+        synchronize(backend.device)
         self.tokens = info.tokens if info is not None else self.tokens
         return max(backend.gather(time.perf_counter() - started))
 

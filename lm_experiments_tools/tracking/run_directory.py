@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import logging
 import logging.handlers
@@ -65,17 +66,10 @@ os.register_at_fork(after_in_child=_leave_claims_to_parent)
 
 
 class RunDirectory:
-    """One run's directory; made on construction, on every rank.
+    """One run's directory (`--model_path`), for rank 0; made on construction."""
 
-    Args:
-        path: `--model_path`.
-        rank: this process; only rank 0 writes anything but its own log file.
-    """
-
-    def __init__(self, path: Path | str, rank: int):
+    def __init__(self, path: Path | str):
         self.path = Path(path)
-        self.rank = rank
-        self._start = 0
         _make_directory(self.path)
 
     def claim(self) -> None:
@@ -84,7 +78,7 @@ class RunDirectory:
         Raises:
             UserError: another process writes here.
         """
-        if self.rank != 0 or self.path.resolve() in _claims:
+        if self.path.resolve() in _claims:
             return
         file = open(self.path / ".lock", "a+", encoding="utf-8")
         try:
@@ -106,14 +100,6 @@ class RunDirectory:
         file.flush()
         _claims[self.path.resolve()] = file
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
     def write_start(
         self,
         args: Mapping[str, Any],
@@ -129,34 +115,26 @@ class RunDirectory:
             args: the merged arguments, {name: value}.
             origins: {name: where its value came from}, written as comments of config.yaml.
             argv: the program's arguments, `sys.argv`.
-            model_config: of the model, as a dict; may come later by `write_model_config`.
+            model_config: of the model, as a dict.
             world_size: number of workers, for `check_compatible` of a later start.
         """
-        if self.rank != 0:
-            return
-        self._start = _starts(self.path)
-        config = dict(args)
+        config, start = dict(args), _starts(self.path)
         config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
         config["MACHINE"] = platform.node()
         config["COMMIT"] = git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
         if world_size is not None:
             config["WORLD_SIZE"] = world_size
-        self._write("cmd.sh", relaunch_script(argv))
-        self._write("config.yaml", config_yaml(args, origins))
-        self._write("env.json", dump_json(describe_environment()) + "\n")
+        files = {"cmd.sh": relaunch_script(argv), "config.yaml": config_yaml(args, origins)}
+        files["env.json"] = dump_json(describe_environment()) + "\n"
         diff, status = git_output("diff", "HEAD"), git_output("status", "--porcelain=v1", "--branch")
         if status:
-            self._write("git.diff", diff)
-            self._write("git_status.txt", status)
+            files |= {"git.diff": diff, "git_status.txt": status}
         if model_config is not None:
-            self.write_model_config(model_config)
-        # last: its presence is what marks the start as recorded
-        self._write("config.json", dump_json(config, indent=4) + "\n")
-
-    def write_model_config(self, model_config: Mapping[str, Any]) -> None:
-        """model_config.json of the start recorded last, for models that are built after it."""
-        if self.rank == 0:
-            self._write("model_config.json", dump_json(dict(model_config)) + "\n")
+            files["model_config.json"] = dump_json(dict(model_config)) + "\n"
+        files["config.json"] = dump_json(config, indent=4) + "\n"  # last: it marks the start as recorded
+        for name, content in files.items():
+            write_atomic(self.path / _numbered(name, start), content)
+        (self.path / _numbered("cmd.sh", start)).chmod(0o755)
 
     def check_compatible(
         self,
@@ -185,12 +163,6 @@ class RunDirectory:
         refuse_or_report(self.path, differing, resume=resume)
         return differing
 
-    def _write(self, name: str, content: str | bytes) -> None:
-        path = self.path / _numbered(name, self._start)
-        write_atomic(path, content)
-        if name.endswith(".sh"):
-            path.chmod(0o755)
-
 
 def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = False) -> RunDirectory:
     """The run directory of `args`, kept for this process and its settings; for rank 0.
@@ -203,7 +175,7 @@ def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = Fa
         UserError: the directory holds a run with other settings, or one that has not ended; a service of `--log_to`
             is not installed.
     """
-    run = RunDirectory(args.model_path, rank=0)
+    run = RunDirectory(args.model_path)
     run.claim()
     choose_services(args, run.path)
     resume, harmless = args.resume_path() is not None, harmless_flags(type(args))
@@ -238,7 +210,7 @@ def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
         UserError: they cannot be read.
     """
     metrics = run_dir / "metrics.jsonl"
-    if not (_has_entries(run_dir / "checkpoints") or (metrics.exists() and metrics.stat().st_size > 0)):
+    if not any((run_dir / "checkpoints").glob("*")) and not (metrics.exists() and metrics.stat().st_size > 0):
         return None
     for number in reversed(range(_starts(run_dir))):
         path = run_dir / _numbered("config.json", number)
@@ -254,13 +226,10 @@ def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _starts(run_dir: Path) -> int:
-    count = 0
-    while (run_dir / _numbered("config.json", count)).exists():
-        count += 1
-    return count
+    return next(i for i in itertools.count() if not (run_dir / _numbered("config.json", i)).exists())
 
 
-def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.INFO) -> None:
+def setup_logging(run_dir: Path | str | None, rank: int) -> None:
     """Send the root logger to the console (rank 0 only) and to `run_dir`/logs/rank{rank}.log (every rank).
 
     Files rotate at 100 MiB and keep two old ones. Without a `run_dir`, errors of other ranks go to stderr: they would
@@ -273,7 +242,7 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
     handlers: list[logging.Handler] = []
     if rank == 0 or run_dir is None:
         handlers.append(ConsoleHandler(sys.stderr))
-        handlers[0].setLevel(level if rank == 0 else logging.ERROR)
+        handlers[0].setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if run_dir is not None:
         file = Path(run_dir) / "logs" / f"rank{rank}.log"
         _make_directory(file.parent)
@@ -282,7 +251,7 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
     for handler in handlers:
         handler.set_up_by_run = True
         root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     # recommends a package for weights of 4 bits as soon as anything imports it, as transformers' schedules do
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -431,10 +400,6 @@ def _make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the directory {path} cannot be made ({error.strerror}); check --model_path.") from error
-
-
-def _has_entries(directory: Path) -> bool:
-    return directory.is_dir() and any(directory.iterdir())
 
 
 def _numbered(name: str, count: int) -> str:

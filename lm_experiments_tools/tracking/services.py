@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import UserError, first_line
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _chosen: dict[Path, LoggingArgs] = {}  # of the run directories that this process writes to
-
-
-class Service(Protocol):
-    """A run in a service; constructed with project, name, id, settings and the run directory."""
-
-    def log(self, numbers: dict[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TrackioRun:
@@ -77,7 +69,7 @@ class WandbRun:
         self._run.finish()
 
 
-_SERVICES: dict[str, type[Service]] = {"trackio": TrackioRun, "wandb": WandbRun}
+_SERVICES = {"trackio": TrackioRun, "wandb": WandbRun}
 
 
 def choose_services(args: LoggingArgs, run_dir: Path) -> None:
@@ -101,7 +93,7 @@ class Services:
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
-        self._open: dict[str, Service] = {}
+        self._open: dict[str, TrackioRun | WandbRun] = {}
         args = _chosen.get(run_dir.resolve())
         self.tensorboard = args is None or "tensorboard" in args.log_to
         names = [] if args is None else [name for name in dict.fromkeys(args.log_to) if name in _SERVICES]

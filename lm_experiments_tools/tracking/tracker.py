@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from lm_experiments_tools.files import dump_json, fsync_path, naming, to_jsonable, write_atomic
@@ -67,7 +66,6 @@ class Tracker:
             of them by -1: a run from its beginning).
         again: splits that this process writes at `start_step` itself; what is there is of a start that was killed.
         total_steps: of the whole run, for the console's eta and bar; None shows neither.
-        stream: of the bar; the console lines go through `logging`.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class Tracker:
         start_step: int = 0,
         again: Collection[str] = (),
         total_steps: int | None = None,
-        stream: IO[str] | None = None,
     ):
         self.active = rank == 0
         self._jsonl: IO[str] | None = None
@@ -88,7 +85,7 @@ class Tracker:
         self.console: ConsoleLine | None = None
         if not self.active:
             return
-        self.console = ConsoleLine(total_steps, start_step=max(start_step, 0), stream=stream)
+        self.console = ConsoleLine(total_steps, start_step=max(start_step, 0))
         if run_dir is None:
             return
         directory = Path(run_dir)
@@ -129,10 +126,9 @@ class Tracker:
             split: "train", "valid", ...
             step, samples, tokens: updates applied, examples and tokens consumed so far, over all workers.
             metrics: means over `split`; each becomes `{name}/iterations|samples|tokens/{split}`.
-            extra: other numbers: lr, scaled_lr (a number or one a parameter group) or param_groups (a list of dicts
-                with these), gradients_global_norm, weights_global_norm, seconds_per_step, tokens_per_second,
-                mfu, mfu_measured, memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes
-                the tag `{name}/iterations`.
+            extra: other numbers: param_groups (a dict of lr and scaled_lr for each), gradients_global_norm,
+                weights_global_norm, seconds_per_step, tokens_per_second, mfu, mfu_measured, memory_mib,
+                data_wait_fraction, skipped_updates, patience; any other name becomes the tag `{name}/iterations`.
 
         Raises:
             ValueError: a name in both `metrics` and `extra`, or one of `step, split, samples, tokens, time`.
@@ -187,9 +183,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -354,13 +348,9 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 def _flat_groups(numbers: dict[str, Any]) -> dict[str, Any]:
     """`lr` becomes that of group 0 (what people plot) and, with several groups, `lr_param_groups` all of them."""
-    groups = numbers.pop("param_groups", None) or []
+    groups = numbers.pop("param_groups", [])
     for name in _PER_GROUP:
-        values = [group[name] for group in groups if group.get(name) is not None]
-        if name in numbers and numbers[name] is not None:
-            values = list(numbers[name]) if isinstance(numbers[name], (list, tuple)) else [numbers[name]]
-        numbers.pop(name, None)
-        if values:
+        if values := [group[name] for group in groups if name in group]:
             numbers[name] = values[0]
             if len(values) > 1:
                 numbers[f"{name}_param_groups"] = values

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,11 @@ def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None
     unread = [name for name in OF_VALIDATION if is_given(args, name)]
     if unread and train is not None and valid is None and not args.validate_only:
         raise UserError(f"no validation data for {', '.join(unread)}: give valid_dataloader, or leave them out")
+    if args.reproducible == "elastic" and train is not None and not hasattr(train, "seek"):
+        raise UserError(
+            "--reproducible elastic needs a training data loader with seek(), as data.loader.TrainLoader has, whose "
+            f"rows are the same for any number of workers; {type(train).__name__} has none."
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -71,21 +76,12 @@ def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
         raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
 
 
-def check_elastic_loader(args: TrainerArgs, loader: Any) -> None:
-    """Raise UserError where an elastic run's loader cannot find its position for any number of workers."""
-    if args.reproducible == "elastic" and loader is not None and not hasattr(loader, "seek"):
-        raise UserError(
-            "--reproducible elastic needs a training data loader with seek(), as data.loader.TrainLoader has, whose "
-            f"rows are the same for any number of workers; {type(loader).__name__} has none."
-        )
-
-
 class LoaderCheck:
     """Checks the first batches of a loader; those with `seek` know their worker and are not checked."""
 
     def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
         self._stream, self._backend, self._args = stream, backend, args
-        self._seen = _SeenRows()
+        self._digest, self._counts = hashlib.blake2b(digest_size=16), Counter()  # of the rows read so far
         self._first_epoch = stream.epoch
         self._is_first = self._compares = not hasattr(stream.loader, "seek")
 
@@ -98,63 +94,46 @@ class LoaderCheck:
         if self._is_first:
             self._is_first = False
             self._compares = self._backend.world_size > 1
-            _check_size(batch, self._backend, self._args)
+            self._check_size(batch)
         if self._compares:
-            self._seen.add(_rows(batch))
-            self._compares = _may_be_equal(self._backend, self._seen, ended=self._stream.epoch != self._first_epoch)
+            rows = _rows(batch)
+            self._digest.update(b"".join(rows))
+            self._counts.update(rows)
+            self._compares = self._may_be_equal()
 
+    def _check_size(self, batch: Any) -> None:
+        args, rows, wanted = self._args, len(_rows(batch)), self._args.rows_per_worker()
+        if self._backend.is_main and rows != wanted:
+            logger.warning(
+                "the training data gives %d rows a batch, but a step takes one batch of batch_size %d x "
+                "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
+                rows, args.batch_size, args.gradient_accumulation_steps, wanted,
+            )  # fmt: skip
 
-def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
-    rows, wanted = len(_rows(batch)), args.rows_per_worker()
-    if backend.is_main and rows != wanted:
-        logger.warning(
-            "the training data gives %d rows a batch, but a step takes one batch of batch_size %d x "
-            "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
-            rows, args.batch_size, args.gradient_accumulation_steps, wanted,
-        )  # fmt: skip
+    def _may_be_equal(self) -> bool:
+        """True if two workers have read equal rows that are too few to be sure; one small collective.
 
-
-class _SeenRows:
-    """The rows that a worker has read: their digest, and how often each occurs."""
-
-    def __init__(self) -> None:
-        self._digest, self._counts = hashlib.blake2b(digest_size=16), Counter()
-
-    def add(self, rows: Sequence[bytes]) -> None:
-        """Add the hashes of more rows."""
-        self._digest.update(b"".join(rows))
-        self._counts.update(rows)
-
-    def digest(self) -> str | None:
-        """Hash of all rows in their order; None without any."""
-        return self._digest.hexdigest() if self._counts else None
-
-    def bits(self) -> float:
-        """Minus the log2 of the chance that as many rows, drawn from these, are the same in the same order."""
-        number = self._counts.total()
-        return -number * math.log2(sum((count / number) ** 2 for count in self._counts.values())) if number else 0.0
-
-
-def _may_be_equal(backend: Backend, seen: _SeenRows, ended: bool) -> bool:
-    """True if two workers have read equal rows that are too few to be sure; one small collective.
-
-    Rows of a toy data set that are all equal prove nothing; neither does an epoch with fewer rows than workers, to
-    which samplers add rows.
-    """
-    reports = backend.gather((seen.digest(), seen.bits(), ended))
-    if any(ended for _, _, ended in reports):
-        return False
-    first: dict[str, int] = {}
-    rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(reports) if digest is not None]
-    repeated = [(first[d], rank, bits) for rank, d, bits in rows if first.setdefault(d, rank) != rank]
-    for one, other, bits in repeated:
-        if bits >= _SURE_BITS:
-            raise UserError(
-                f"workers {one} and {other} train on the same rows: give the DataLoader a "
-                "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
-                "seed=seed), and the trainer the same as train_sampler"
-            )
-    return bool(repeated)
+        Rows of a toy data set that are all equal prove nothing; neither does an epoch with fewer rows than workers,
+        to which samplers add rows.
+        """
+        number, bits = self._counts.total(), 0.0
+        if number:  # -log2 of the chance that as many rows, drawn from these, are the same in the same order
+            bits = -number * math.log2(sum((count / number) ** 2 for count in self._counts.values()))
+        digest = self._digest.hexdigest() if number else None
+        reports = self._backend.gather((digest, bits, self._stream.epoch != self._first_epoch))
+        if any(ended for _, _, ended in reports):
+            return False
+        first: dict[str, int] = {}
+        rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(reports) if digest is not None]
+        repeated = [(first[d], rank, bits) for rank, d, bits in rows if first.setdefault(d, rank) != rank]
+        for one, other, bits in repeated:
+            if bits >= _SURE_BITS:
+                raise UserError(
+                    f"workers {one} and {other} train on the same rows: give the DataLoader a "
+                    "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
+                    "seed=seed), and the trainer the same as train_sampler"
+                )
+        return bool(repeated)
 
 
 def rows_digest(batch: Any) -> str:

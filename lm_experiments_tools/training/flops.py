@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lm_experiments_tools.attention.kernels.choice import force_backend
+from lm_experiments_tools.modules.devices import synchronize
 from lm_experiments_tools.training.generators import preserved_random_state
 
 if TYPE_CHECKING:
@@ -149,19 +150,14 @@ def _rate(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outp
     x @ weight.T  # loads libraries
     fastest, end = float("inf"), time.perf_counter() + _SECONDS
     for _ in range(_PRODUCTS):
-        _wait(device)
+        synchronize(device)
         started = time.perf_counter()
         x @ weight.T
-        _wait(device)
+        synchronize(device)
         fastest = min(fastest, max(time.perf_counter() - started, 1e-9))
         if time.perf_counter() > end:
             break
     return 2 * rows * inputs * outputs / fastest
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class FlopMeter:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.modules.devices import synchronize
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -159,8 +160,7 @@ class AccumulatedOutputs:
         """`metrics_fn` of the data of all workers, computed on rank 0 and broadcast; clears the data."""
         if self.metrics is None:
             return {}
-        if backend.device.type == "cuda":
-            torch.cuda.synchronize(backend.device)  # `add` copies asynchronously
+        synchronize(backend.device)  # `add` copies asynchronously
         gathered = backend.gather(self.data)
         self.data = {}
         values = None

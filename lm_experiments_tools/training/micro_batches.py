@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -103,27 +103,15 @@ class MicroBatch:
 
 @dataclass
 class StepBatch:
-    """One worker's micro-batches of a global step, with its rows, valid labels by name and tokens."""
+    """One worker's micro-batches of a global step, with its rows and tokens; empty when it has no more batches."""
 
-    micro_batches: list[MicroBatch]
-    rows: int
-    weights: dict[str, int]
-    tokens: int
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0
 
-    def with_valid_labels_only(self, most: Callable[[int], int]) -> StepBatch:
-        """The same step on `most(rows)` labels of each micro-batch."""
-        micro_batches = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in self.micro_batches]
-        return replace(self, micro_batches=micro_batches)
-
-    def as_padding(self) -> StepBatch:
-        """The same micro-batches with weight 0."""
-        micro_batches = [m.as_padding() for m in self.micro_batches]
-        return StepBatch(micro_batches, 0, dict.fromkeys(self.weights, 0), 0)
-
-    @classmethod
-    def empty(cls, label_names: Sequence[str]) -> StepBatch:
-        """The part of a worker that has no more batches."""
-        return cls([], 0, dict.fromkeys(label_names, 0), 0)
+    def weight(self, label_name: str) -> int:
+        """Valid labels of this name."""
+        return sum(micro_batch.weights[label_name] for micro_batch in self.micro_batches)
 
     def padded(self, number: int, last: MicroBatch | None = None) -> list[MicroBatch]:
         """`number` micro-batches: sharded models need equally many forward passes on every worker.
@@ -136,25 +124,13 @@ class StepBatch:
         return found + [(last or self.micro_batches[-1]).as_padding()] * missing if missing else found
 
 
-def split_over_virtual_ranks(
-    batch: Mapping[str, Any], number: int, split: Callable[[Mapping[str, Any]], StepBatch]
-) -> StepBatch:
-    """A worker's batch cut by `split` for each of its virtual ranks: row i belongs to number i % `number`.
-
-    At the end of an evaluation the last ones may have none.
-    """
+def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
+    """A worker's batch cut for each of its virtual ranks that has rows: row i belongs to number i % `number`."""
     rows = next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0)
     if number == 1 or rows == 0:
-        return split(batch)
-
-    def rows_of(virtual: int) -> dict[str, Any]:
-        taken = _select_rows(batch, rows, slice(virtual, None, number))
-        return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in taken.items()}
-
-    parts = [split(rows_of(virtual)) for virtual in range(min(number, rows))]
-    weights = {name: sum(part.weights[name] for part in parts) for name in parts[0].weights}
-    micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
-    return StepBatch(micro_batches, rows, weights, sum(part.tokens for part in parts))
+        return [batch]
+    parts = [_select_rows(batch, rows, slice(virtual, None, number)) for virtual in range(min(number, rows))]
+    return [{k: v.contiguous() if isinstance(v, Tensor) else v for k, v in part.items()} for part in parts]
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
@@ -224,8 +200,8 @@ def split_batch(
         weights, num_bytes = _counts(found, here, targets, None if mask is None else mask[span], token_bytes)
         inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
         micro_batches.append(MicroBatch(inputs, part, weights, num_bytes))
-    weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
-    return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
+    part = StepBatch(micro_batches, num_rows, tokens)
+    return replace(part, tokens=tokens + part.weight("labels")) if has_decoder else part
 
 
 def _counts(
@@ -322,22 +298,24 @@ class BatchSplitter:
         if self.targets is None:
             self._find_targets(batch, batch_size)
         if batch is None:
-            return StepBatch.empty(self.loss.label_names())
+            return StepBatch()
         if num_counted is not None:
             rows = next((len(v) for k, v in batch.items() if k in self.names and isinstance(v, Tensor)), 0)
             counted = num_counted(rows)
             if rows and counted == 0:
-                return self._split(batch, batch_size).as_padding()
+                return StepBatch([m.as_padding() for m in self._split(batch, batch_size).micro_batches])
             batch = batch if counted >= rows else _select_rows(batch, rows, slice(counted))
         return self._split(batch, batch_size)
 
     def _split(self, batch: Mapping[str, Any], batch_size: int) -> StepBatch:
         how = (batch_size, self.names, self.backend.device, self.has_decoder, self.loss.label_names())
         trim_to, targets, token_bytes = self.args.trim_to(), self.targets or Targets(), self.loss.token_bytes
-        part = split_over_virtual_ranks(
-            batch, self.backend.shares, lambda rows: split_batch(rows, *how, trim_to, targets, token_bytes)
-        )
-        return part if self.loss.most_labels is None else part.with_valid_labels_only(self.loss.most_labels)
+        batches = _of_virtual_ranks(batch, self.backend.shares)
+        parts = [split_batch(rows, *how, trim_to, targets, token_bytes) for rows in batches]
+        micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
+        if (most := self.loss.most_labels) is not None:
+            micro_batches = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in micro_batches]
+        return StepBatch(micro_batches, sum(part.rows for part in parts), sum(part.tokens for part in parts))
 
     def _named(self, batch: Any) -> Mapping[str, Any]:
         batch = self.transform(batch) if self.transform else batch

@@ -106,7 +106,7 @@ class NormsCallback:
             values |= {f"norm/gradient/{part}": gradient, f"norm/weight/{part}": weight}
             values |= {f"norm/update/{part}": update}
             values |= {f"norm/update_over_weight/{part}": update / weight} if weight else {}
-        _record(trainer, values)
+        trainer.log("train", {}, **values)
 
 
 def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -137,7 +137,7 @@ class MaximaCallback:
             read = read_later(torch.stack([maxima.of[name].to(backend.device, torch.float32) for name in names]))
             values = dict(zip(names, read(), strict=True))
         every = backend.gather(values)
-        _record(trainer, {name: _largest([own[name] for own in every if name in own]) for name in values})
+        trainer.log("train", {}, **{name: _largest([own[name] for own in every if name in own]) for name in values})
 
 
 def _largest(values: list[float]) -> float:
@@ -190,10 +190,3 @@ class _Maxima:
 
     def _note(self, name: str, value: Tensor) -> None:
         self.of[name] = value if name not in self.of else torch.maximum(self.of[name], value.to(self.of[name]))
-
-
-def _record(trainer: TrainingLoop, values: dict[str, float]) -> None:
-    """Write them to TensorBoard and metrics.jsonl, without a line on the console."""
-    if trainer.tracker is not None:
-        state = trainer.state
-        trainer.tracker.log("train", state.step, state.consumed_samples, state.consumed_tokens, {}, extra=values)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import DeviceType
 
+from lm_experiments_tools.modules.devices import synchronize
 from lm_experiments_tools.training.callbacks import Callback, Every
 
 if TYPE_CHECKING:
@@ -142,12 +143,12 @@ class ProfileCallback:
         self.every, self.end.every = None, self.stop
         self._before = self._counts(trainer)
         self._profiler.start()
-        _synchronize(trainer)
+        synchronize(trainer.backend.device)
         self._range.__enter__()
 
     def _end(self, trainer: TrainingLoop) -> None:
         self.end.every = None
-        _synchronize(trainer)
+        synchronize(trainer.backend.device)
         self._range.__exit__(None, None, None)
         self._profiler.stop()
         name, num_steps = f"steps_{self.start + 1}-{self.stop}", self.stop - self.start
@@ -175,11 +176,6 @@ class ProfileCallback:
             found.append(f"  data wait of workers: {' to '.join(ends)} a step")
         found += ["  skipped updates among them are in it"] * changed[0]
         return found + ["  a validation between them is in it: see --profile_after and --valid_interval"] * changed[1]
-
-
-def _synchronize(trainer: TrainingLoop) -> None:
-    if trainer.backend.device.type == "cuda":
-        torch.cuda.synchronize(trainer.backend.device)
 
 
 def with_profile(

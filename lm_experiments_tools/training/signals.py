@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from lm_experiments_tools.config import restart
@@ -64,9 +64,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

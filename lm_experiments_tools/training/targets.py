@@ -31,10 +31,6 @@ class Targets:
     first: int = 0
     masks_logits: bool = False
 
-    def count(self, labels: Tensor, mask: Tensor | None = None) -> int:
-        """Number of valid targets; arguments as of `valid`."""
-        return int(self.valid(labels, mask).sum())
-
     def valid(self, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         """True where a label is a valid target, bool of the shape of `labels` (of `labels_mask`, if that is smaller).
 

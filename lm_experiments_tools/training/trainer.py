@@ -29,7 +29,6 @@ from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
 from lm_experiments_tools.training.checks import (
     LoaderCheck,
-    check_elastic_loader,
     check_parts,
     check_trainable,
     same_on_all,
@@ -136,7 +135,6 @@ class TrainingLoop:
         if train_dataloader is not None:
             self.stream = BatchStream(train_dataloader, train_sampler, transforms=batch_transform_fn is not None)
         backend.reproduce(args)
-        check_elastic_loader(args, train_dataloader)
         self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
         self.split = BatchSplitter(args, backend, model, loss, batch_transform_fn, self.forward_kwargs)
@@ -271,12 +269,13 @@ class TrainingLoop:
         backend = self.backend
         passes = [len(part.micro_batches) * (rank == backend.rank) for rank in range(backend.world_size)]
         events = [*self.signals.pending, int(self.saver.failed)]
-        counts = [part.rows, part.tokens, *events, *part.weights.values(), *passes]
+        names = self.loss.label_names()
+        counts = [part.rows, part.tokens, *events, *map(part.weight, names), *passes]
         totals = backend.sum(torch.tensor(counts)).tolist()
         self.signals.agree(totals[2:4])
         if totals[4]:  # with a checkpoint that could not be written
             self.saver.wait()
-        weights = dict(zip(part.weights, totals[5 : -len(passes)], strict=True))
+        weights = dict(zip(names, totals[5 : -len(passes)], strict=True))
         return GlobalCounts(weights, totals[0], totals[1], max(totals[-len(passes) :]))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:

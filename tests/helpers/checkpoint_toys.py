@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.tree import save_tree
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.models.build import build_model
@@ -49,6 +50,13 @@ def random_t5(seed: int = 0, *, tied: bool = True, **changes: object) -> nn.Modu
         for parameter in model.parameters():  # T5's own initialisation has zeros and ones that hide a lost weight
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     return model
+
+
+def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights as a backend gathers them."""
+    backend = LocalBackend(device=torch.device("cpu"))
+    backend.setup(model, None)
+    return backend.model_state()
 
 
 def logits(model: nn.Module) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Together:
     """Workers in threads, whose collectives wait for each other."""
 
     def __init__(self, number: int) -> None:
-        self.barrier, self.shared = threading.Barrier(number, timeout=20), {}
+        self.world_size, self.barrier, self.shared = number, threading.Barrier(number, timeout=20), {}
 
     def gather(self, value: object) -> list:
         self.shared[threading.current_thread().name] = value
@@ -49,16 +49,7 @@ class Together:
 
 def workers(number: int, addends: int) -> list[ExactSum]:
     together = Together(number)
-    return [
-        ExactSum(
-            [nn.Parameter(torch.zeros(shape)) for shape in SHAPES],
-            addends,
-            number,
-            together.sum_in_place,
-            together.gather,
-        )
-        for _ in range(number)
-    ]
+    return [ExactSum([nn.Parameter(torch.zeros(shape)) for shape in SHAPES], addends, together) for _ in range(number)]
 
 
 def summed(parts: list[ExactSum], gradients: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor | None], bool]:
@@ -158,7 +149,7 @@ def test_more_micro_batches_than_there_is_room_for_are_refused():
 def test_parameters_on_two_devices_are_refused():
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
     with pytest.raises(UserError, match="cpu and meta"):
-        ExactSum(parameters, 2, 1, lambda values: None, lambda value: [value])
+        ExactSum(parameters, 2, LocalBackend())
 
 
 def test_running_means_are_refused_where_the_number_of_workers_may_change():

@@ -9,6 +9,7 @@ from lm_experiments_tools.checkpoint.train_state import load_weights_for_all
 from lm_experiments_tools.checkpoint.weights import load_weights, read_state, save_model
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
+from tests.helpers.checkpoint_toys import gathered_state
 
 SIZES = dict(
     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
@@ -66,8 +67,7 @@ def test_a_checkpoint_is_read_back_bit_for_bit_by_us_and_by_from_pretrained(name
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gathered_weights_are_saved_as_the_models_own(name, tmp_path):
     model, other = model_of(name), model_of(name, seed=1)
-    gathered = {key: value.clone() for key, value in model.state_dict().items()}
-    save_model(tmp_path, other, state_dict=gathered)
+    save_model(tmp_path, other, state_dict=gathered_state(model))
     load_weights(other, tmp_path)
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 

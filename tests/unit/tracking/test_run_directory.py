@@ -48,13 +48,13 @@ def clean_logging():
 
 
 def in_use(directory: RunDirectory) -> RunDirectory:
-    directory.metrics_file.write_text("{}\n")
+    (directory.path / "metrics.jsonl").write_text("{}\n")
     return directory
 
 
 def test_start_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    directory = RunDirectory(tmp_path / "a" / "b", rank=0)
+    directory = RunDirectory(tmp_path / "a" / "b")
     directory.write_start(ARGS, ORIGINS, ["run.py", "--lr", "1e-5"], {"d_model": 16}, world_size=2)
     config = json.loads((directory.path / "config.json").read_text())
     assert {name: config[name] for name in ARGS} == ARGS
@@ -68,20 +68,12 @@ def test_start_is_recorded(tmp_path, monkeypatch):
     assert json.loads((directory.path / "model_config.json").read_text()) == {"d_model": 16}
 
 
-def test_other_ranks_write_nothing(tmp_path):
-    directory = RunDirectory(tmp_path, rank=1)
-    directory.write_start(ARGS, ORIGINS, ["run.py"])
-    directory.write_model_config({})
-    assert not list(tmp_path.iterdir())
-
-
 def test_second_start_never_touches_the_first(tmp_path):
-    directory = RunDirectory(tmp_path, rank=0)
+    directory = RunDirectory(tmp_path)
     directory.write_start(ARGS, ORIGINS, ["run.py"], {"d_model": 16})
     first = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    second = RunDirectory(tmp_path, rank=0)
-    second.write_start({**ARGS, "iters": 200}, ORIGINS, ["run.py"])
-    second.write_model_config({"d_model": 32})
+    second = RunDirectory(tmp_path)
+    second.write_start({**ARGS, "iters": 200}, ORIGINS, ["run.py"], {"d_model": 32})
     assert {name: (tmp_path / name).read_bytes() for name in first} == first
     assert json.loads((tmp_path / "config.1.json").read_text())["iters"] == 200
     assert json.loads((tmp_path / "model_config.1.json").read_text()) == {"d_model": 32}
@@ -91,9 +83,9 @@ def test_second_start_never_touches_the_first(tmp_path):
 @pytest.mark.parametrize(("then", "now", "differ"), [(None, 32, False), (32, None, False), (None, 16, True)])
 def test_rows_of_a_bucket_left_out_are_those_of_a_step(tmp_path, then, now, differ):
     batch = {"batch_size": 4, "gradient_accumulation_steps": 2}
-    directory = RunDirectory(tmp_path, rank=0)
+    directory = RunDirectory(tmp_path)
     directory.write_start({**batch, "bucket_rows": then}, {}, ["run.py"], world_size=4)
-    directory.metrics_file.write_text("{}\n")
+    (directory.path / "metrics.jsonl").write_text("{}\n")
     same_step = {"batch_size": 16, "gradient_accumulation_steps": 1, "bucket_rows": now}
     found = directory.check_compatible(same_step, resume=True, world_size=2)
     assert found == ({"bucket_rows": (32, 16)} if differ else {})
@@ -118,7 +110,7 @@ def test_git_state_can_be_restored(tmp_path, monkeypatch):
     (repository / "code.py").write_text("a = 2  # é\n")
     (repository / "new.py").write_text("")
     monkeypatch.chdir(repository)
-    directory = RunDirectory(tmp_path / "run", rank=0)
+    directory = RunDirectory(tmp_path / "run")
     directory.write_start(ARGS, {}, ["run.py"])
     assert "?? new.py" in (directory.path / "git_status.txt").read_text()
     commit = json.loads((directory.path / "config.json").read_text())["COMMIT"]
@@ -135,7 +127,7 @@ def test_no_git_is_no_failure(tmp_path, monkeypatch, situation):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     if situation == "no git":
         monkeypatch.setenv("PATH", str(tmp_path))
-    directory = RunDirectory(tmp_path / "run", rank=0)
+    directory = RunDirectory(tmp_path / "run")
     directory.write_start(ARGS, {}, ["run.py"])
     assert json.loads((directory.path / "config.json").read_text())["COMMIT"] == ""
     assert not (directory.path / "git.diff").exists()
@@ -191,7 +183,7 @@ def test_relaunch_falls_back_to_the_given_arguments():
 
 
 def test_other_configuration_is_refused_unless_asked_for(tmp_path, caplog):
-    directory = RunDirectory(tmp_path, rank=0)
+    directory = RunDirectory(tmp_path)
     assert directory.check_compatible(ARGS, False) == {}
     directory.write_start(ARGS, ORIGINS, ["run.py"])
     changed = {**ARGS, "lr": 3e-4, "iters": 5, "log_interval": 7, "model_path": "elsewhere", "data": (1, 2)}
@@ -209,7 +201,7 @@ def test_other_configuration_is_refused_unless_asked_for(tmp_path, caplog):
 @pytest.mark.parametrize("setting", [{"reproducible": "fixed"}, {"virtual_ranks": 4}])
 def test_resuming_is_not_advised_where_it_is_refused_as_well(tmp_path, setting):
     args = {**ARGS, "reproducible": "elastic", "virtual_ranks": 2}
-    directory = in_use(RunDirectory(tmp_path, rank=0))
+    directory = in_use(RunDirectory(tmp_path))
     directory.write_start(args, ORIGINS, ["run.py"])
     with pytest.raises(UserError, match="another --model_path, by --init_checkpoint") as error:
         directory.check_compatible({**args, **setting}, False)
@@ -217,7 +209,7 @@ def test_resuming_is_not_advised_where_it_is_refused_as_well(tmp_path, setting):
 
 
 def test_newest_start_is_compared(tmp_path):
-    directory = in_use(RunDirectory(tmp_path, rank=0))
+    directory = in_use(RunDirectory(tmp_path))
     directory.write_start(ARGS, ORIGINS, ["run.py"])
     directory.write_start({**ARGS, "lr": 2.0}, ORIGINS, ["run.py"])
     assert directory.check_compatible({**ARGS, "lr": 2.0}, False) == {}
@@ -226,7 +218,7 @@ def test_newest_start_is_compared(tmp_path):
 
 
 def test_another_split_of_the_same_global_batch_is_compatible(tmp_path):
-    directory = in_use(RunDirectory(tmp_path, rank=0))
+    directory = in_use(RunDirectory(tmp_path))
     directory.write_start(ARGS, ORIGINS, ["run.py"], world_size=2)
     same = {**ARGS, "batch_size": 16, "gradient_accumulation_steps": 1}
     assert directory.check_compatible(same, False, world_size=1) == {}
@@ -237,12 +229,12 @@ def test_another_split_of_the_same_global_batch_is_compatible(tmp_path):
 
 
 def test_damaged_config_and_unusable_path_are_one_sentence(tmp_path):
-    directory = in_use(RunDirectory(tmp_path, rank=0))
+    directory = in_use(RunDirectory(tmp_path))
     (tmp_path / "config.json").write_text('{"a": ')
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         directory.check_compatible(ARGS, False)
     with pytest.raises(UserError, match="--model_path"):
-        RunDirectory(tmp_path / "config.json" / "x", rank=0)
+        RunDirectory(tmp_path / "config.json" / "x")
     with pytest.raises(UserError, match="--model_path"):
         setup_logging(tmp_path / "config.json", rank=0)
 
@@ -259,7 +251,7 @@ def test_recorded_yaml_gives_the_same_arguments_back(tmp_path):
     given = ["--data_path", "d", "--model_path", str(tmp_path), "--lr", "1e-5", "--model_cfg", "m.json", "--bf16"]
     given += ["--vocab", "v.model"]
     first, origins = parse(T5PretrainingArgs, given)
-    RunDirectory(tmp_path, rank=0).write_start(asdict(first), origins, ["run.py"])
+    RunDirectory(tmp_path).write_start(asdict(first), origins, ["run.py"])
     again, _ = parse(T5PretrainingArgs, ["--config", str(tmp_path / "config.yaml")])
     assert again == first
 
@@ -301,13 +293,12 @@ def test_without_a_run_directory_errors_of_other_ranks_are_not_lost(capsys):
 def test_a_directory_is_one_run_s_until_its_process_ends(tmp_path):
     """The lock is the kernel's: it ends with SIGKILL too, and says who holds it."""
     hold = "import sys, time; from lm_experiments_tools.tracking.run_directory import RunDirectory; "
-    hold += "RunDirectory(sys.argv[1], rank=0).claim(); print('held', flush=True); time.sleep(60)"
+    hold += "RunDirectory(sys.argv[1]).claim(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=rf"in use by a run that has not ended \(process {other.pid} on "):
-            RunDirectory(tmp_path, rank=0).claim()
-        RunDirectory(tmp_path, rank=1).claim()  # only rank 0 writes
+            RunDirectory(tmp_path).claim()
         other.kill()
         other.wait()
-    RunDirectory(tmp_path, rank=0).claim()
-    RunDirectory(tmp_path, rank=0).claim()  # this process goes on in its own directory
+    RunDirectory(tmp_path).claim()
+    RunDirectory(tmp_path).claim()  # this process goes on in its own directory

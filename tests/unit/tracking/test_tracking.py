@@ -18,7 +18,6 @@ import torch
 
 from lm_experiments_tools.errors import UserError, os_sentence
 from lm_experiments_tools.files import to_jsonable
-from lm_experiments_tools.tracking.terminal import plot
 from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
 
 # tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
@@ -318,11 +317,3 @@ def test_a_full_disk_names_the_file_that_was_written(tmp_path):
             log_step(tracker, 1)
         tracker._jsonl = own
     assert os_sentence(error.value).startswith(f"{tmp_path / 'metrics.jsonl'}: No space left on device: free some")
-
-
-def test_a_curve_in_a_terminal():
-    lines = plot([(0, 0.0), (10, 10.0)], 30, 7, ("first", "last"))
-    assert len(lines) == 7 and all(len(line) <= 30 for line in lines)
-    assert lines[0].startswith("10 |") and lines[0].endswith("*") and lines[4].startswith(" 0 |*")
-    assert lines[-1].split() == ["first", "last"]
-    assert plot([(1, 2.0)], 30, 8, ("", "")) and not plot([], 30, 8, ("", ""))

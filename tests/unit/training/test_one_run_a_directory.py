@@ -49,17 +49,16 @@ def test_a_second_trainer_is_refused_while_the_first_lives(tmp_path):
 
 
 def test_settings_that_a_script_has_recorded_are_checked_by_the_library_too(tmp_path):
-    run = RunDirectory(tmp_path, rank=0)
+    run = RunDirectory(tmp_path)
     run.write_start(asdict(TrainerArgs(batch_size=8, model_path=str(tmp_path))), {}, ["script"], world_size=1)
-    run.checkpoints.mkdir()
-    (run.checkpoints / "step_000001").mkdir()
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     with pytest.raises(UserError, match=r"holds a run with other settings: .*global_batch_size \(8 then, 4 now\)"):
         loop(tmp_path)
 
 
 def test_a_forked_worker_does_not_keep_the_lock_of_its_dead_parent(tmp_path):
     fork = "import os, sys, time; from lm_experiments_tools.tracking.run_directory import RunDirectory; "
-    fork += "RunDirectory(sys.argv[1], rank=0).claim(); child = os.fork(); child or time.sleep(30); "
+    fork += "RunDirectory(sys.argv[1]).claim(); child = os.fork(); child or time.sleep(30); "
     fork += "print(child, flush=True); time.sleep(30)"
     with subprocess.Popen([sys.executable, "-c", fork, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
@@ -67,6 +66,6 @@ def test_a_forked_worker_does_not_keep_the_lock_of_its_dead_parent(tmp_path):
         parent.kill()
         os.waitpid(parent.pid, 0)
         try:
-            RunDirectory(tmp_path, rank=0).claim()
+            RunDirectory(tmp_path).claim()
         finally:
             os.kill(child, 9)
