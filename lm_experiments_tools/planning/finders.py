@@ -22,38 +22,16 @@ import torch
 from lm_experiments_tools.backends.backend import PendingStep
 from lm_experiments_tools.errors import RunError, UserError, first_line
 from lm_experiments_tools.planning.fit import USABLE, is_out_of_memory, largest_size, limit_memory, memory_of
-from lm_experiments_tools.planning.show import watched
-from lm_experiments_tools.recipes.common import close_run, train_or_validate
-from lm_experiments_tools.recipes.finders import find_lr, only_steps, write_found
+from lm_experiments_tools.recipes.finders import only_steps, write_found
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.recipes.common import RunData
     from lm_experiments_tools.training.trainer import TrainingLoop
 
 _FLAG = "--find_micro_batch"
 _NUM_BATCHES = 4  # of which the largest is tried
 _NUM_TIMED = 3  # steps of each size
 _NUM_SLOWER = 3  # sizes below the fastest that are timed
-
-
-def find_or_train(trainer: TrainingLoop, origins: Mapping[str, str], folder: str | None, data: RunData) -> bool:
-    """Train or validate; or run `--find_lr` or `--find_micro_batch`, close the run, and return True.
-
-    Args:
-        folder: run directory of the run to come.
-    """
-    args, backend = trainer.args, trainer.backend
-    if not args.finds():
-        with watched(args, origins, backend):
-            train_or_validate(trainer)
-        return False
-    if args.find_micro_batch:
-        find_micro_batch(trainer, folder)
-    else:
-        find_lr(trainer, folder)
-    close_run(backend, data)
-    return True
 
 
 def find_micro_batch(trainer: TrainingLoop, folder: str | None) -> int:
