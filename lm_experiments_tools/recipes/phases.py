@@ -34,10 +34,8 @@ def start_phases(
     The first one is that of the newest checkpoint, even if it has no step left: it ends as it would have.
 
     Raises:
-        UserError: as `start_run`; the backend shards the model; or there are fewer phases than the run has made.
+        UserError: as `start_run`; or there are fewer phases than the run has made.
     """
-    if args.phases and (backend.shards_model or backend.shards_optimizer):
-        raise UserError("--phases does not work with FSDP and DeepSpeed: use DDP, Horovod or one process.")
     whole = args if args.phases else in_updates(args, backend.world_size)
     run = start_run(whole, backend)
     number, first, branch = 0, 0, None
