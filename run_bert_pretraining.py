@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
-    from lm_experiments_tools.planning.run import train_phases
+    from lm_experiments_tools.planning.finders import train_phases
     from lm_experiments_tools.recipes import common, phases
     from lm_experiments_tools.recipes.bert_data import check_bert
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report

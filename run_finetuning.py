@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.models.pretrained import pretrained_model
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.models.tokenizers import load_tokenizer
-    from lm_experiments_tools.planning.run import find_or_train
+    from lm_experiments_tools.planning.finders import find_or_train
     from lm_experiments_tools.recipes.common import (
         close_run,
         optimizer_from_args,

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
-    from lm_experiments_tools.planning.run import train_phases
+    from lm_experiments_tools.planning.finders import train_phases
     from lm_experiments_tools.recipes import common, phases, t5_data
     from lm_experiments_tools.recipes.report import filled_right, t5_examples, write_report
 

@@ -94,14 +94,6 @@ OBJECTIVES = {
 REGISTERED_TASK = Objective(models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
 
 
-def _objective_of(task: str) -> Objective:
-    """The objective of a user's class. Raises UserError: there is none of that name."""
-    facts = getattr(resolve_name(task, said=f"--task {task}"), "objective", None)
-    if not isinstance(facts, Objective):
-        raise UserError(f"--task {task} has no `objective`, an Objective(models=...): see docs/new_objective.md.")
-    return replace(facts, builder=task, reads=(*facts.reads, "task_options"))
-
-
 @dataclass(frozen=True)
 class DenoiserSpec:
     """One denoiser of UL2's mixture.
@@ -204,10 +196,13 @@ class ObjectiveArgs:
         check_conflict(self, "bucket_rows", "mix_rows", "choose one way of putting rows together")
 
     def objective(self) -> Objective:
-        """The facts about `--task`."""
-        if self.is_registered_task():
-            return REGISTERED_TASK
-        return _objective_of(self.task) if ":" in self.task else OBJECTIVES[self.task]
+        """The facts about `--task`. Raises UserError: its module has no such objective."""
+        if ":" not in self.task or self.is_registered_task():
+            return OBJECTIVES.get(self.task, REGISTERED_TASK)
+        facts = getattr(resolve_name(self.task, said=f"--task {self.task}"), "objective", None)
+        if not isinstance(facts, Objective):
+            raise UserError(f"--task {self.task} has no `objective`: docs/new_objective.md shows one.")
+        return replace(facts, builder=self.task, reads=(*facts.reads, "task_options"))
 
     def checked_task_options(self) -> dict[str, Any]:
         """`--task_options`, as the arguments of the class that `--task` names. Raises UserError."""

@@ -31,8 +31,6 @@ _NEXT = 0.8  # the same where memory ran out in a run
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
     """Print the estimate of settings, and with `--fit` settings that fit; `auto` runs two steps of them.
 
-    Of a run in phases it is the phase that needs most.
-
     Args:
         origins: of the settings, as `cli.parse` returns them.
 
