@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
-    from lm_experiments_tools.planning.finders import find_or_train
+    from lm_experiments_tools.planning.finders import train_phases
     from lm_experiments_tools.recipes import common, phases
     from lm_experiments_tools.recipes.bert_data import check_bert
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
@@ -61,24 +61,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     parts, run = phases.start_phases(args, backend)
-    models = phases.model_sources(parts, backend)
-    for phase, model_source in zip(parts[1:], models[1:], strict=True):  # before hours of training
+    parts = phases.with_models(parts, backend)
+    for phase, model_source in parts[1:]:  # before hours of training
         on_all(backend, partial(check_bert, phase.args, model_source))
-    for phase, model_source in zip(parts, models, strict=True):
-        trainer = data = None  # those of the phase before are freed
-        trainer, data = build_phase(phase, backend, model_source)
-        common.show_run(phase.args, origins, run, backend, backend.unwrap(), data, phase)
-        if find_or_train(trainer, origins, folder, data):
-            return
-        if phase is not parts[-1]:
-            run = phases.leave_phase(backend, data)
+    ended = train_phases(parts, partial(build_phase, backend), origins, run, folder, backend)
+    if ended is None:
+        return
+    trainer, data = ended
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, fill_in_masked_words(trainer, data))
     common.close_run(backend, data)
 
 
-def build_phase(phase: Phase, backend: Backend, model_source: ModelSource) -> tuple[TrainingLoop, BertPretrainingData]:
+def build_phase(backend: Backend, phase: Phase, model_source: ModelSource) -> tuple[TrainingLoop, BertPretrainingData]:
     """Data, model, optimizer and trainer of a phase, at the position of the newest checkpoint."""
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.packed_rows import prepare

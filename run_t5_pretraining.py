@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
-    from lm_experiments_tools.planning.finders import find_or_train
+    from lm_experiments_tools.planning.finders import train_phases
     from lm_experiments_tools.recipes import common, phases, t5_data
     from lm_experiments_tools.recipes.report import filled_right, t5_examples, write_report
 
@@ -60,18 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     parts, run = phases.start_phases(args, backend)
     sources = on_all(backend, sources)
-    models = phases.model_sources(parts, backend)
-    for phase, model_source in zip(parts, models, strict=True):  # before hours of tokenizing
+    parts = phases.with_models(parts, backend)
+    for phase, model_source in parts:  # before hours of tokenizing
         t5_data.check_model(phase.args, model_source, sources[0].vocabulary.size)
         on_all(backend, partial(t5_data.check_examples, phase.args, sources[0].vocabulary, model_source.kind))
-    for phase, model_source in zip(parts, models, strict=True):
-        trainer = data = None  # those of the phase before are freed
-        trainer, data = build_phase(phase, backend, sources[phase.number], model_source)
-        common.show_run(phase.args, origins, run, backend, backend.unwrap(), data, phase)
-        if find_or_train(trainer, origins, folder, data):
-            return
-        if phase is not parts[-1]:
-            run = phases.leave_phase(backend, data)
+    ended = train_phases(parts, partial(build_phase, backend, sources), origins, run, folder, backend)
+    if ended is None:
+        return
+    trainer, data = ended
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))
@@ -79,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_phase(
-    phase: Phase, backend: Backend, sources: T5Sources, model_source: ModelSource
+    backend: Backend, sources: Sequence[T5Sources], phase: Phase, model_source: ModelSource
 ) -> tuple[TrainingLoop, PretrainingData]:
     """Data, model, loss, optimizer and trainer of a phase, at the position of the newest checkpoint."""
     from lm_experiments_tools.modules.inspection import forward_names
@@ -88,7 +84,7 @@ def build_phase(
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     args = phase.args
-    data = t5_data.pretraining_data(args, backend, sources, model_source.kind)
+    data = t5_data.pretraining_data(args, backend, sources[phase.number], model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     t5_data.check_causality(args, model)
     loss = t5_data.pretraining_loss(args, backend, model, data.vocabulary)

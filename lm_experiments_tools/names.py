@@ -6,6 +6,8 @@ import importlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -124,6 +126,18 @@ def _imported(module: str) -> ModuleType:
             raise
     sys.path.append("")
     return importlib.import_module(module)
+
+
+@cache
+def source_mentions(module: str, text: str) -> bool:
+    """True if the source of a module, which is not imported, contains `text`."""
+    folders: Iterable[str] | None = [*sys.path, ""]
+    for number in range(1, module.count(".") + 2):
+        spec = folders and PathFinder.find_spec(".".join(module.split(".")[:number]), list(folders))
+        if not spec:
+            return False
+        folders = spec.submodule_search_locations
+    return bool(spec.has_location) and text in Path(spec.origin).read_text(encoding="utf-8", errors="replace")
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:

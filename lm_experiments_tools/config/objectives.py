@@ -1,16 +1,18 @@
 """The training objectives by name, and their flags.
 
-A new objective is an entry in `OBJECTIVES` and, for flags of its own, fields of `ObjectiveArgs`: see
-docs/new_objective.md. As in training.py the line under a field is its help text. Standard library only.
+A user's objective is a class of its own, named by --task: see docs/new_objective.md. As in training.py the line under
+a field is its help text. Standard library only.
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Ignored, check_conflict, is_given
+from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name, source_mentions
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
@@ -27,14 +29,14 @@ class Objective:
 
     Attributes:
         builder: `module:function` that makes its dataset of an `ObjectiveContext` and tokens
-            (data/objectives/registry.py), imported when it is used.
+            (data/objectives/registry.py), imported when it is used. Of a user's objective its class.
         models: the kinds of model it trains.
         reads: the flags it reads among those that not all objectives read.
         in_seqio: True if t5 has it too, so that --data_pipeline seqio can make its examples.
         report: what --report has the model do: fill in blanks, continue a text, or nothing.
     """
 
-    builder: str
+    builder: str = ""
     models: tuple[ModelKind, ...]
     reads: tuple[str, ...] = ()
     in_seqio: bool = False
@@ -89,7 +91,7 @@ OBJECTIVES = {
     "mlm": Objective(builder=f"{_HOME}.mlm:build", models=("encoder",), reads=("mlm_probability", "mlm_positions")),
 }
 # module:name, whose examples seqio makes
-REGISTERED_TASK = Objective(builder="", models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
+REGISTERED_TASK = Objective(models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,9 @@ class ObjectiveArgs:
 
     task: str = "span_corruption"
     """span_corruption, prefix_lm, ul2 (encoder-decoders); causal_lm (decoders, encoder-decoders); mlm (encoders);
-    or module:name, a seqio Task or Mixture in that module."""
+    module:Class, an objective of your own; or module:name, a seqio Task or Mixture in that module."""
+    task_options: tuple[str, ...] = ()
+    """--task module:Class: arguments of that class, as NAME=VALUE."""
     input_seq_len: Annotated[int, COUNT] = 128
     """Encoder length, in tokens, eos included. causal_lm, mlm: tokens of a block."""
     target_seq_len: Annotated[int, COUNT] = 128
@@ -178,28 +182,46 @@ class ObjectiveArgs:
     --append_eos` made them or not."""
 
     def check(self) -> None:
-        if self.task not in OBJECTIVES and not self.is_registered_task():
+        if self.task not in OBJECTIVES and ":" not in self.task:
             raise UserError(f"--task {self.task} does not exist: choose {', '.join(OBJECTIVES)}, or module:name.")
+        self.checked_task_options()
         if not self.denoisers:
             raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
         self.denoiser_specs()
-        for flag in dict.fromkeys(flag for objective in OBJECTIVES.values() for flag in objective.reads):
+        known = {**OBJECTIVES, "module:Class": Objective(models=(), reads=("task_options",))}
+        for flag in dict.fromkeys(flag for objective in known.values() for flag in objective.reads):
             if flag not in self.objective().reads and is_given(self, flag):
-                readers = ", ".join(name for name, objective in OBJECTIVES.items() if flag in objective.reads)
+                readers = ", ".join(name for name, objective in known.items() if flag in objective.reads)
                 raise UserError(f"--{flag} is not read by --task {self.task} but by {readers}.")
         check_conflict(self, "bucket_rows", "mix_rows", "choose one way of putting rows together")
 
     def objective(self) -> Objective:
-        """The facts about `--task`."""
-        return REGISTERED_TASK if self.is_registered_task() else OBJECTIVES[self.task]
+        """The facts about `--task`. Raises UserError: its module has no such objective."""
+        if ":" not in self.task or self.is_registered_task():
+            return OBJECTIVES.get(self.task, REGISTERED_TASK)
+        facts = getattr(resolve_name(self.task, said=f"--task {self.task}"), "objective", None)
+        if not isinstance(facts, Objective):
+            raise UserError(f"--task {self.task} has no `objective`: docs/new_objective.md shows one.")
+        return replace(facts, builder=self.task, reads=(*facts.reads, "task_options"))
+
+    def checked_task_options(self) -> dict[str, Any]:
+        """`--task_options`, as the arguments of the class that `--task` names. Raises UserError."""
+        options = read_options("task_options", self.task_options)
+        if ":" not in self.task or self.is_registered_task():
+            return options
+        known = dict(list(parameters_of(resolve_name(self.objective().builder)).items())[2:])
+        return checked_options(f"--task {self.task}", options, known, {})
 
     def ends_documents(self) -> bool:
         """True if documents of raw text are to end with EOS."""
         return self.append_eos and self.objective().parts_documents
 
     def is_registered_task(self) -> bool:
-        """True if `--task` is module:name, a Task or Mixture of seqio's registry."""
-        return ":" in self.task
+        """True if `--task` is module:name, a Task or Mixture of seqio's registry.
+
+        A module with objectives imports from ours. Any other is left to seqio's process: it may import TensorFlow.
+        """
+        return ":" in self.task and not source_mentions(self.task.partition(":")[0], _HOME)
 
     def settings_of_examples(self) -> dict[str, Any]:
         """The settings that decide how an example looks, by name.

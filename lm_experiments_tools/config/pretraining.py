@@ -118,7 +118,7 @@ class DataArgs:
     """Validation examples to print at every validation with what the model writes for them, in TensorBoard too."""
 
     def check(self) -> None:
-        if not self.data_path and ":" not in getattr(self, "task", ""):
+        if not self.data_path and not (isinstance(self, ObjectiveArgs) and self.is_registered_task()):
             raise UserError("--data_path is missing: --help says what it takes.")
 
 
@@ -158,7 +158,10 @@ class T5PretrainingArgs(
             ("valid_data_path", self.valid_data_path),
         ):
             if is_used:
-                raise UserError(f"--{flag} is not for --task {self.task}, which seqio reads from its own data.")
+                raise UserError(
+                    f"--{flag} is not for --task {self.task}, which seqio reads from its own data. If it is an "
+                    "objective of yours, check the name of its module."
+                )
         if self.vocab is None:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 

@@ -25,6 +25,8 @@ from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_sharding
 from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.lengths import in_updates
+from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.build import SPARSE_KEYS
@@ -294,10 +296,11 @@ def _choose_compile(args: ExperimentArgs, device: str, config: Mapping[str, Any]
         return False, "sharding and recomputation are not compiled"
     if lacking := lacks_compiler(device):
         return False, lacking
+    phases = [in_updates(phase, 1) for phase in phases_of(args)]
     dropout = config.get("dropout_rate" if kind == "t5" else "hidden_dropout_prob", 0.1)
-    if device == "cpu" and (dropout if args.dropout_rate is None else args.dropout_rate):
+    if device == "cpu" and any(dropout if phase.dropout_rate is None else phase.dropout_rate for phase in phases):
         return False, "compiled dropout is slow on a CPU"
-    tokens = args.iters * args.rows_per_worker() * args.input_seq_len
+    tokens = sum(phase.iters * phase.rows_per_worker() * phase.input_seq_len for phase in phases)
     pays = tokens >= MIN_TOKENS[device]
     return pays, f"{tokens:,} tokens {'pay' if pays else 'do not pay'} for it"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.launchers import launcher_rank
+from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import human_bytes, read_json
@@ -43,7 +44,12 @@ def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str
     def estimate(args: ExperimentArgs) -> MemoryEstimate:
         return estimate_memory(args, planning, origins)
 
-    given = estimate(args)
+    phases = phases_of(args)
+    estimates = [estimate(phase) for phase in phases]
+    number = max(range(len(phases)), key=lambda k: estimates[k].total)
+    args, given = phases[number], estimates[number]
+    if len(phases) > 1:
+        print(f"phase {number + 1} of {len(phases)} needs most:")
     print("\n".join(given.lines()), flush=True)
     if not planning.fit:
         return

@@ -1,4 +1,4 @@
-"""Phases of a pre-training run: those that are left, their checks, and the border between two."""
+"""Phases of a pre-training run: those that are left, and their checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.recipes.common import RunData
     from lm_experiments_tools.tracking.run_directory import RunDirectory
 
 
@@ -35,10 +34,8 @@ def start_phases(
     The first one is that of the newest checkpoint, even if it has no step left: it ends as it would have.
 
     Raises:
-        UserError: as `start_run`; the backend shards the model; or there are fewer phases than the run has made.
+        UserError: as `start_run`; or there are fewer phases than the run has made.
     """
-    if args.phases and (backend.shards_model or backend.shards_optimizer):
-        raise UserError("--phases does not work with FSDP and DeepSpeed: use DDP, Horovod or one process.")
     whole = args if args.phases else in_updates(args, backend.world_size)
     run = start_run(whole, backend)
     number, first, branch = 0, 0, None
@@ -70,22 +67,15 @@ def _place(args: T5PretrainingArgs | BertPretrainingArgs) -> tuple[int, int, Pat
     return 0, read_state_file(branch).step, branch
 
 
-def model_sources(phases: list[Phase], backend: Backend) -> list[ModelSource]:
-    """The model of each phase, its patterns of `--trained` checked. Raises UserError."""
-    sources = [model_source(phase.args, backend) for phase in phases]
+def with_models(phases: list[Phase], backend: Backend) -> list[tuple[Phase, ModelSource]]:
+    """Each phase and its model, the patterns of `--trained` checked. Raises UserError."""
+    found = [(phase, model_source(phase.args, backend)) for phase in phases]
 
     def check(phase: Phase, source: ModelSource) -> None:
         with torch.device("meta"):
             train_only(build_model(source.cls, source.config, seed=0), phase.args.trained)
 
-    for phase, source in zip(phases, sources, strict=True):
+    for phase, source in found:
         if phase.args.trained:
             on_all(backend, lambda phase=phase, source=source: check(phase, source))
-    return sources
-
-
-def leave_phase(backend: Backend, data: RunData) -> None:
-    """End the processes that make a phase's batches, and release its model."""
-    if data.train is not None:
-        data.train.close()
-    backend.forget()
+    return found

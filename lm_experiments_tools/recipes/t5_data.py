@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.registry import (
@@ -184,7 +183,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
         UserError: another kind of model is needed, or one with more positions or a larger embedding.
     """
     kind, kinds = model.kind, args.objective().models
-    if args.task in OBJECTIVES and kind not in kinds:
+    if not args.is_registered_task() and kind not in kinds:
         example = f"choose a class such as {_EXAMPLE_OF[kinds[0]]}"
         is_one_key_away = model.may_be_decoder and "decoder" in kinds
         advice = "set is_decoder to true in its configuration" if is_one_key_away else example

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, shim, torchrun
 from tests.helpers.runs import TINY, losses, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -73,6 +73,17 @@ def test_two_workers_killed_at_a_border_end_as_two_that_were_not(launcher, folde
     for kill in (("_finish", 1), ("save", 2), ("_set_up_model", 1), ("_set_up_model", 2)):
         start(launcher, folder, "run", kill)
     start(launcher, folder, "run")
+    check_equal(folder / "run", folder / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3"])
+def test_sharded_phases_in_one_command_end_as_in_a_command_each(mode, folder):
+    if reason := missing("accelerate", *([] if mode == "fsdp" else ["deepspeed"])):
+        pytest.skip(reason)
+    start(shim(mode), folder, "whole")
+    for number in (1, 2, 3):
+        start(shim(mode), folder, "run", phases=tuple(map(json.dumps, PHASES[:number])))
     check_equal(folder / "run", folder / "whole")
 
 

@@ -45,7 +45,8 @@ def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[To
     Raises:
         UserError: settings that the objective refuses, or tokens of another vocabulary.
     """
-    return resolve_name(context.args.objective().builder)(context, tokens)
+    args = context.args
+    return resolve_name(args.objective().builder)(context, tokens, **args.checked_task_options())
 
 
 class _DummyTokens:

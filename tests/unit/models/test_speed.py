@@ -69,6 +69,17 @@ def test_compiling_has_to_pay():
     assert not compiled and "dropout" in origins["compile"]
 
 
+def test_compiling_has_to_pay_over_all_phases():
+    def compiles(*phases):
+        flags = {"model_cfg": "t5-v1_1-small", "phases": phases, "model_path": "run", "batch_size": 8}
+        return chosen(T5PretrainingArgs(data_path=("data",), lr=1e-3, **flags), dict.fromkeys(flags, "file"))[0][3]
+
+    assert compiles("iters: 5000", "iters: 5000") and not compiles("iters: 4000", "iters: 5000")
+    assert compiles("tokens: 9M", "tokens: 1M") and not compiles("tokens: 9M")
+    assert compiles("iters: 100", "{iters: 100, input_seq_len: 2048, batch_size: 64}")
+    assert not compiles("iters: 20000", "{iters: 10, dropout_rate: 0.1}")
+
+
 def test_what_is_not_there_is_replaced_and_its_cost_said(machine):
     machine.setattr(speed, "has_bf16", lambda device: False)
     machine.setattr(speed, "lacks_compiler", lambda device: "there is no C++ compiler g++")

@@ -11,7 +11,7 @@ from lm_experiments_tools.models.build import OWN_CLASSES
 from lm_experiments_tools.planning.build import resolve
 from lm_experiments_tools.planning.estimate import estimate_memory
 from lm_experiments_tools.planning.fit import largest_fit
-from lm_experiments_tools.planning.show import of_launcher
+from lm_experiments_tools.planning.show import of_launcher, show
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.tools.plan import PlanBertArgs, PlanFinetuningArgs, PlanT5Args
 
@@ -95,6 +95,15 @@ def test_a_fit_keeps_the_rows_of_an_update_and_stays_below(tmp_path):
     assert found.args.batch_size < 32
     with pytest.raises(UserError, match=r"1\.0 MiB for tensors is too little: .*Adafactor .*Shorten the rows"):
         largest_fit(args, estimated, 2**20)
+
+
+def test_of_phases_the_one_that_needs_most_is_shown(tmp_path, capsys):
+    phases = ("iters: 1", "{iters: 1, input_seq_len: 256, batch_size: 8}", "{iters: 1, input_seq_len: 256}")
+    args = settings(tmp_path, T5, phases=phases, model_path="run")
+    show(args, PlanningArgs(device="cpu"), GIVEN)
+    shown = capsys.readouterr().out
+    alone = estimated(settings(tmp_path, T5, input_seq_len=256, batch_size=8))
+    assert shown == "\n".join(["phase 2 of 3 needs most:", *alone.lines()]) + "\n"
 
 
 def test_the_largest_micro_batch_that_fits_is_found(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.tree import load_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -238,12 +237,6 @@ def test_what_cannot_be_is_refused_before_anything_runs(work, phases, changed, s
     with pytest.raises(UserError, match=sentence):
         start(**{"phases": phases, **changed})
     assert not list(work.glob("run/checkpoints/*"))
-
-
-def test_sharded_models_are_refused(work, monkeypatch):
-    monkeypatch.setattr(LocalBackend, "shards_model", True)
-    with pytest.raises(UserError, match="--phases does not work with FSDP and DeepSpeed"):
-        start(phases=PHASES)
 
 
 def test_a_phase_that_has_begun_keeps_its_place(work):

@@ -48,13 +48,15 @@ BUDGETS = {
 RECIPES = [FOLDER / f"{name}.yaml" for name in sorted(BUDGETS)]
 
 
-def settings(path: Path):
+def script_of(path: Path):
     is_t5 = path.stem.startswith(("ancestor", "fat5", "nanot5", "t5gemma", "ul2"))
-    return (
-        parse(T5PretrainingArgs, ["--config", str(path)])[0]
-        if is_t5
-        else parse(BertPretrainingArgs, ["--config", str(path)], inherit=inherited.of_bert)[0]
-    )
+    return run_t5_pretraining if is_t5 else run_bert_pretraining
+
+
+def settings(path: Path):
+    if script_of(path) is run_t5_pretraining:
+        return parse(T5PretrainingArgs, ["--config", str(path)])[0]
+    return parse(BertPretrainingArgs, ["--config", str(path)], inherit=inherited.of_bert)[0]
 
 
 @pytest.fixture(scope="module")
@@ -77,28 +79,32 @@ def test_recipe_is_what_was_published(path):
         assert sum(p.numel() for p in model.parameters()) == PARAMETERS[args.model_cfg]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_makes_a_step_through_an_override_file(path, tmp_path, monkeypatch, bert_data):
-    is_bert = "bert" in path.stem
-    sizes = dict(SMALL_BERT if is_bert else SMALL_T5) | {"base": settings(path).model_cfg}
+def write_override(path: Path, folder: Path, bert_data: Path, run: str = "run", iters: int = 1) -> list[str]:
+    """The command line of a recipe without phases in small sizes, by a file that overrides it."""
+    sizes = dict(SMALL_BERT if "bert" in path.stem else SMALL_T5) | {"base": settings(path).model_cfg}
     if sizes["base"].startswith("t5-base-only"):
         sizes |= {"num_cdq_heads": 2}
-    (tmp_path / "small.json").write_text(json.dumps(sizes))
+    (folder / "small.json").write_text(json.dumps(sizes))
     changes = {
-        "base": str(path), "model_cfg": str(tmp_path / "small.json"), "model_path": str(tmp_path / "run"),
-        "working_dir": str(tmp_path), "init_checkpoint": None, "input_seq_len": 64, "batch_size": 2,
-        "gradient_accumulation_steps": 1, "iters": 1, "log_interval": 1, "num_warmup_steps": 1,
+        "base": str(path), "model_cfg": str(folder / "small.json"), "model_path": str(folder / run),
+        "working_dir": str(folder), "init_checkpoint": None, "input_seq_len": 64, "batch_size": 2,
+        "gradient_accumulation_steps": 1, "iters": iters, "log_interval": 1, "num_warmup_steps": 1,
     }  # fmt: skip
-    if is_bert:
+    if "bert" in path.stem:
         changes |= {"data_path": str(bert_data / "train"), "vocab_file": str(bert_data / "vocab.txt")}
     else:
         changes |= {} if settings(path).lr_scheduler else {"num_warmup_steps": None}
-        text = write_jsonl(tmp_path / "text.jsonl", make_texts(40))
+        text = write_jsonl(folder / "text.jsonl", make_texts(40))
         changes |= {"data_path": text, "vocab": "bytes", "data_pipeline": "native", "target_seq_len": 40}
         changes |= {"valid_data_path": text} if settings(path).valid_data_path else {}
-    (tmp_path / "override.yaml").write_text(yaml.safe_dump(changes))
+    (folder / f"{run}.yaml").write_text(yaml.safe_dump(changes))
+    return ["--config", str(folder / f"{run}.yaml"), "--speed", "off", "--backend", "local"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_makes_a_step_through_an_override_file(path, tmp_path, monkeypatch, bert_data):
     monkeypatch.chdir(tmp_path)
-    (run_bert_pretraining if is_bert else run_t5_pretraining).main(["--config", "override.yaml", "--speed", "off"])
+    script_of(path).main(write_override(path, tmp_path, bert_data))
     (step,) = records(tmp_path / "run")
     assert step["step"] == 1 and 0 < step["loss"] < 20
 
@@ -285,7 +291,7 @@ def test_every_number_arrives_in_a_run(name, tmp_path, monkeypatch, bert_data, s
     monkeypatch.chdir(tmp_path)
     line, steps = write_toy(name, tmp_path, bert_data)
     published = TOYS[name]
-    (run_bert_pretraining if published.parts[0].masked else run_t5_pretraining).main(line)
+    script_of(FOLDER / name).main(line)
     assert len(seen) == steps * len(published.parts) >= 20
     for number, (part, args) in enumerate(zip(published.parts, phase_args(name), strict=True)):
         batches = seen[number * steps : (number + 1) * steps]
@@ -317,22 +323,38 @@ def check_masks(batches, rate: float, masks: float) -> None:
     assert abs(masked - number * masks) <= 5 * (number * masks * (1 - masks)) ** 0.5
 
 
-def test_a_recipe_of_phases_that_is_stopped_ends_with_the_same_bits(tmp_path, monkeypatch, bert_data):
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem == "eurobert_210m" else pytest.mark.slow)
+        for path in sorted(FOLDER.glob("*.yaml"))
+    ],
+)
+def test_a_recipe_that_is_stopped_in_the_middle_and_at_a_border_ends_with_the_same_bits(
+    path, tmp_path, monkeypatch, bert_data
+):
     monkeypatch.chdir(tmp_path)
-    run_bert_pretraining.main(write_toy("eurobert_210m", tmp_path, bert_data, "whole")[0])
-    line, _ = write_toy("eurobert_210m", tmp_path, bert_data)
+    if path.stem in TOYS:
+        (line, steps), (whole, _) = (write_toy(path.stem, tmp_path, bert_data, run) for run in ("run", "whole"))
+        stops = [steps // 2, steps][: len(TOYS[path.stem].parts)]
+    else:
+        line, whole = (write_override(path, tmp_path, bert_data, run, iters=4) for run in ("run", "whole"))
+        stops = [2]
+    script_of(path).main(whole)
     step = TrainingLoop.train_step
 
-    def stop_in_the_second(self, batch, seconds=0.0):
-        if self.state.step == 13:
+    def stop(self, batch, seconds=0.0):
+        if self.state.step == stops[0]:
             signal.raise_signal(signal.SIGTERM)
         return step(self, batch, seconds)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(TrainingLoop, "train_step", stop_in_the_second)
-        run_bert_pretraining.main(line)
-    assert (tmp_path / "run/last").resolve().name == "step_000013"
-    run_bert_pretraining.main(line)
+    while stops:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(TrainingLoop, "train_step", stop)
+            script_of(path).main(line)
+        assert (tmp_path / "run/last").resolve().name == f"step_{stops.pop(0):06d}"
+    script_of(path).main(line)
     for file in ("model", "optimizer"):
-        ours, whole = (load_file(f"{run}/last/{file}.safetensors") for run in ("run", "whole"))
-        assert ours.keys() == whole.keys() and all(torch.equal(ours[key], whole[key]) for key in whole)
+        ours, theirs = (load_file(f"{run}/last/{file}.safetensors") for run in ("run", "whole"))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert [line["loss"] for line in records("run")] == [line["loss"] for line in records("whole")]

@@ -19,7 +19,10 @@ from transformers import (
 from lm_experiments_tools.models.adapted import adapted_encoder, adapted_encoder_decoder
 from lm_experiments_tools.tools.main import main
 from modeling_t5 import T5Config, T5ForConditionalGeneration
+from run_bert_pretraining import main as pretrain
 from tests.helpers.decoder_toys import toy_decoder, toy_ids
+from tests.helpers.runs import records, words
+from tests.helpers.token_toys import write_jsonl
 from tests.helpers.tokenizer_toys import byte_fallback_tokenizer
 
 
@@ -117,6 +120,27 @@ def test_a_llama_becomes_a_eurobert_that_a_process_without_this_package_loads(tm
         [sys.executable, "-c", code, str(out)], cwd=tmp_path, env={}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["EuroBertForMaskedLM", "4", "4"]
+
+
+@pytest.mark.parametrize(("kind", "packing"), [("gemma2", "none"), ("llama", "documents")])
+def test_an_adapted_encoder_is_trained_from_its_own_weights(kind, packing, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    toy_decoder(kind).float().save_pretrained("source")
+    byte_fallback_tokenizer(tmp_path / "source")
+    assert main(["adapt", "source", "--to", "encoder", "--mask_token", "<unused0>", "--out", "out"]) == 0
+    write_jsonl(tmp_path / "text.jsonl", ["word1 counts word2 " * 4] * 40)
+    flags = {"from_pretrained": "out", "data_path": "text.jsonl", "packing": packing, "input_seq_len": 32}
+    flags |= {"model_path": "run", "mlm_prob": 0.3, "batch_size": 8, "lr": 1e-2, "iters": 30, "log_interval": 1}
+    pretrain(words(**flags, backend="local", speed="off", data_n_workers=1, save_interval=1, keep_checkpoints=40))
+    source, first, last = (
+        AutoModelForMaskedLM.from_pretrained(folder).state_dict()
+        for folder in ("out", "run/checkpoints/step_000001", "run/last")
+    )
+    # Adam's first step is at most the rate, of each weight
+    assert all((first[name] - source[name]).abs().max() <= 1.01e-2 for name in source)
+    assert all(not torch.equal(last[name], source[name]) for name in source if name.endswith("proj.weight"))
+    losses = [line["loss"] for line in records("run")]
+    assert losses[0] > 5 and losses[-1] < losses[0] / 2
 
 
 @pytest.mark.parametrize(

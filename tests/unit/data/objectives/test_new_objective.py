@@ -1,84 +1,75 @@
-"""docs/new_objective.md: its code is put in its two places in a copy of the package, and trains."""
+"""docs/new_objective.md: its code, in a file of a user's, trains by `--task module:Class`."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lm_experiments_tools.config.objectives import OBJECTIVES
+from lm_experiments_tools.errors import UserError
+from run_t5_pretraining import main
 from tests.helpers import ROOT
-from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+from tests.helpers.runs import TINY, records, tiny_run, words
 
-DATASET, ENTRY, FLAG = re.findall(
+(CODE,) = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs" / "new_objective.md").read_text(encoding="utf-8"), re.DOTALL
 )
+TASK = "deshuffling:Deshuffling"
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """The package with the page's code in its two files, and a text to train on."""
-    folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "lm_experiments_tools", folder / "lm_experiments_tools")
-    shutil.copy(ROOT / "run_t5_pretraining.py", folder)
-    (folder / "lm_experiments_tools" / "data" / "objectives" / "deshuffling.py").write_text(DATASET)
-    config = folder / "lm_experiments_tools" / "config" / "objectives.py"
-    source = config.read_text(encoding="utf-8")
-    for before, code in (("# module:name, whose", ENTRY), ("    bucket_rows: ", FLAG)):
-        assert source.count(before) == 1
-        source = source.replace(before, f"{code}{before}")
-    config.write_text(source, encoding="utf-8")
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-    numbered_words_vocabulary(folder)
-    return folder
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a run in a folder with the page's file."""
+    flags = tiny_run(tmp_path, {**TINY, "dropout_rate": 0.1}, backend="local", input_seq_len=16, task=TASK)
+    (tmp_path / "deshuffling.py").write_text(CODE + "\n\nNO_OBJECTIVE = dict\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda **changed: main(words(**{**flags, **changed}))
 
 
-def run(copy, **flags):
-    settings = {"model_cfg": ROOT / "models_configs" / "t5_configs" / "t5-micro.json", "data_path": "text.jsonl"}
-    settings |= {"vocab": next(copy.glob("*.model")), "input_seq_len": 16, "batch_size": 4, "lr": 1e-3, "iters": 2}
-    settings |= {"log_interval": 1, "data_n_workers": 1, "backend": "local", "model_path": "run", **flags}
-    command = [sys.executable, "run_t5_pretraining.py", *(f"--{name}={value}" for name, value in settings.items())]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    return subprocess.run(command, cwd=copy, env=environment, text=True, capture_output=True)
-
-
-def test_the_page_about_objectives_is_right(copy):
-    assert len(DATASET.splitlines()) <= 45
-    result = run(copy, task="deshuffling", shuffle_window=4)
-    assert result.returncode == 0, result.stderr
-    assert "deshuffling of 15 tokens" in result.stderr
-    assert json.loads((copy / "run" / "metrics.json").read_text())["train"]["loss"] > 0
+@pytest.mark.parametrize("streaming", [None, True])
+def test_it_trains_and_a_restart_changes_no_bit(start, tmp_path, streaming):
+    flags = {"task_options": "window=4", "streaming": streaming}
+    start(**flags, iters=4, model_path="whole")
+    for iters in (2, 4):
+        start(**flags, iters=iters, model_path="run")
+    assert records("run") and [line["loss"] for line in records("run")] == [line["loss"] for line in records("whole")]
+    ours, whole = (load_file(f"{run}/last/model.safetensors") for run in ("run", "whole"))
+    assert ours.keys() == whole.keys() and all(torch.equal(ours[name], whole[name]) for name in whole)
+    with pytest.raises(UserError, match=r"other settings: .*task_options"):
+        start(**flags | {"task_options": "window=5"}, iters=4, model_path="run")
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"task": "ul2", "shuffle_window": 4}, "--shuffle_window is not read by --task ul2 but by deshuffling"),
-        ({"task": "deshuffling", "shuffle_window": 0}, "--shuffle_window is 0: it must be at least 1"),
-        ({"task": "deshuffling", "target_seq_len": 4}, "--target_seq_len is not read by --task deshuffling but by"),
-        (
-            {"task": "deshuffling", "model_cls": "transformers:GPT2LMHeadModel", "model_cfg": "gpt2.json"},
-            "--task deshuffling is for encoder-decoders",
-        ),
+        ({"task": "deshuffling:Deshufling"}, "--task deshuffling:Deshufling: .*did you mean 'Deshuffling'"),
+        ({"task": "deshufling:Deshuffling"}, "If it is an objective of yours, check the name of its module"),
+        ({"task": "deshuffling:NO_OBJECTIVE"}, "--task deshuffling:NO_OBJECTIVE has no `objective`"),
+        ({"task_options": "windw=4"}, f"--task {TASK} has no option 'windw'; did you mean 'window'"),
+        ({"task_options": "window=wide"}, f"--task {TASK}: window is 'wide', but it takes a whole number"),
+        ({"task": "ul2", "task_options": "window=4"}, "--task_options is not read by --task ul2 but by module:Class"),
+        ({"target_seq_len": 4}, f"--target_seq_len is not read by --task {TASK} but by"),
+        ({"model_cls": "transformers:GPT2LMHeadModel", "model_cfg": "gpt2.json"}, f"--task {TASK} is for encoder-dec"),
     ],
 )
-def test_what_it_does_not_read_or_train_is_refused(copy, flags, sentence):
-    (copy / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8}))
-    result = run(copy, model_path="refused", **flags)
-    assert result.returncode == 2 and sentence in result.stderr, result.stderr
+def test_what_it_does_not_read_or_train_is_refused(start, tmp_path, flags, sentence):
+    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8}))
+    with pytest.raises(UserError, match=sentence):
+        start(**{**flags, "iters": 1, "model_path": "refused"})
 
 
 def test_the_datasets_worked_example():
     made = {}
-    exec(DATASET, made)
-    tape = SimpleNamespace(tokens=np.arange(10, 42, dtype=np.uint16), fingerprint="x")
-    data = made["DeshufflingDataset"](tape, 6, 4, 1, pad_id=0, vocab_size=100, seed=0)
+    exec(CODE, made)
+    stream = SimpleNamespace(tokens=np.arange(10, 42, dtype=np.uint16), fingerprint="x")
+    vocabulary = SimpleNamespace(size=100, eos_id=1, pad_id=0)
+    context = SimpleNamespace(args=SimpleNamespace(input_seq_len=7), vocabulary=vocabulary, seed=0)
+    data = made["Deshuffling"](context, stream, window=4)
     batch = data.batch(np.arange(500 * len(data)))
     inputs, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     assert ([12, 10, 13, 11, 15, 14, 1], [10, 11, 12, 13, 14, 15, 1]) in list(zip(inputs, labels, strict=True))
