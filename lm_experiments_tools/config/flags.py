@@ -47,7 +47,7 @@ def at_least(minimum: float) -> Range:
 
 COUNT, NOT_NEGATIVE = at_least(1), at_least(0)
 POSITIVE = Range(lambda value: value > 0, "it must be above 0 and finite")
-PART = Range(lambda value: 0 < value < 1, "it must lie between 0 and 1, for example {default}")
+PART = Range(lambda value: 0 < value < 1, "it must be above 0 and below 1, for example {default}")
 FRACTION = Range(lambda value: 0 <= value <= 1, "it must be a fraction, from 0 to 1")
 DROPOUT = Range(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
 

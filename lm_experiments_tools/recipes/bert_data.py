@@ -103,6 +103,8 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
     train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
+    if train is not None and backend.is_main:
+        _warn_of_data(args, train)
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
     return BertPretrainingData(
         tokenizer,
@@ -112,6 +114,23 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
         tokenizer_dir,
         f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
     )
+
+
+def _warn_of_data(args: BertPretrainingArgs, train: SampleDataset) -> None:
+    """Warn of validation text that is also trained on, and of fewer rows than one batch."""
+    if args.valid_data_path is not None:
+        valid = Path(args.valid_data_path).resolve()
+        for path in args.data_path:
+            if valid.is_relative_to(Path(path).resolve()):
+                logger.warning(
+                    "--valid_data_path %s is part of --data_path %s: the model is validated on text that it trains on",
+                    args.valid_data_path,
+                    path,
+                )
+    if len(train) < args.batch_size:
+        logger.warning(
+            "--data_path has %d rows, fewer than --batch_size %d: name more text", len(train), args.batch_size
+        )
 
 
 def _members(train: BertDataset | MixtureDataset | MaskedRows) -> list[Any]:

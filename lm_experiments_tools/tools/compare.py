@@ -74,7 +74,7 @@ class Run:
 
     Attributes:
         records: lines of metrics.jsonl by step, those of one step and split merged; "seconds" counts training alone.
-        config: settings of the newest start that trained; empty if none is recorded.
+        config: settings of the newest start that trained, else of the first; empty if none is recorded.
         state: running, ended, or stopped (by an error, a signal or a kill).
         problems: error messages about unreadable files.
     """
@@ -119,7 +119,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
         except UserError as error:
             run.problems.append(f"{run.name}: {error}")
             continue
-        if not config.get("validate_only"):
+        if not (run.config and config.get("validate_only")):
             run.config = config
     if not run.config:
         run.problems.append(f"{run.name} records no settings (config.json).")
@@ -249,9 +249,12 @@ def _progress(run: Run) -> dict[str, str]:
 
 
 def _measured(run: Run, name: str, split: str) -> str:
-    """The last value of a metric, the best one, and the step of the best."""
+    """The last value of a metric, the best one with its step, and the one before training if it was measured."""
     last, best = run.last(name, split), run.best(name, split)
-    return "-" if best is None else f"{last:.4g} ({best[name]:.4g} @ {best['step']:,})"
+    if best is None:
+        return "-"
+    start = next((f", {r[name]:.4g} @ 0" for r in run.of(split) if r["step"] == 0 and _is_number(r.get(name))), "")
+    return f"{last:.4g} ({best[name]:.4g} @ {best['step']:,}{start})"
 
 
 def _setting(value: Any) -> str:

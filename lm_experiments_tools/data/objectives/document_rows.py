@@ -154,7 +154,7 @@ class DocumentRows:
         kind = "packed rows" if self.packed else "rows of one document"
         return (
             f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self._documents}; "
-            f"{self.tokens.num_tokens:,} training tokens"
+            f"{self.tokens.num_tokens:,} tokens"
         )
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:

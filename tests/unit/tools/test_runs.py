@@ -11,6 +11,7 @@ import pytest
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.tools.compare import differences, read_run
 from lm_experiments_tools.tools.main import main
+from lm_experiments_tools.tracking.tracker import _POSITION
 from run_t5_pretraining import main as pretrain
 from tests.helpers.runs import records, tiny_t5_run, words
 
@@ -57,6 +58,16 @@ def test_tables_show_what_the_runs_logged_and_only_settings_that_differ(folder, 
         assert shown == f"{valid[-1]['loss']:.4g} ({best['loss']:.4g} @ {best['step']})"
     settings = {cells[0]: cells[1:] for cells in rows(printed.out, "settings that differ")[1:]}
     assert settings == {"lr": ["0.001", "0.01"], "iters": ["4", "6"]} and not printed.err
+
+
+def test_a_folder_of_validation_and_the_loss_before_training_are_shown(tmp_path, capsys):
+    record = {"split": "valid", **dict.fromkeys(_POSITION, 0), "metrics": ["loss"]}
+    lines = [json.dumps({**record, "step": step, "loss": loss}) for step, loss in ((0, 5.5), (2, 1.5), (4, 2.5))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps({"validate_only": True, "iters": 4}))
+    assert main(["compare", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "2.5 (1.5 @ 2, 5.5 @ 0)" in printed.out and not printed.err
 
 
 def test_seconds_are_those_of_steps_without_validation_and_pauses(copied):
