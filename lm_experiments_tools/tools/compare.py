@@ -167,6 +167,20 @@ def _is_locked(lock: Path) -> bool:
     return False
 
 
+def _validated(run: Run) -> list[dict[str, Any]]:
+    """Records at step 0 of what `--validate_only` wrote."""
+    file = run.path / "metrics.json"
+    if not (run.config.get("validate_only") and file.is_file()):
+        run.problems.append(f"{run.name} has logged nothing yet.")
+        return []
+    try:
+        splits = read_json(file)
+    except UserError as error:
+        run.problems.append(f"{run.name}: {error}")
+        return []
+    return [{"step": 0, "split": split, "metrics": list(values), **values} for split, values in splits.items()]
+
+
 def _read_records(run: Run) -> None:
     """Set `records` from metrics.jsonl. An unterminated last line is ignored: the run may be writing it."""
     from lm_experiments_tools.tracking.tracker import parse_record
@@ -177,7 +191,7 @@ def _read_records(run: Run) -> None:
     if damaged := records.count(None):
         run.problems.append(f"{run.name}: {damaged} of {len(records)} lines of metrics.jsonl are damaged.")
     elif not records:
-        run.problems.append(f"{run.name} has logged nothing yet.")
+        records = _validated(run)
     merged: dict[tuple[int, str], dict[str, Any]] = {}
     for record in filter(None, records):
         before = merged.setdefault((record["step"], record["split"]), {"metrics": []})
@@ -253,7 +267,8 @@ def _measured(run: Run, name: str, split: str) -> str:
     last, best = run.last(name, split), run.best(name, split)
     if best is None:
         return "-"
-    start = next((f", {r[name]:.4g} @ 0" for r in run.of(split) if r["step"] == 0 and _is_number(r.get(name))), "")
+    measured = [record for record in run.of(split) if _is_number(record.get(name))]
+    start = f", {measured[0][name]:.4g} @ 0" if measured[0]["step"] == 0 < best["step"] else ""
     return f"{last:.4g} ({best[name]:.4g} @ {best['step']:,}{start})"
 
 

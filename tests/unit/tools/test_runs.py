@@ -68,6 +68,11 @@ def test_a_folder_of_validation_and_the_loss_before_training_are_shown(tmp_path,
     assert main(["compare", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "2.5 (1.5 @ 2, 5.5 @ 0)" in printed.out and not printed.err
+    (tmp_path / "metrics.jsonl").unlink()  # --validate_only logs no steps
+    (tmp_path / "metrics.json").write_text(json.dumps({"valid": {"loss": 6.5}}))
+    assert main(["compare", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "6.5 (6.5 @ 0)" in printed.out and not printed.err
 
 
 def test_seconds_are_those_of_steps_without_validation_and_pauses(copied):
