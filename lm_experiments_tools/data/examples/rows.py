@@ -32,6 +32,7 @@ from lm_experiments_tools.data.text.records import (
     Record,
     RejectedRecords,
     allowed,
+    decoded,
     parse_object,
     read_lines,
     read_shard,
@@ -273,13 +274,10 @@ def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
 
 def _decoded(path: str, bad: BadRows) -> Iterator[tuple[int, str]]:
     for number, line in _lines(path):
-        if reason := too_long(len(line)):
-            bad.add(f"{path}:{number}", reason)
-            continue
         try:
-            yield number, line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            bad.add(f"{path}:{number}", f"not UTF-8 at byte {error.start}")
+            yield number, decoded(line)
+        except BadRecord as error:
+            bad.add(f"{path}:{number}", str(error))
 
 
 def _tsv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
