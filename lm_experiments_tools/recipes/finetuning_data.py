@@ -6,6 +6,7 @@ texts, for metrics and predictions. Every worker reads all of it and takes its o
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import pickle
 import tempfile
@@ -44,10 +45,11 @@ from lm_experiments_tools.data.examples.instructions import (
 from lm_experiments_tools.data.examples.packing import PackedDataset
 from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve
 from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
-from lm_experiments_tools.data.examples.text_blocks import TextStream, tokenize_text
+from lm_experiments_tools.data.examples.text_blocks import tokenize_text
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
+from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import naming
@@ -276,12 +278,13 @@ class _Reader:
     def _blocks(self, paths: Sequence[str], limit: int | None, seed: int) -> SampleDataset:
         """Blocks of text; with a limit only of as much of it, from the beginning on."""
         args = self.args
-        stream = tokenize_text(paths, self.tokenizer, BadRows(args.max_bad_lines))
+        tokens = tokenize_text(paths, self.tokenizer, BadRows(args.max_bad_lines))
+        fingerprint = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
         if limit is not None:
-            tokens = stream.tokens[: limit * (args.input_seq_len - 1)]
-            stream = TextStream(tokens, f"{stream.fingerprint}/{len(tokens)}")
+            tokens = tokens[: limit * (args.input_seq_len - 1)]
+            fingerprint += f"/{len(tokens)}"
         ids = {"eos_id": end_id(self.tokenizer), "pad_id": pad_id(self.tokenizer), "vocab_size": len(self.tokenizer)}
-        return CausalLMDataset(stream, args.input_seq_len, seed=seed, **ids)
+        return CausalLMDataset(TokensInMemory(tokens, fingerprint), args.input_seq_len, seed=seed, **ids)
 
     def _train_dataset(self) -> SampleDataset:
         args = self.args

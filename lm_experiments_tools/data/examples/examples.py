@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.rows import BadRow, BadRows, NamedClass, Row, converted, read_rows
+from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, converted, read_rows
 from lm_experiments_tools.data.text.records import BadRecord, field_of, text_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -82,13 +82,13 @@ class TextFields:
     def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
         """The field of the target in this record, and what stands there."""
         key = self.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
-        return key, _value(record, key)
+        return key, field_of(record, key)
 
     def has_target(self, row: Row) -> bool:
         """False where there is no such field, or null or an empty list in it."""
         try:
             return self.target_of(_texts_of(row))[1] not in (None, [])
-        except BadRow:
+        except BadRecord:
             return False
 
 
@@ -111,7 +111,7 @@ def text_examples(
 
 def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str, Example]:
     record = _texts_of(row)
-    source = _text(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
+    source = text_of(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
     targets = _targets(*fields.target_of(record)) if with_targets else ()
     return row.where, Example(fields.prefix + source, targets, name=_name(row.fields, fields.id, "id", "pid"))
 
@@ -120,22 +120,22 @@ def _name(record: dict[str, Any], field: str | None, *usual: str) -> str:
     """The value of this field; None: of the first usual one with a value, else empty."""
     if field is None:
         return next((str(record[key]) for key in usual if record.get(key) is not None), "")
-    if _value(record, field) is None or not str(record[field]).strip():
-        raise BadRow(f"{field!r} is empty, and is to be the id")
+    if field_of(record, field) is None or not str(record[field]).strip():
+        raise BadRecord(f"{field!r} is empty, and is to be the id")
     return str(record[field])
 
 
 def _texts_of(row: Row) -> dict[str, Any]:
     record = row.fields.get("translation", row.fields)
     if not isinstance(record, dict):
-        raise BadRow(f"'translation' is of type {type(record).__name__}, not an object of two texts")
+        raise BadRecord(f"'translation' is of type {type(record).__name__}, not an object of two texts")
     return record
 
 
 def _targets(key: str, value: Any) -> tuple[str, ...]:
     if value == []:
-        raise BadRow(f"{key!r} is an empty list of references")
-    return tuple(_text({key: target}, key) for target in (value if isinstance(value, list) else [value]))
+        raise BadRecord(f"{key!r} is an empty list of references")
+    return tuple(text_of({key: target}, key) for target in (value if isinstance(value, list) else [value]))
 
 
 def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
@@ -161,21 +161,7 @@ def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
         if name in record:
             return name
     found = ", ".join(map(repr, list(record)[:8])) or "none"
-    raise BadRow(f"no field {', '.join(names)} (there is {found}): name it by {flag}")
-
-
-def _value(record: dict[str, Any], key: str) -> Any:
-    try:
-        return field_of(record, key)
-    except BadRecord as error:
-        raise BadRow(str(error)) from None
-
-
-def _text(record: dict[str, Any], key: str) -> str:
-    try:
-        return text_of(record, key)
-    except BadRecord as error:
-        raise BadRow(str(error)) from None
+    raise BadRecord(f"no field {', '.join(names)} (there is {found}): name it by {flag}")
 
 
 @dataclass(frozen=True)
@@ -208,7 +194,7 @@ class LabelFields:
     def label_of(self, record: dict[str, Any]) -> Any:
         """The label in this record, or the list of labels, as it stands there."""
         usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
-        value = _value(record, self.label or _found(record, usual, "--label_field"))
+        value = field_of(record, self.label or _found(record, usual, "--label_field"))
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
     def names_in(self, record: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
@@ -222,19 +208,19 @@ class LabelFields:
         if isinstance(value, str):
             value = [part for part in value.split(",") if part.strip()]
         if not isinstance(value, list | tuple):
-            raise BadRow(f"the labels {value!r} are no list, nor text with commas between them")
+            raise BadRecord(f"the labels {value!r} are no list, nor text with commas between them")
         names = tuple(_label_name(label, known) for label in value)
         if len(names) == len(known) and {*names} <= {*_MULTI_HOT} and {*known}.isdisjoint(_MULTI_HOT):
             return tuple(name for name, applies in zip(known, names, strict=True) if _MULTI_HOT[applies])
         if len(set(names)) < len(names) and all(label in (0, 1) for label in value):
-            raise BadRow(f"the labels {value!r} are multi-hot: name all labels by --label_names")
+            raise BadRecord(f"the labels {value!r} are multi-hot: name all labels by --label_names")
         return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
         """False where there is no such field, or null in it, or -1, unless that is one of the labels' names."""
         try:
             value = self.label_of(row.fields)
-        except BadRow:
+        except BadRecord:
             return False
         hidden = str(value).strip() in HIDDEN_LABELS and {*names}.isdisjoint(HIDDEN_LABELS)
         return value is not None and not hidden
@@ -256,7 +242,7 @@ class SentenceNames:
     begun: set[str] = field(default_factory=set)
 
     def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
-        """The names of a row, compared with those of the first one. Raises UserError for a whole file, else BadRow."""
+        """The names of a row, compared with the first. Raises UserError for a whole file, else BadRecord."""
         is_first = path not in self.begun
         self.begun.add(path)
         if not self.names:
@@ -265,7 +251,7 @@ class SentenceNames:
             return names
         here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
         if not is_first:
-            raise BadRow(f"{here}, where {self.where} has {there}")
+            raise BadRecord(f"{here}, where {self.where} has {there}")
         raise UserError(f"{row.where} has {here}, {self.where} has {there}: select the same by --text_fields.")
 
 
@@ -286,11 +272,11 @@ def _label_name(value: Any, known: Sequence[str] = ()) -> str:
     if isinstance(value, (str, int)):  # True and False are ints
         name = str(value).strip()
         if not name:
-            raise BadRow("the label is empty")
+            raise BadRecord("the label is empty")
         return name.partition(".")[0] if _WHOLE_NUMBER.fullmatch(name) else name
     if isinstance(value, float) and value.is_integer():  # what pandas makes of integers
         return str(int(value))
-    raise BadRow(f"the label {value!r} is neither a string nor an integer")
+    raise BadRecord(f"the label {value!r} is neither a string nor an integer")
 
 
 def label_examples(
@@ -330,7 +316,7 @@ def label_examples(
     def convert(row: Row) -> Example:
         nonlocal rounded
         keys = sentences.checked(fields.texts_of(row.fields), row, path)
-        texts = [_text(row.fields, key) for key in keys]
+        texts = [text_of(row.fields, key) for key in keys]
         label, name = label_of(row), _name(row.fields, fields.id, "id")
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
@@ -376,7 +362,7 @@ def numbered(
 
 def _class_number(name: str, numbers: dict[str, int]) -> int:
     if name not in numbers:
-        raise BadRow(f"the label {name!r} is none of {', '.join(list(numbers)[:20])}")
+        raise BadRecord(f"the label {name!r} is none of {', '.join(list(numbers)[:20])}")
     return numbers[name]
 
 
@@ -386,9 +372,11 @@ def _number(value: Any) -> float:
     except OverflowError:  # an integer of more than 308 digits
         number = math.inf
     except (TypeError, ValueError):
-        raise BadRow(f"the label {value!r} is not a number") from None
+        raise BadRecord(f"the label {value!r} is not a number") from None
     if not abs(number) <= _LARGEST or number == IGNORED_LABEL:  # also nan
-        raise BadRow(f"the label {value!r} cannot be predicted: give finite float32 values other than {IGNORED_LABEL}")
+        raise BadRecord(
+            f"the label {value!r} cannot be predicted: give finite float32 values other than {IGNORED_LABEL}"
+        )
     return number
 
 

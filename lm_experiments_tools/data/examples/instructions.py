@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.examples.examples import Example
-from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted
+from lm_experiments_tools.data.examples.rows import BadRows, Row, converted
+from lm_experiments_tools.data.text.records import BadRecord
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -225,16 +226,16 @@ def _check_room(task: dict[str, Any], parts: PromptParts, num_tokens: Callable[[
 
 def _example(instance: Any, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:
     if not isinstance(instance, dict):
-        raise BadRow(f"of type {type(instance).__name__}, not an object")
+        raise BadRecord(f"of type {type(instance).__name__}, not an object")
     for key in ("input", "output"):
         if key not in instance:
-            raise BadRow(f"no field {key!r} (there is {', '.join(map(repr, instance)) or 'none'})")
+            raise BadRecord(f"no field {key!r} (there is {', '.join(map(repr, instance)) or 'none'})")
     outputs = instance["output"] if isinstance(instance["output"], list) else [instance["output"]]
     texts = [instance["input"], *outputs]
     if not all(isinstance(text, str) for text in texts) or not outputs:
-        raise BadRow("its input and outputs are not all strings, or there is no output")
+        raise BadRecord("its input and outputs are not all strings, or there is no output")
     if not all(text.strip() for text in outputs):
-        raise BadRow("an output is empty")
+        raise BadRecord("an output is empty")
     prompts = [prompt_text(task, instance["input"], some, fits) for some in parts]
     name = "" if instance.get("id") is None else str(instance["id"])
     variants = tuple(prompts) if len(prompts) > 1 else ()

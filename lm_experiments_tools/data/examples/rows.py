@@ -29,10 +29,13 @@ from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.records import (
     MAX_DOCUMENT_BYTES,
     BadRecord,
+    Record,
     RejectedRecords,
     allowed,
+    decoded,
     parse_object,
     read_lines,
+    read_shard,
     too_long,
 )
 from lm_experiments_tools.data.text.sources import (
@@ -94,10 +97,6 @@ def _named_class(value: Any, names: Sequence[str]) -> Any:
     return named
 
 
-class BadRow(Exception):
-    """A row that cannot be used, with the reason."""
-
-
 class BadRows(RejectedRecords):
     """Bad rows, named in the log.
 
@@ -128,11 +127,11 @@ class BadRows(RejectedRecords):
 
 
 def converted(rows: Iterable[Row], convert: Callable[[Row], T], bad: BadRows) -> Iterator[T]:
-    """Results of `convert` for each row; the rows for which it raises `BadRow` are counted in `bad`."""
+    """Results of `convert` for each row; the rows for which it raises `BadRecord` are counted in `bad`."""
     for row in rows:
         try:
             result = convert(row)
-        except BadRow as error:
+        except BadRecord as error:
             bad.add(row.where, str(error))
         else:
             bad.accept()
@@ -215,13 +214,11 @@ def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
             else:
                 bad.add(f"{path}, element {number}", f"a JSON {type(record).__name__}, not an object")
         return
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            yield Row(f"{path}:{number}", parse_object(line))
-        except BadRecord as error:
-            bad.add(f"{path}:{number}", str(error))
+    for item in read_shard(whole_file(path), None):
+        if isinstance(item, Record):
+            yield Row(f"{path}:{item.line}", item.value)
+        else:
+            bad.add(f"{path}:{item.line}", item.reason)
 
 
 def _whole_json(path: str) -> list[Any] | None:
@@ -277,13 +274,10 @@ def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
 
 def _decoded(path: str, bad: BadRows) -> Iterator[tuple[int, str]]:
     for number, line in _lines(path):
-        if reason := too_long(len(line)):
-            bad.add(f"{path}:{number}", reason)
-            continue
         try:
-            yield number, line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            bad.add(f"{path}:{number}", f"not UTF-8 at byte {error.start}")
+            yield number, decoded(line)
+        except BadRecord as error:
+            bad.add(f"{path}:{number}", str(error))
 
 
 def _tsv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -22,20 +20,11 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 64  # documents tokenized by one call
 
 
-@dataclass
-class TextStream:
-    """A `TokenSource`: documents one after the other, each followed by the token that ends a text.
+def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.ndarray:
+    """int32[total]: documents of `inputs` (see data/text/sources.py), each followed by the token that ends a text.
 
-    Attributes:
-        tokens: int32[total].
+    Raises UserError without text.
     """
-
-    tokens: np.ndarray
-    fingerprint: str
-
-
-def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> TextStream:
-    """The documents of `inputs` (see data/text/sources.py) as one stream. Raises UserError without text."""
     end = end_id(tokenizer)
     builder = RaggedBuilder()
     documents, unknown = records(inputs, "text", bad), TokenCounts(tokenizer)
@@ -50,4 +39,4 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> TextSt
     tokens = builder.build().values
     if not len(tokens):
         raise UserError(f"there is no text in {', '.join(inputs)} ({bad.count} bad lines).")
-    return TextStream(tokens, hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest())
+    return tokens

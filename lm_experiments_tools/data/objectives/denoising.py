@@ -54,7 +54,6 @@ class DenoisingDataset(TokenStreamDataset):
         denoisers: each reads rows of its own length.
         schedule: the denoiser of each row, repeated.
         pad_id: fills inputs; labels are filled with -100.
-        targets_length: width of the labels; None is that of the longest targets.
     """
 
     def __init__(
@@ -66,13 +65,12 @@ class DenoisingDataset(TokenStreamDataset):
         pad_id: int,
         vocab_size: int,
         seed: int,
-        targets_length: int | None = None,
     ) -> None:
         self.denoisers, self._schedule = list(denoisers), np.asarray(schedule, np.int64)
         super().__init__(tokens, vocab_size, [self.denoisers[k].tokens_length for k in self._schedule.tolist()], seed)
         self.pad_id = pad_id
         self.inputs_length = max(denoiser.inputs_length for denoiser in self.denoisers)
-        self.targets_length = targets_length or max(denoiser.targets_length for denoiser in self.denoisers)
+        self.targets_length = max(denoiser.targets_length for denoiser in self.denoisers)
         self._noise_key = stream_key(seed, "noise")
         self._last = self.denoisers[self._kinds(np.array([len(self) - 1]))[0]].for_length(self.last_row_length)
         if len(self) == 1 and self.last_row_is_short:
@@ -146,12 +144,11 @@ class SpanCorruptionDataset(DenoisingDataset):
     Args:
         tokens, vocab_size, seed: as `TokenStreamDataset`.
         inputs_length: tokens of an input, sentinels and EOS included.
-        targets_length: maximum length of the targets; None takes what they need.
+        targets_length: maximum length of the targets, which are as long as they need; None sets no limit.
         sentinel_ids: ids of sentinel 0, 1, ...
         eos_id, pad_id: special ids; labels are padded with -100.
         noise_density: fraction of tokens to corrupt.
         mean_noise_span_length: average tokens per corrupted span.
-        trim_targets: use the length that targets need where `targets_length` is larger. False pads to it.
         quiet: do not log that.
 
     Raises:
@@ -171,24 +168,21 @@ class SpanCorruptionDataset(DenoisingDataset):
         noise_density: float = 0.15,
         mean_noise_span_length: float = 3.0,
         seed: int = 0,
-        trim_targets: bool = True,
         quiet: bool = False,
     ) -> None:
         self.sentinel_ids, self.eos_id = np.asarray(sentinel_ids, np.int64), eos_id
         self.noise_density, self.mean_noise_span_length = noise_density, mean_noise_span_length
         counts = plan_spans(inputs_length, noise_density, mean_noise_span_length, len(self.sentinel_ids))
         self.tokens_length, needed = counts.tokens_length, counts.targets_length
-        requested = needed if targets_length is None else targets_length
-        if requested < needed:
+        if targets_length is not None and targets_length < needed:
             raise UserError(
-                f"targets_length {requested} (--target_seq_len) would cut the targets, which are {needed} long for "
-                f"inputs_length {inputs_length}: set it to {needed}, or leave it out."
+                f"targets_length {targets_length} (--target_seq_len) would cut the targets, which are {needed} long "
+                f"for inputs_length {inputs_length}: set it to {needed}, or leave it out."
             )
-        if requested > needed and trim_targets and not quiet:
-            logger.info("targets are %d tokens long, not %d: the rest would be padding", needed, requested)
+        if (targets_length or 0) > needed and not quiet:
+            logger.info("targets are %d tokens long, not %d: the rest would be padding", needed, targets_length)
         denoiser = SpanDenoiser(counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id)
-        width = needed if trim_targets else requested
-        super().__init__(tokens, [denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed, targets_length=width)
+        super().__init__(tokens, [denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed)
         self.inputs_length = inputs_length
 
     def describe(self) -> str:

@@ -11,13 +11,13 @@ import numpy as np
 from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
 from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.objectives.token_stream import TokensInMemory, TokenSource
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.objectives.token_stream import TokenSource
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
 
@@ -49,17 +49,10 @@ def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[To
     return resolve_name(args.objective().builder)(context, tokens, **args.checked_task_options())
 
 
-class _DummyTokens:
-    """Tokens without text, to build an objective with."""
-
-    tokens = np.broadcast_to(np.uint16(0), 1 << 20)
-    fingerprint = ""
-
-
 def check_objective(context: ObjectiveContext) -> None:
     """Raise UserError for settings and vocabularies that an objective refuses, before there are any tokens."""
     if context.args.objective().builder.startswith(f"{__package__}."):
-        example_dataset(replace(context, quiet=True), _DummyTokens())
+        example_dataset(replace(context, quiet=True), TokensInMemory(np.broadcast_to(np.uint16(0), 1 << 20)))
 
 
 def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], world_size: int = 1) -> SampleDataset:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,17 @@ class TokenSource(Protocol):
     fingerprint: str
 
     def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None: ...
+
+
+@dataclass(frozen=True)
+class TokensInMemory:
+    """A `TokenSource` that is no file."""
+
+    tokens: np.ndarray
+    fingerprint: str = ""
+
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Nothing to prefetch."""
 
 
 class TokenStreamDataset:

@@ -24,7 +24,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, example_dataset
+from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
 from lm_experiments_tools.data.streaming.text import MixedPlan, StreamPlan
@@ -56,17 +57,6 @@ CACHE = Path(".cache") / "streams"  # below the working directory
 _VERSION = 2  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
-
-
-@dataclass(frozen=True)
-class ChunkTokens:
-    """A chunk as the `TokenSource` of an objective."""
-
-    tokens: np.ndarray
-    fingerprint: str = ""
-
-    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Nothing to prefetch."""
 
 
 class StreamedExamples:
@@ -235,7 +225,7 @@ def _open(
     def build(chunk: Chunk, stream: int, number: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {number}")
         quiet = not first.acquire(blocking=False)
-        return example_dataset(replace(context, seed=seed, quiet=quiet), ChunkTokens(chunk.tokens))
+        return example_dataset(replace(context, seed=seed, quiet=quiet), TokensInMemory(chunk.tokens))
 
     encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
     settings = ChunkSettings(plan.on_this_machine(), str(folder), encoder, args.max_bad_lines)

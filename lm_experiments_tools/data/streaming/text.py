@@ -35,7 +35,6 @@ import numpy as np
 
 from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.order import permute, stream_key
-from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.records import (
     Record,
     Rejected,
@@ -47,9 +46,8 @@ from lm_experiments_tools.data.text.records import (
     too_many,
     utf8_length,
 )
-from lm_experiments_tools.data.text.sources import Shard, file_stamp, plan_shards
+from lm_experiments_tools.data.text.sources import Shard, content_of, file_stamp, plan_shards
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import hash_of_ends
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +114,8 @@ class StreamPlan:
         return StreamText(self, stream, Position(**begin), **options)
 
     def identity(self) -> list[Any]:
-        """Names, bounds, sizes, beginnings and ends of files; files of a dataset. Not folders and times."""
-        datasets = dict.fromkeys(shard.path for shard in self.shards if shard.kind == "dataset")
-        files = dict.fromkeys(shard.path for shard in self.shards if shard.kind != "dataset")
-        bounds = [(os.path.basename(s.path), s.kind, s.start, s.end, s.num_bytes) for s in self.shards]
-        return [bounds, list(map(hash_of_ends, files)), list(map(hf_datasets.identity, datasets))]
+        """See `content_of`."""
+        return content_of(self.shards)
 
     def describe(self) -> str:
         """The size, for the log."""

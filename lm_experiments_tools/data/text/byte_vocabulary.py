@@ -52,13 +52,9 @@ class ByteVocabulary(Vocabulary):
     def recorded_as(self) -> str:
         return BYTES if self._is_named else super().recorded_as
 
-    def encode(self, text: str) -> array:
-        ids = array("i")
-        ids.frombytes((np.frombuffer(text.encode(), np.uint8).astype(np.int32) + _FIRST).tobytes())
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> list[array]:
-        return list(map(self.encode, texts))
+        numbers = (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + _FIRST for text in texts)
+        return [array("i", ids.tobytes()) for ids in numbers]
 
     def find(self, piece: str) -> int | None:
         if piece in _SPECIAL:

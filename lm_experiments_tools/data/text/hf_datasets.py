@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from lm_experiments_tools.errors import UserError, first_line
@@ -42,15 +43,13 @@ def load_streaming(item: str, column: str = "") -> Any:
     Raises:
         UserError: the package is not installed, or there is no such dataset, configuration or split, or no network.
     """
-    try:
-        import datasets
-    except ImportError:
+    if find_spec("datasets") is None:
         raise UserError(
             f"there is no file or folder {item}; to read it as a Hugging Face dataset: pip install datasets"
-        ) from None
-    name, config, split = split_name(item)
+        )
+    name, _, split = split_name(item)
     try:
-        builder = datasets.load_dataset_builder(*_source(item), **_files(item))
+        builder = _builder(item)
         if hasattr(builder.config, "columns"):  # Parquet
             builder.config.columns = [column] if column else None
             builder.config.batch_size = builder.config.batch_size or _PARQUET_ROWS
@@ -62,14 +61,14 @@ def load_streaming(item: str, column: str = "") -> Any:
         raise UserError(f"{absent}the Hugging Face dataset {item} cannot be loaded: {first_line(error)}") from None
 
 
-def _source(item: str) -> tuple[str, str | None]:
-    """Name and configuration as `datasets` takes them; of a file, the reader of its kind."""
+def _builder(item: str) -> Any:
+    """The `datasets.DatasetBuilder`; of a file, the reader of its kind."""
+    import datasets
+
     name, config, _ = split_name(item)
-    return (os.path.splitext(name)[1][1:].lower(), None) if os.path.isfile(name) else (name, config)
-
-
-def _files(item: str) -> dict[str, dict[str, str]]:
-    return {"data_files": {"train": item}} if os.path.isfile(item) else {}
+    if os.path.isfile(name):
+        return datasets.load_dataset_builder(os.path.splitext(name)[1][1:].lower(), data_files={"train": item})
+    return datasets.load_dataset_builder(name, config)
 
 
 def num_shards(item: str) -> int:
@@ -100,11 +99,8 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
 
 def identity(item: str, *, with_times: bool = False) -> list[str]:
     """Files of the split: with their revision on the hub; local ones with size, ends and, if requested, times."""
-    import datasets
-
-    split = split_name(item)[2]
-    builder = datasets.load_dataset_builder(*_source(item), **_files(item))
-    files = (builder.config.data_files or {}).get(split)
+    builder = _builder(item)
+    files = (builder.config.data_files or {}).get(split_name(item)[2])
     if files is None:
         return [str(builder.config.version), str(builder.hash)]
     return [_file_identity(file, with_times) if os.path.exists(file) else file for file in files]

@@ -215,12 +215,8 @@ def _json_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
 
 def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
     """The object on a JSON line. Raises BadRecord."""
-    if reason := too_long(len(line), max_bytes):
-        raise BadRecord(reason)
     try:
-        fields = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"not UTF-8 at byte {error.start}") from None
+        fields = json.loads(decoded(line, max_bytes))
     except RecursionError:
         raise BadRecord("not usable JSON: nested too deeply") from None
     except ValueError as error:
@@ -228,6 +224,16 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise BadRecord(f"a JSON {type(fields).__name__}, not an object")
     return fields
+
+
+def decoded(line: bytes, max_bytes: int | None = None) -> str:
+    """The text of a line. Raises BadRecord."""
+    if reason := too_long(len(line), max_bytes):
+        raise BadRecord(reason)
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 at byte {error.start}") from None
 
 
 def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
@@ -286,7 +292,7 @@ def _text_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
             block = []
             continue
         try:
-            text = _decoded(line)
+            text = _usable_line(line, max_bytes)
         except BadRecord as error:
             yield error.rejected(number, line)
             continue
@@ -296,11 +302,8 @@ def _text_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
         yield record()
 
 
-def _decoded(line: bytes) -> str:
-    try:
-        text = line.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"not UTF-8 at byte {error.start}") from None
+def _usable_line(line: bytes, max_bytes: int | None) -> str:
+    text = decoded(line, max_bytes).rstrip("\r\n")
     if not text.strip():
         raise BadRecord("is empty", is_empty=True)
     if reason := unusable_characters(text):

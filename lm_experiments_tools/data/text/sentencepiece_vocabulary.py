@@ -96,16 +96,12 @@ class SentencePieceVocabulary(Vocabulary):
             )
         return id_of[piece]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text` by the model without its sentinels; see `Vocabulary.encode`.
-
-        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined; see `encode_by`.
-        """
-        return self._processor.encode(text)
-
     @cached_property
     def encode_by(self) -> str:
-        """ "document" if newlines are encoded (as Gemma's, Llama's) or lines begin without a mark, else "line"."""
+        """ "document" if newlines are encoded (as Gemma's, Llama's) or lines begin without a mark, else "line".
+
+        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined.
+        """
         keeps_newlines = "\n" in self._processor.decode(self._processor.encode("a\nb"))
         marks_words = "\u2581" in "".join(self._processor.encode("a", out_type=str))
         return "line" if marks_words and not keeps_newlines else "document"

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import human_bytes
+from lm_experiments_tools.files import hash_of_ends, human_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,18 @@ def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shard
             bounds = _boundaries(path, kind, stamps[path][0], shard_bytes)
             shards += [Shard(path, kind, start, end, stamps[path]) for start, end in pairwise(bounds)]
     return shards
+
+
+def content_of(shards: Sequence[Shard]) -> list[Any]:
+    """Names, bounds, sizes, beginnings and ends of files; files of datasets. Not folders and times."""
+    bounds = [(os.path.basename(s.path), s.kind, s.start, s.end, s.num_bytes) for s in shards]
+    files = dict.fromkeys(shard.path for shard in shards if shard.kind != "dataset")
+    return [bounds, list(map(hash_of_ends, files)), list(map(hf_datasets.identity, datasets_of(shards)))]
+
+
+def datasets_of(shards: Sequence[Shard]) -> list[str]:
+    """Names of the datasets among the inputs of shards."""
+    return list(dict.fromkeys(shard.path for shard in shards if shard.kind == "dataset"))
 
 
 def _boundaries(path: str, kind: str, size: int, shard_bytes: int) -> list[int]:

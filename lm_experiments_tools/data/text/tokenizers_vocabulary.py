@@ -129,9 +129,6 @@ class TokenizersVocabulary(Vocabulary):
             token["special"] = token["special"] or token["id"] in special  # else text could forge it
         return cls(path, json.dumps(settings), roles, np.array(sentinels, np.int64), pretrained)
 
-    def encode(self, text: str) -> list[int]:
-        return self._encoder.backend.encode(text, add_special_tokens=False).ids
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts, see `FastTokenizer.encode_batch`."""
         return self._encoder.encode_batch(texts)

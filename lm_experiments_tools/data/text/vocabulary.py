@@ -88,9 +88,9 @@ class Vocabulary(ABC):
         """The name under which `load` finds it from any folder of this machine."""
         return os.path.abspath(self.path)
 
-    @abstractmethod
     def encode(self, text: str) -> Sequence[int]:
         """Ids of `text`, without special tokens; a literal "<extra_id_0>" is ordinary text."""
+        return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:

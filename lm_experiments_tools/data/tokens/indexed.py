@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_experiments_tools.data.tokens.cold import will_need
-from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_exists, dataset_paths, read_meta
+from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_paths, read_meta
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import naming
 
@@ -413,14 +413,3 @@ class IndexedDataset:
     def __reduce__(self) -> tuple:
         # A pickled memmap carries its content: a loader worker gets the path instead and maps the file itself.
         return IndexedDataset, (self.prefix,)
-
-
-def finished_record(prefix: str | os.PathLike, key: str) -> dict[str, Any] | None:
-    """PREFIX.json of a valid token file whose record has `key`; else None."""
-    if not dataset_exists(prefix):
-        return None
-    try:
-        meta = IndexedDataset(prefix).meta
-    except (UserError, FileNotFoundError):  # damaged by what ended an earlier run, or removed meanwhile
-        return None
-    return meta if key in meta else None

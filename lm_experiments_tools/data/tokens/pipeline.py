@@ -34,12 +34,12 @@ from lm_experiments_tools.data.text.records import (
     is_hopeless,
     read_shard,
 )
-from lm_experiments_tools.data.text.sources import Shard, plan_shards
-from lm_experiments_tools.data.tokens.files import remove_unfinished
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, finished_record
+from lm_experiments_tools.data.text.sources import Shard, content_of, datasets_of, plan_shards
+from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta, remove_unfinished
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import hash_of_ends, read_json, write_atomic
+from lm_experiments_tools.files import read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -287,17 +287,21 @@ class _ShardFiles:
 
     def _is_intact(self, number: int) -> bool:
         """True for a finished shard with the recorded content: shards are not fsynced, a power cut may damage them."""
-        names = [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
         try:
-            return self._record(number) is not None and all(IndexedDataset(name).check_content() for name in names)
+            return all(IndexedDataset(name).check_content() for name in self._names(number))
         except UserError:
             return False
 
     def _record(self, number: int) -> dict[str, Any] | None:
         """The .json of a finished shard (of the first suffix); None where it is not finished."""
-        names = [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
-        found = [finished_record(name, "num_lines") for name in names]
-        return found[0] if all(record is not None for record in found) else None
+        names = self._names(number)
+        with suppress(UserError):  # damaged
+            return read_meta(names[0]) or None if all(map(dataset_exists, names)) else None
+        return None
+
+    def _names(self, number: int) -> list[str]:
+        """The prefixes of a shard's token files."""
+        return [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
 
     def _prefix(self, number: int) -> str:
         return str(self._folder / f"{number:06d}")
@@ -335,7 +339,7 @@ class _ShardFiles:
         """Refuse to join shards of a text that has changed since it was planned."""
         for shard in {shard.path: shard for shard in self.shards}.values():
             shard.check_unchanged()
-        if _datasets_of(self.shards) and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
+        if datasets_of(self.shards) and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
             raise UserError("files of the datasets were changed while they were being read: start again")
 
     def collect_rejected(self, path: str, limit: int | None) -> RejectedRecords:
@@ -403,25 +407,16 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
         if (2 * end - weight) * count // (2 * total) == number
     ]
     logger.info("part %d of %d: %d of %d shards", number, count, len(part), len(shards))
-    names = [(os.path.basename(shard.path), shard.kind, shard.start, shard.end, shard.num_bytes) for shard in shards]
-    files = dict.fromkeys(shard.path for shard in shards if shard.kind != "dataset")
-    contents = [hash_of_ends(path) for path in files]  # not their times, which copies on other machines do not share
-    datasets = [hf_datasets.identity(name) for name in _datasets_of(shards)]
-    source = _sha256([FORMAT, names, contents, datasets, encoding])
-    return part, {"number": number, "of": count, "source": source}
+    return part, {"number": number, "of": count, "source": _sha256([FORMAT, *content_of(shards), encoding])}
 
 
 def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
     """Hash of all that decides the tokens: the bytes that are read, and how they are encoded."""
     stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
     parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
-    datasets = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(shards)]
+    datasets = [hf_datasets.identity(name, with_times=True) for name in datasets_of(shards)]
     return _sha256([FORMAT, parts, sorted(stamps.items()), datasets, encoding])
 
 
 def _sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _datasets_of(shards: Sequence[Shard]) -> list[str]:
-    return list(dict.fromkeys(shard.path for shard in shards if shard.kind == "dataset"))

@@ -114,15 +114,12 @@ def test_full_rows_have_no_padding_and_masks_match():
         assert row[row != pad][-1] == 1 and (row != pad).sum() == np.flatnonzero(row == 1)[0] + 1
 
 
-def test_targets_length_is_a_cap_that_is_trimmed_or_padded(caplog):
+def test_targets_length_is_a_limit(caplog):
     exact = dataset(5000, 512)
     assert (exact.tokens_length, exact.targets_length) == (568, 114)
     with caplog.at_level(logging.INFO):
         assert dataset(5000, 512, targets_length=192).targets_length == 114
     assert "114 tokens long, not 192" in caplog.text
-    padded = dataset(5000, 512, targets_length=192, trim_targets=False).batch(np.arange(3))
-    assert padded["labels"].shape == (3, 192) and (padded["labels"][:, 114:] == -100).all()
-    np.testing.assert_array_equal(padded["labels"][:, :114], exact.batch(np.arange(3))["labels"])
     with pytest.raises(UserError, match="targets_length 113 .--target_seq_len. would cut the targets"):
         dataset(5000, 512, targets_length=113)
 
@@ -185,7 +182,6 @@ def test_fingerprint_names_data_objective_and_seed():
         {"sentinel_ids": SENTINELS[:50]},
         {"eos_id": 2},
         {"tokens": source(np.arange(10, 1010), "y")},
-        {"targets_length": 60, "trim_targets": False},
     ]
     prints = [dataset(**change).fingerprint for change in changes]
     assert len(set(prints)) == len(prints)

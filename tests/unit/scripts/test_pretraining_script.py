@@ -356,8 +356,8 @@ def test_several_sources_are_mixed(work, vocab, caplog):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("task", "ends"), [("prefix_lm", True), ("ul2", True), ("causal_lm", True), ("", False)])
 def test_documents_end_with_eos_where_borders_are_read_over(work, vocab, task, ends, streaming, monkeypatch):
-    chunks, ChunkTokens = [], stream.ChunkTokens
-    monkeypatch.setattr(stream, "ChunkTokens", lambda tokens: chunks.append(tokens) or ChunkTokens(tokens))
+    chunks, in_memory = [], stream.TokensInMemory
+    monkeypatch.setattr(stream, "TokensInMemory", lambda tokens: chunks.append(tokens) or in_memory(tokens))
 
     def ends_of_documents():
         rows = chunks or [row for path in work.rglob("*.idx") for row in IndexedDataset(str(path)[:-4])]

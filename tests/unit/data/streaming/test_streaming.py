@@ -18,11 +18,12 @@ from lm_experiments_tools import files
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
 from lm_experiments_tools.data.streaming import chunks as stream_chunks
 from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming import worker as streaming_worker
-from lm_experiments_tools.data.streaming.stream import ChunkTokens, streaming_data
+from lm_experiments_tools.data.streaming.stream import streaming_data
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
 from lm_experiments_tools.data.text import records
 from lm_experiments_tools.data.text.records import read_shard
@@ -156,7 +157,7 @@ def test_speed_of_the_source_and_number_of_processes_change_nothing(start, in_pr
 def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data):
     chunks = []
 
-    in_process.setattr(streaming, "ChunkTokens", lambda tokens: chunks.append(tokens) or ChunkTokens(tokens))
+    in_process.setattr(streaming, "TokensInMemory", lambda tokens: chunks.append(tokens) or TokensInMemory(tokens))
     loader = start(streams=1, data_n_workers=1)
     index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
     batch = take(loader, 10)
@@ -310,9 +311,9 @@ def test_settings_are_said_once_and_other_lines_are_not_lost(start, in_process, 
 
     def open_and_log(tokens):  # stands for another thread, at any moment of the work on a chunk
         logging.getLogger("lm_experiments_tools.data.loader").info("a line of the training")
-        return ChunkTokens(tokens)
+        return TokensInMemory(tokens)
 
-    in_process.setattr(streaming, "ChunkTokens", open_and_log)
+    in_process.setattr(streaming, "TokensInMemory", open_and_log)
     loader = start(input_seq_len=512, target_seq_len=512, **changes)
     take(loader, 30)
     loader.close()

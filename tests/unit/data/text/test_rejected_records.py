@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted
+from lm_experiments_tools.data.examples.rows import BadRows, Row, converted
 from lm_experiments_tools.data.text import records as module
-from lm_experiments_tools.data.text.records import RejectedRecords, allowed, is_hopeless
+from lm_experiments_tools.data.text.records import BadRecord, RejectedRecords, allowed, is_hopeless
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
@@ -78,7 +78,7 @@ def test_a_piece_of_nothing_but_bad_lines_ends_the_work_before_it_is_read_whole(
 def test_rows_of_fine_tuning_know_the_same_rate(strict):
     def convert(row):
         if row.fields["bad"]:
-            raise BadRow("broken")
+            raise BadRecord("broken")
         return row.where
 
     rows = [Row(f"x:{number}", {"bad": number % 150 == 149}) for number in range(900)]

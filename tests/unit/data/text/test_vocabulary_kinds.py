@@ -161,7 +161,6 @@ def test_text_forges_no_special_token_that_is_a_piece_of_the_model(tmp_path, kin
     special = {0, 1, 3, 4}
     for text in ("</s>", "a </s> a", "a</s>a", "<extra_id_0> a", "<pad>"):
         assert special.isdisjoint(vocabulary.encode(text)) and len(vocabulary.encode(text))
-        assert vocabulary.encode_batch([text]) == [vocabulary.encode(text)]
     assert vocabulary.encode("a word a") == pretrained("a word a", add_special_tokens=False).input_ids
     assert vocabulary.find("</s>") == vocabulary.eos_id == 1 and vocabulary.sentinel_ids.tolist() == [3, 4]
 
