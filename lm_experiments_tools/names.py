@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -129,15 +130,19 @@ def _imported(module: str) -> ModuleType:
 
 
 @cache
-def source_mentions(module: str, text: str) -> bool:
-    """True if the source of a module, which is not imported, contains `text`."""
+def source_imports(module: str, name: str) -> bool:
+    """True if the source of a module, which is not imported itself, imports from the module `name`."""
     folders: Iterable[str] | None = [*sys.path, ""]
     for number in range(1, module.count(".") + 2):
         spec = folders and PathFinder.find_spec(".".join(module.split(".")[:number]), list(folders))
         if not spec:
             return False
         folders = spec.submodule_search_locations
-    return bool(spec.has_location) and text in Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+        folders = getattr(folders, "_path", folders)  # iterating over a namespace looks for its parent in sys.modules
+    if not spec.has_location:
+        return False
+    source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+    return re.search(rf"^\s*(from|import)\s+{re.escape(name)}\b", source, re.MULTILINE) is not None
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:

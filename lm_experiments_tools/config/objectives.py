@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Ignored, check_conflict, is_given
 from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name, source_mentions
+from lm_experiments_tools.names import resolve_name, source_imports
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
@@ -183,7 +183,7 @@ class ObjectiveArgs:
 
     def check(self) -> None:
         if self.task not in OBJECTIVES and ":" not in self.task:
-            raise UserError(f"--task {self.task} does not exist: choose {', '.join(OBJECTIVES)}, or module:name.")
+            raise UserError(f"--task {self.task} does not exist: choose {', '.join(OBJECTIVES)}, or module:Class.")
         self.checked_task_options()
         if not self.denoisers:
             raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
@@ -221,7 +221,7 @@ class ObjectiveArgs:
 
         A module with objectives imports from ours. Any other is left to seqio's process: it may import TensorFlow.
         """
-        return ":" in self.task and not source_mentions(self.task.partition(":")[0], _HOME)
+        return ":" in self.task and not source_imports(self.task.partition(":")[0], _HOME)
 
     def settings_of_examples(self) -> dict[str, Any]:
         """The settings that decide how an example looks, by name.

@@ -50,17 +50,14 @@ class PhaseArgs:
             raise UserError("--average and --early_stopping_patience exclude each other: leave one out.")
         if self.branch_from and getattr(self, "resume", "auto") != "auto":
             raise UserError("--branch_from starts a new run, which --resume auto continues: leave --resume out.")
+        check_phased_run(self)
         phases_of(self)
 
 
-def phases_of(args: Any) -> list[Any]:
-    """The arguments of each phase, its own length as `iters`; of a run without phases, [args].
-
-    Raises:
-        UserError: a phase that is not valid, named by its number.
-    """
-    if not getattr(args, "phases", ()):
-        return [args]
+def check_phased_run(args: Any) -> None:
+    """Raise UserError where settings of the run exclude phases."""
+    if not args.phases:
+        return
     if is_given(args, "iters"):
         raise UserError("--iters and --phases exclude each other: give each phase its own length.")
     for flag in ("find_lr", "find_micro_batch", "validate_only"):
@@ -72,6 +69,16 @@ def phases_of(args: Any) -> list[Any]:
         raise UserError("--phases needs --model_path: a phase starts from the checkpoint of the one before.")
     if args.early_stopping_patience > 0:
         raise UserError("--early_stopping_patience and --phases exclude each other: phases have a fixed length.")
+
+
+def phases_of(args: Any) -> list[Any]:
+    """The arguments of each phase, its own length as `iters`; of a run without phases, [args].
+
+    Raises:
+        UserError: a phase that is not valid, named by its number.
+    """
+    if not getattr(args, "phases", ()):
+        return [args]
     phases = []
     for number, text in enumerate(args.phases, 1):
         said = f"--phases: phase {number}"

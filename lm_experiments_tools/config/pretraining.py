@@ -160,7 +160,7 @@ class T5PretrainingArgs(
             if is_used:
                 raise UserError(
                     f"--{flag} is not for --task {self.task}, which seqio reads from its own data. If it is an "
-                    "objective of yours, check the name of its module."
+                    "objective of yours, its file must import from lm_experiments_tools.data.objectives."
                 )
         if self.vocab is None:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")

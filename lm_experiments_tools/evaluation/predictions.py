@@ -107,6 +107,7 @@ class Predictions:
         label_names: of a classification, in the order of their numbers.
         folder: where predictions are written. None: nowhere.
         show: f(split, examples) that shows the chosen ones; by default in the log.
+        label_words: that a model which generates writes for `label_names`; by default those of args, else the names.
 
     Raises:
         UserError: metrics that compute one value differently or need a package that is not installed; labels with the
@@ -122,6 +123,7 @@ class Predictions:
         label_names: Sequence[str] = (),
         folder: Path | None = None,
         show: Callable[[str, list[dict[str, Any]]], None] = _log_examples,
+        label_words: Sequence[str] = (),
     ) -> None:
         self.show = show
         self.args, self.split, self.examples, self.decode = args, split, examples, decode
@@ -130,7 +132,7 @@ class Predictions:
         self.metrics = chosen_metrics(args)
         self.measurable = self._measurable()
         self.thresholds = thresholds_of(args, self.label_names)
-        words = tuple(args.label_words) or self.label_names
+        words = tuple(label_words) or tuple(args.label_words) or self.label_names
         self.label_of = LabelWords(words) if self.task == "classification" and self.generates else None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

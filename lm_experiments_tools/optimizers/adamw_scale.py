@@ -43,7 +43,7 @@ class AdamWScale(Float32StateOptimizer):
     Args:
         params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).
         lr: step size before scaling.
-        betas: decay of the first and second moments; None for 0.9 and 0.999.
+        betas: decay of the first and second moments.
         eps: added to sqrt(v).
         weight_decay: decoupled weight decay, times lr.
 
@@ -51,17 +51,14 @@ class AdamWScale(Float32StateOptimizer):
         ValueError: lr, eps or weight_decay below 0, or a beta outside [0, 1).
     """
 
-    default_betas = 0.9, 0.999
-
     def __init__(
         self,
         params: Iterable,
         lr: float = 1e-3,
-        betas: tuple[float, float] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
-        betas = self.default_betas if betas is None else betas
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise ValueError(f"lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative")
         if not all(0 <= beta < 1 for beta in betas):

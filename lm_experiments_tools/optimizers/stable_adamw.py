@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class StableAdamW(AdamWScale):
     Args:
         params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).
         lr: step size.
-        betas: decay of the first and second moments; None for 0.9 and 0.99.
+        betas: decay of the first and second moments.
         eps: added to sqrt(v).
         weight_decay: decoupled weight decay, times lr'.
 
@@ -31,7 +33,15 @@ class StableAdamW(AdamWScale):
         ValueError: lr, eps or weight_decay below 0, or a beta outside [0, 1).
     """
 
-    default_betas = 0.9, 0.99
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
 
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
         pairs = [(parameter, group) for parameters, group in work for parameter in parameters]

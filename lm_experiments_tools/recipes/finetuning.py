@@ -119,7 +119,7 @@ def finetuning_loop(
 
     def collect(split: str) -> Predictions:
         examples, decode = data.splits[split].examples, TextDecoder(tokenizer)
-        return Predictions(args, split, examples, decode, data.label_names, folder, show)
+        return Predictions(args, split, examples, decode, data.label_names, folder, show, data.label_words)
 
     def show(split: str, examples: list[dict[str, Any]]) -> None:
         show_examples(split, examples, loop.tracker, loop.state.step)

@@ -53,8 +53,13 @@ def random_t5(seed: int = 0, *, tied: bool = True, **changes: object) -> nn.Modu
 
 
 def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights as a backend gathers them."""
-    backend = LocalBackend(device=torch.device("cpu"))
+    """The weights as a backend that shards them gathers them: each call gives a tensor of its own."""
+
+    class Gathering(LocalBackend):
+        def _get_weight(self, name, tensor):
+            return tensor.detach().clone()
+
+    backend = Gathering(device=torch.device("cpu"))
     backend.setup(model, None)
     return backend.model_state()
 

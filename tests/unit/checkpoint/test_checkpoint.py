@@ -229,11 +229,11 @@ def test_same_step_is_replaced(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"step_000007", "last"}
 
 
-def test_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
+def test_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path, caplog):
     write(tmp_path, 6)
     path = write(tmp_path, 7)
     earlier = path.rename(tmp_path / ".old-step_000007")
-    assert find_newest_valid(tmp_path) == earlier
+    assert find_newest_valid(tmp_path) == earlier and not caplog.messages
     for name in (tmp_path, tmp_path / "last", path):
         assert find_resume(str(name), None) == earlier
     with pytest.raises(UserError, match="no such checkpoint"):
@@ -247,15 +247,15 @@ def test_going_back_sets_later_checkpoints_aside(tmp_path, caplog):
     for step in (100, 200, 300):
         write(tmp_path, step, keep=2, best=step == 300)
     write(tmp_path, 250, keep=2)  # continued from 200
-    assert find_newest_valid(tmp_path).name == "step_000250"
+    assert find_newest_valid(tmp_path).name == "step_000250" and "damaged" not in caplog.text
     assert (tmp_path / "superseded-step_000300").is_dir() and "step_000300" in caplog.text
     assert os.readlink(tmp_path / "last") == "step_000250" and not (tmp_path / "best").exists()
 
 
-def test_stale_temporaries_are_cleared(tmp_path):
+def test_stale_temporaries_are_cleared(tmp_path, caplog):
     stale = CheckpointWriter(tmp_path, None).begin(3)
     (stale / "half").write_text("x")
-    assert find_newest_valid(tmp_path) is None
+    assert find_newest_valid(tmp_path) is None and not caplog.messages
     directory = CheckpointWriter(tmp_path, None).begin(4)
     assert not stale.exists() and directory.exists()
 
@@ -327,7 +327,7 @@ def failing(number: int, after: int):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("function", ["fsync", "replace", "rename", "open"])
-def test_write_fault_at_every_call_leaves_the_previous_checkpoint(tmp_path, monkeypatch, number, function):
+def test_write_fault_at_every_call_leaves_the_previous_checkpoint(tmp_path, caplog, monkeypatch, number, function):
     write(tmp_path, 1)
     faults = 0
     for after in range(1, 40):
@@ -346,6 +346,7 @@ def test_write_fault_at_every_call_leaves_the_previous_checkpoint(tmp_path, monk
         if newest.name == "step_000002":  # the fault came after the rename: the new one is whole
             shutil.rmtree(newest)
         verify(tmp_path / "step_000001")
+        assert "damaged" not in caplog.text
         assert not list(tmp_path.glob(".tmp-step_*")), after
     assert faults >= 1
 
@@ -356,7 +357,9 @@ from pathlib import Path
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.checkpoint.writer import *
 root = Path(sys.argv[1])
-import os, random, signal
+import logging, os, random, signal
+
+logging.basicConfig(stream=sys.stdout, format="DAMAGED %(message)s")
 
 def save(step):
     writer = CheckpointWriter(root, 2)

@@ -145,9 +145,12 @@ def test_labels_of_an_encoder(tmp_path):
     ]  # fmt: skip
 
 
-def test_answers_that_are_no_label_are_wrong_and_counted(tmp_path, decode):
-    args = args_of(task="classification", metrics=("accuracy", "precision"), label_words=("No.", "yes"))
-    collector = Predictions(args, "valid", sentences(0, 0, 1, 1), decode, ("bad", "good"), tmp_path)
+@pytest.mark.parametrize("source", ["flag", "saved with the model"])
+def test_answers_that_are_no_label_are_wrong_and_counted(tmp_path, decode, source):
+    words = {"label_words": ("No.", "yes")}
+    of_args, of_data = (words, {}) if source == "flag" else ({}, words)
+    args = args_of(task="classification", metrics=("accuracy", "precision"), **of_args)
+    collector = Predictions(args, "valid", sentences(0, 0, 1, 1), decode, ("bad", "good"), tmp_path, **of_data)
     collector.add(indices(0, 1, 2, 3), generated("no", "cats", "the yes", "yes"))
     values = collector.reduce(LocalBackend())
     # an unknown answer where "bad" was right counts as "good": precision falls too

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import source_imports
 from run_t5_pretraining import main
 from tests.helpers import ROOT
 from tests.helpers.runs import TINY, records, tiny_run, words
@@ -48,7 +49,7 @@ def test_it_trains_and_a_restart_changes_no_bit(start, tmp_path, streaming):
     ("flags", "sentence"),
     [
         ({"task": "deshuffling:Deshufling"}, "--task deshuffling:Deshufling: .*did you mean 'Deshuffling'"),
-        ({"task": "deshufling:Deshuffling"}, "If it is an objective of yours, check the name of its module"),
+        ({"task": "deshufling:Deshuffling"}, "its file must import from lm_experiments_tools.data.objectives"),
         ({"task": "deshuffling:NO_OBJECTIVE"}, "--task deshuffling:NO_OBJECTIVE has no `objective`"),
         ({"task_options": "windw=4"}, f"--task {TASK} has no option 'windw'; did you mean 'window'"),
         ({"task_options": "window=wide"}, f"--task {TASK}: window is 'wide', but it takes a whole number"),
@@ -85,3 +86,14 @@ def test_every_objective_is_named_in_the_help_of_the_flag_and_on_the_page_of_obj
     source = (ROOT / "lm_experiments_tools" / "config" / "objectives.py").read_text(encoding="utf-8")
     text = source.split('    task: str = "span_corruption"\n')[1].split('"""')[1]
     assert all(name in text and f"| `{name}` |" in page for name in OBJECTIVES)
+
+
+def test_a_module_is_one_of_objectives_by_its_imports_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "ours" / "deep"  # without __init__.py
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text("from lm_experiments_tools.data.objectives.registry import Objective\n1 / 0\n")
+    (folder / "seqios.py").write_text('"""Unlike lm_experiments_tools.data.objectives."""\nimport seqio\n')
+    home = "lm_experiments_tools.data.objectives"
+    assert source_imports("ours.deep.mine", home)
+    assert not source_imports("ours.deep.seqios", home) and not source_imports("ours.deep.none", home)
