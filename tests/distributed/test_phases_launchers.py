@@ -97,6 +97,7 @@ def test_sharded_phases_in_one_command_end_as_in_a_command_each(mode, folder):
     check_equal(folder / "run", folder / "whole")
 
 
+@pytest.mark.slow
 def test_elastic_runs_of_one_two_and_one_workers_have_the_same_bits_over_borders(folder):
     if reason := missing("horovod", "accelerate"):
         pytest.skip(reason)
