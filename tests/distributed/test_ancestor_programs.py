@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, missing, run
+from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, missing, run, slow
 
 PROGRAM = ROOT / "tests" / "distributed" / "ancestor_program.py"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -39,7 +39,7 @@ def results(output: str) -> list[tuple[int, dict]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("trainer", ["horovod", "accelerate"])
+@pytest.mark.parametrize("trainer", slow(["horovod", "accelerate"], "accelerate"))
 def test_a_program_of_its_style_trains_to_its_end(trainer, tmp_path):
     if reason := missing(trainer, "accelerate", "transformers"):
         pytest.skip(reason)

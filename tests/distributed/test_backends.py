@@ -1,7 +1,7 @@
 """Every backend trains the same T5 to the same weights as one process alone, and says what it really is.
 
-FSDP and DeepSpeed start from the files in accelerate_configs/. Each backend runs worker.py in two real jobs (train,
-then resume in new processes); tests read the files of its ranks.
+Each backend runs worker.py in two jobs (train, then resume in new processes); tests read the files of its ranks. The
+second job of FSDP and DeepSpeed is started by `accelerate launch` with a file in accelerate_configs/.
 Tolerances: Horovod and DDP are bitwise equal for two workers; sums in another order move fp32 weights by about 1e-7.
 """
 
@@ -93,6 +93,7 @@ RESHARDED = {  # goes on with the checkpoint of another kind, which had two work
 OTHERS = [name for name in KINDS if name != "local"]
 SHARDED = [name for name in KINDS if name.startswith("zero")]
 UNSHARDED = [name for name in KINDS if name not in SHARDED]
+LAUNCHED = ["fsdp", *SHARDED]  # by `accelerate launch`, whose start-up costs more than a fork
 
 
 def read(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
@@ -113,9 +114,8 @@ class Results:
         folder = self.folder / f"{kind}_{scenarios[0]}"
         if folder not in self.jobs:
             folder.mkdir()
-            self.jobs[folder] = forked(
-                spec.launcher, Path(__file__).with_name("worker.py"), folder, earlier, *scenarios
-            )
+            launcher = shim(kind) if kind in LAUNCHED and scenarios != ("resumed",) else spec.launcher
+            self.jobs[folder] = forked(launcher, Path(__file__).with_name("worker.py"), folder, earlier, *scenarios)
         job: Job = self.jobs[folder]
         assert job.returncode == 0, job.output[-3000:]
         return folder

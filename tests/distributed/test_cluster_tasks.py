@@ -58,7 +58,10 @@ def run_tasks(folder: Path, count: int = 2, **variables: str) -> list[subprocess
     "variables",
     [
         {**STEP, **ONE_NODE, "SLURM_PROCID": "RANK", "SLURM_LOCALID": "RANK", "SLURM_JOB_ID": str(os.getpid())},
-        {**MPICH, "PMI_RANK": "RANK", "MPI_LOCALRANKID": "RANK", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        pytest.param(
+            {**MPICH, "PMI_RANK": "RANK", "MPI_LOCALRANKID": "RANK", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["srun", "mpiexec"],
 )

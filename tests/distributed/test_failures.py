@@ -30,7 +30,7 @@ def job(launcher, mode, folder):
     return ended
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "ddp"))
 def test_an_exception_on_one_rank_ends_the_job_and_names_rank_and_step(launcher, tmp_path):
     ended = job(launcher, "crash", tmp_path)
     assert ended.returncode != 0
@@ -40,7 +40,7 @@ def test_an_exception_on_one_rank_ends_the_job_and_names_rank_and_step(launcher,
     verify(tmp_path / "checkpoints" / "step_000002")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "horovod"))
 def test_a_killed_rank_ends_the_job(launcher, tmp_path):
     ended = job(launcher, "kill", tmp_path)
     assert ended.returncode != 0
@@ -49,7 +49,8 @@ def test_a_killed_rank_ends_the_job(launcher, tmp_path):
     verify(tmp_path / "checkpoints" / "step_000002")
 
 
-@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "horovod"))
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_stopped_rank_is_waited_for_as_long_as_stall_timeout_says(launcher, tmp_path):
     ended = job(launcher, "stop", tmp_path)
     assert ended.returncode != 0
@@ -58,7 +59,7 @@ def test_a_stopped_rank_is_waited_for_as_long_as_stall_timeout_says(launcher, tm
     verify(tmp_path / "checkpoints" / "step_000002")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "horovod"))
 def test_sigterm_on_one_rank_saves_on_all_and_stops_all(launcher, tmp_path):
     ended = job(launcher, "sigterm", tmp_path)
     assert ended.returncode != 0
@@ -106,7 +107,7 @@ def test_workers_of_a_killed_torchrun_save_and_stop(tmp_path):
     verify((tmp_path / "last").resolve())
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "ddp"))
 def test_a_full_disk_on_rank_0_is_an_error_on_every_rank_not_a_hang(launcher, tmp_path):
     ended = job(launcher, "full_disk", tmp_path)
     assert ended.returncode != 0

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, slow, torchrun
 
 WORKER = ROOT / "tests" / "distributed" / "finders_worker.py"
 LAUNCHERS = {"horovod": (horovodrun, "horovod", {}), "ddp": (torchrun, "accelerate", {"ACCELERATE_USE_CPU": "true"})}
@@ -22,7 +22,7 @@ def alone(tmp_path_factory):
     return json.loads((folder / "find_lr.json").read_text())
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "ddp"))
 def test_two_workers_agree_and_none_hangs(launcher, alone, tmp_path):
     launch, package, extra = LAUNCHERS[launcher]
     if reason := missing(package):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from lm_experiments_tools.checkpoint.source import TASK_FILE
-from tests.distributed.launch import SHIM, forked, horovodrun, missing, shim, slow, torchrun
+from tests.distributed.launch import SHIM, forked, horovodrun, missing, shim, torchrun
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy
 
@@ -49,7 +49,8 @@ def alone(folder):
     return worker(folder, "alone", [sys.executable], 8, *steps)[0]
 
 
-@pytest.mark.parametrize("name", slow(LAUNCHERS, "horovodrun", *SHARDED))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_evaluation_and_training_follow_each_other_as_in_one_process(folder, alone, name):
     """Where the model is sharded it is so for good, and training again is refused."""
     launcher, modules = LAUNCHERS[name]

@@ -95,7 +95,7 @@ def alone(folder):
     return finetune(folder, "alone", [sys.executable], 4)[1]
 
 
-@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun", "zero3"))
+@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun", "fsdp", "zero3"))
 def test_two_workers_give_the_metrics_of_one(folder, alone, name):
     launcher, modules, environment, wrapped = LAUNCHERS[name]
     if reason := missing(*modules):

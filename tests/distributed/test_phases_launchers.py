@@ -65,12 +65,22 @@ def check_equal(one, other):
     assert losses(one) == losses(other) and len(losses(one)) == 8
 
 
-@pytest.mark.parametrize("launcher", [torchrun(), horovodrun()], ids=["torchrun", "horovodrun"])
-def test_two_workers_killed_at_a_border_end_as_two_that_were_not(launcher, folder):
+KILLS = [("_finish", 1), ("save", 2), ("_set_up_model", 1), ("_set_up_model", 2)]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kills"),
+    [
+        pytest.param(torchrun(), KILLS, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(horovodrun(), KILLS, id="horovodrun", marks=pytest.mark.slow),
+        pytest.param(horovodrun(), KILLS[::3], id="horovodrun, twice"),
+    ],
+)
+def test_two_workers_killed_at_a_border_end_as_two_that_were_not(launcher, kills, folder):
     if reason := missing("horovod", "accelerate"):
         pytest.skip(reason)
     start(launcher, folder, "whole")
-    for kill in (("_finish", 1), ("save", 2), ("_set_up_model", 1), ("_set_up_model", 2)):
+    for kill in kills:
         start(launcher, folder, "run", kill)
     start(launcher, folder, "run")
     check_equal(folder / "run", folder / "whole")
@@ -87,6 +97,7 @@ def test_sharded_phases_in_one_command_end_as_in_a_command_each(mode, folder):
     check_equal(folder / "run", folder / "whole")
 
 
+@pytest.mark.slow
 def test_elastic_runs_of_one_two_and_one_workers_have_the_same_bits_over_borders(folder):
     if reason := missing("horovod", "accelerate"):
         pytest.skip(reason)

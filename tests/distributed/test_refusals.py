@@ -18,7 +18,7 @@ from lm_experiments_tools.backends.backend import check_whole
 from lm_experiments_tools.backends.launch import check_device, check_parent, wanted_processes, wanted_sharding
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from tests.distributed.launch import ROOT, accelerate_launch, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, missing, run, torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -44,7 +44,7 @@ def failed(folder: Path, launcher: list[str], source: str, **environ: str) -> st
     """The output of a job that runs `source` and must fail."""
     script = folder / "own.py"
     script.write_text(source)
-    job = run(launcher, script, **environ)
+    job = forked(launcher, script, **environ)
     assert job.returncode not in (0, None)
     return job.output
 
@@ -55,6 +55,7 @@ def test_cpu_flag_with_two_processes_is_refused(tmp_path):
     assert "asked for 2 processes (--num_processes)" in said and "torchrun --nproc_per_node 2" in said
 
 
+@pytest.mark.slow
 def test_a_multi_cpu_file_is_refused(tmp_path):
     no_gpu()
     (tmp_path / "cpu.yaml").write_text(MULTI_CPU)
@@ -76,7 +77,7 @@ def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
     "kind, options, environ",
     [
         ("FSDP", ("--use_fsdp", "--fsdp_version", "2"), {"ACCELERATE_USE_CPU": "1"}),
-        ("DEEPSPEED", ("--use_deepspeed", "--zero_stage", "2"), {}),
+        pytest.param("DEEPSPEED", ("--use_deepspeed", "--zero_stage", "2"), {}, marks=pytest.mark.slow),
     ],
 )
 def test_sharding_on_cpus_is_refused(tmp_path, kind, options, environ):

@@ -23,7 +23,7 @@ BACKENDS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("steps", [(1, 3, 8), pytest.param((2, 4, 5, 6, 7), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", slow(BACKENDS, "fsdp", "zero2", "zero3"))
+@pytest.mark.parametrize("name", slow(BACKENDS, "horovod", "fsdp", "zero2", "zero3"))
 def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(name, steps, tmp_path):
     launcher, packages, described = BACKENDS[name]
     if reason := missing(*packages):

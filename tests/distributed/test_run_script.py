@@ -24,6 +24,7 @@ from tests.distributed.launch import (
     SHIM,
     accelerate_launch,
     environment,
+    forked,
     horovodrun,
     missing,
     run,
@@ -95,7 +96,7 @@ def flags(text, run_dir, batch_size=2, accumulation=2):
 def plain_python(text, tmp_path_factory):
     """Losses and last checkpoint of the run on one process, rows 8 x 1."""
     folder = tmp_path_factory.mktemp("plain")
-    job = run([sys.executable], SCRIPT, *flags(text, folder, 8, 1))
+    job = forked([sys.executable], SCRIPT, *flags(text, folder, 8, 1))
     assert job.returncode == 0, job.output[-3000:]
     assert [step for step, _ in losses(folder)] == list(range(5, STEPS + 1, 5))
     return folder
@@ -131,7 +132,7 @@ def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(name, 
     if name == "fsdp":  # its shards must be gathered to generate
         command += ["--valid_data_path", text, "--valid_samples", 16, "--valid_interval", 20, "--report"]
     kill_after(launcher(), command, extra, tmp_path / "checkpoints" / "step_000010")
-    job = run(launcher(), *command, timeout=200, **extra)
+    job = forked(launcher(), *command, timeout=200, **extra)
     assert job.returncode == 0, job.output[-4000:]
     assert described in job.output
     assert "resumed from" in job.output
@@ -202,7 +203,7 @@ def test_the_checkpoints_of_a_run_load_with_from_pretrained(plain_python, text):
 
 def test_sigterm_saves_and_exits_143(text, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, *map(str, [SCRIPT, *flags(text, tmp_path, 8, 1), "--iters", 100000])],
+        [sys.executable, *map(str, [SCRIPT, *flags(text, tmp_path, 8, 1), "--iters", 100000, "--speed", "off"])],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     end = time.monotonic() + 120

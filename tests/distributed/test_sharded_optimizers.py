@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import run, torchrun
+from launch import forked, torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -132,7 +132,7 @@ def worker():
 
 
 def test_sharded_step_equals_unsharded_in_few_collectives_and_resumes_bit_for_bit():
-    job = run(torchrun(2), __file__)
+    job = forked(torchrun(2), __file__)
     assert job.returncode == 0 and "all equal" in job.output, job.output
 
 

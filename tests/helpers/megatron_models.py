@@ -1,12 +1,15 @@
 """Write a checkpoint of megatron-core's BERT or T5, in Megatron-LM's `torch` format, and what the model computes.
 
-    python -m tests.helpers.megatron_models FOLDER bert|bert_without_pairs|t5 RANK RANKS
+    python -m tests.helpers.megatron_models FOLDER bert|bert_without_pairs|t5 RANKS
 
-A program of its own, since one process can be no more than one rank. Transformer Engine and a GPU are not needed.
+A program that forks a process per rank, since one process can be no more than one rank. Transformer Engine and a GPU
+are not needed.
 """
 
 import argparse
 import contextlib
+import importlib
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -68,7 +71,6 @@ def computed(model, kind: str) -> dict[str, torch.Tensor]:
 
 
 def main(folder: Path, kind: str, rank: int, ranks: int) -> None:
-    torch.cuda.current_device = lambda: "cpu"  # which megatron-core asks for on any machine
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.enums import AttnBackend
@@ -105,5 +107,18 @@ def main(folder: Path, kind: str, rank: int, ranks: int) -> None:
     torch.save(outputs, folder / f"computed_{rank}.pt")
 
 
+def fork(folder: Path, kind: str, ranks: int) -> int:
+    """Import megatron-core, fork the ranks, and return 1 if one of them failed."""
+    torch.cuda.current_device = lambda: "cpu"  # which megatron-core asks for on any machine
+    importlib.import_module("megatron.core.models.bert.bert_model")
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=main, args=(folder, kind, rank, ranks)) for rank in range(ranks)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return int(any(worker.exitcode for worker in workers))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    sys.exit(fork(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

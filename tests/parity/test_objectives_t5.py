@@ -23,10 +23,13 @@ from lm_experiments_tools.data.objectives.span_corruption import (
 from lm_experiments_tools.data.order import sample_words
 from lm_experiments_tools.errors import UserError
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("t5") is None or importlib.util.find_spec("tensorflow") is None,
-    reason="the oracle needs the packages t5 and tensorflow",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("t5") is None or importlib.util.find_spec("tensorflow") is None,
+        reason="the oracle needs the packages t5 and tensorflow",
+    ),
+]
 
 VOCAB_SIZE = 32_100
 SENTINELS = np.arange(VOCAB_SIZE - 1, VOCAB_SIZE - 1001, -1)  # as t5, without a bound on their number

@@ -21,10 +21,13 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
 from tests.helpers.finetuning_toys import write_json
 
-pytestmark = pytest.mark.skipif(
-    missing("t5", "seqio", "tensorflow", "tensorflow_datasets") is not None,
-    reason="the oracle needs the packages t5, seqio, tensorflow and tensorflow_datasets",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        missing("t5", "seqio", "tensorflow", "tensorflow_datasets") is not None,
+        reason="the oracle needs the packages t5, seqio, tensorflow and tensorflow_datasets",
+    ),
+]
 
 ROWS = 8
 BAD_LINES = ['{"text": "cut off', '{"body": "another key"}']

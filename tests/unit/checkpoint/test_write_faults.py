@@ -123,7 +123,13 @@ def every_call(runs, tmp_path, counts, before, fault, in_background, lasting=Fal
     return went_on, ended
 
 
-@pytest.mark.parametrize("first, fault", enumerate(FAULTS, start=1))
+@pytest.mark.parametrize(
+    "first, fault",
+    [
+        pytest.param(first, fault, marks=[] if first > 2 else [pytest.mark.slow])
+        for first, fault in enumerate(FAULTS, start=1)
+    ],
+)
 def test_a_fault_at_some_calls_of_a_save_loses_nothing(runs, tmp_path, counts, first, fault):
     every_call(runs, tmp_path, counts, "tidy", fault, first % 2 == 0, first=first, by=13)
 

@@ -35,7 +35,7 @@ def test_another_failure_is_an_error_message(tmp_path):
 
 
 def test_less_is_proposed_until_it_fits(tmp_path, monkeypatch, capsys):
-    args, tries = settings(tmp_path, T5, OWN_T5, target_seq_len=32, batch_size=16), []
+    args, tries = settings(tmp_path, {**T5, "num_layers": 1}, OWN_T5, target_seq_len=32, batch_size=8), []
 
     def fits_in_the_third(args, device, memory):
         tries.append(estimated(args).total)

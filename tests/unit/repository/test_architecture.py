@@ -118,7 +118,7 @@ def carry_out(folder: Path, recipe: str) -> str:
     ("name", "shows"),
     [
         ("an optimizer", "step 2/2"),
-        ("a schedule", "step 2/2"),
+        pytest.param("a schedule", "step 2/2", marks=pytest.mark.slow),
         ("an attention kernel", "plain: "),
         ("a backend", "sums over workers"),
         ("a subcommand", "40 lines"),

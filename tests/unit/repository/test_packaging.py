@@ -421,6 +421,7 @@ def test_check_without_horovod_says_what_builds_it(script, capsys, monkeypatch):
     assert "scripts/build_horovod.py builds it" in run_main(script, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_check_reduces_between_two_processes_and_notices_a_wrong_sum(script, capsys, monkeypatch):
     pytest.importorskip("horovod", reason="Horovod is not built (make horovod)")

@@ -87,6 +87,7 @@ def test_fine_tuning_command_runs_with_what_make_pretrain_installs(run, folder):
     assert json.loads((folder / "runs/summaries/metrics.json").read_text())
 
 
+@pytest.mark.slow
 def test_python_of_fine_tuning_runs_with_what_make_pretrain_installs(run, folder):
     code = block("python", "tuner.train").replace("epochs=3", "epochs=1, optimize_metric='rougeL'")
     (folder / "fine_tuning.py").write_text(code)
@@ -94,6 +95,7 @@ def test_python_of_fine_tuning_runs_with_what_make_pretrain_installs(run, folder
     assert (folder / "summaries" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_lora_runs_with_what_make_pretrain_installs(run):
     flags = "--from_pretrained runs/mine --data_path train.jsonl --peft lora --epochs 1 --batch_size 4"
     run(ROOT / "run_finetuning.py", *flags.split())

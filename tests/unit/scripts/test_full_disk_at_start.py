@@ -34,7 +34,7 @@ def test_the_folder_of_the_tokenizer_is_named(raised, tmp_path):
         save_tokenizer(args, LocalBackend(), fail)
 
 
-@pytest.mark.parametrize("kilobytes", [1, 40])
+@pytest.mark.parametrize("kilobytes", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_limit_on_the_size_of_files_names_what_was_written(tmp_path, kilobytes):
     """`ulimit -f`: no sentence of "the output", no traceback of the log file that cannot be written either."""
     numbered_words_vocabulary(tmp_path)

@@ -100,11 +100,14 @@ def check_equal(one, other):
     assert torch.equal(one[4]["torch"], other[4]["torch"])
 
 
-def test_kills_at_and_around_borders_change_no_bit(work, monkeypatch):
+KILLS = [("train_step", 4), ("save.", 2), ("__init__", 1), ("__init__.", 2), ("train_step", 1), ("_finish", 1)]
+
+
+@pytest.mark.parametrize("kills", [KILLS[1::4], pytest.param(KILLS, marks=pytest.mark.slow)], ids=["two", "all"])
+def test_kills_at_and_around_borders_change_no_bit(work, monkeypatch, kills):
     start("run_whole", PHASES)
     whole = ended("run_whole")
     assert whole[2]["step"] == 11 and whole[2]["schedule_start"] == 8 and whole[2]["phase"] == 2
-    kills = [("train_step", 4), ("save.", 2), ("__init__", 1), ("__init__.", 2), ("train_step", 1), ("_finish", 1)]
     for name, number in kills:
         with monkeypatch.context() as patch, pytest.raises(Killed):
             kill_after(patch, name, number)
@@ -186,14 +189,20 @@ def test_a_branch_with_the_same_settings_is_its_trunk_and_one_with_another_sched
     assert {path: path.read_bytes() for path in (work / "run_trunk").rglob("*") if path.is_file()} == before
 
 
-def test_a_phase_ends_with_the_mean_of_its_last_checkpoints(work, monkeypatch):
+MEAN_KILLS = [("train_step", 4), ("_finish.", 1), ("train_step", 2)]
+
+
+@pytest.mark.parametrize(
+    "kills", [MEAN_KILLS[:1], pytest.param(MEAN_KILLS, marks=pytest.mark.slow)], ids=["one", "all"]
+)
+def test_a_phase_ends_with_the_mean_of_its_last_checkpoints(work, monkeypatch, kills):
     phases = [{"iters": 6, "average": 3}, {"iters": 2, "lr": 1e-3}]
     start("run_plain", iters=6)
     start("run_whole", phases)
     steps = [load_file(f"run_plain/checkpoints/step_{step:06d}/model.safetensors") for step in (2, 4, 6)]
     for name, mean in load_file("run_whole/checkpoints/step_000006/model.safetensors").items():
         assert torch.equal(mean, (sum(step[name].double() for step in steps) / 3).to(mean.dtype))
-    for name, number in (("train_step", 4), ("_finish.", 1), ("train_step", 2)):
+    for name, number in kills:
         with monkeypatch.context() as patch, pytest.raises(Killed):
             kill_after(patch, name, number)
             start(phases=phases, keep_checkpoints=1)

@@ -23,6 +23,7 @@ from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.recipes.common import model_source
 from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.distributed.launch import slow
 from tests.helpers import ROOT
 from tests.helpers.bert_toys import TINY as SMALL_BERT
 from tests.helpers.bert_toys import documents, make_bert_data
@@ -286,7 +287,7 @@ def seen(monkeypatch):
     return noted
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", slow(TOYS, "modernbert_base"))
 def test_every_number_arrives_in_a_run(name, tmp_path, monkeypatch, bert_data, seen):
     monkeypatch.chdir(tmp_path)
     line, steps = write_toy(name, tmp_path, bert_data)

@@ -107,6 +107,7 @@ def test_an_encoder_is_loaded_by_auto_classes_and_its_tokenizer_knows_the_mask(g
     assert torch.equal(model(toy_ids(9)).logits, expected(toy_ids(9)).logits)
 
 
+@pytest.mark.slow
 def test_a_llama_becomes_a_eurobert_that_a_process_without_this_package_loads(tmp_path) -> None:
     source, out = tmp_path / "llama", tmp_path / "out"
     toy_decoder("llama").save_pretrained(source)

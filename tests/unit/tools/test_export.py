@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -23,14 +25,17 @@ from transformers import (
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.saved import open_saved
+from lm_experiments_tools.tools import hub_folder
 from lm_experiments_tools.tools.hub_folder import check_folder
 from lm_experiments_tools.tools.main import main
 from run_t5_pretraining import main as pretrain
+from tests.distributed.launch import environment
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import ROWS, save_toy, t5_config
 from tests.helpers.runs import records, tiny_t5_run, words
 from tests.helpers.suite_toys import save_decoder_with_t5_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+from tests.helpers.warm import run_job
 
 OWN = """
 import torch
@@ -77,6 +82,20 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.fixture
+def forked_check(monkeypatch):
+    """Fork the process that loads the exported folder instead of starting it; other tests start a real one."""
+
+    def start(command, cwd, **options):
+        program, log = Path(cwd, "program.py"), Path(cwd, "log")
+        program.write_text(command[3])
+        code = run_job("python", 1, [program, *command[4:]], environment(), log, timeout=150)
+        return subprocess.CompletedProcess(command, code, stderr=log.read_text())
+
+    process = SimpleNamespace(run=start, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(hub_folder, "subprocess", process)
+
+
 def logits(model) -> torch.Tensor:
     ids = torch.arange(3, 23).reshape(2, 10)
     more = {"decoder_input_ids": ids[:, :4]} if model.config.is_encoder_decoder else {}
@@ -105,6 +124,7 @@ def test_transformers_loads_the_very_model(run, tmp_path, shards):
     assert not [file for file in tmp_path.iterdir() if file.name != "out"]
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_shards_become_one_file(tmp_path, capsys):
     model = T5ForConditionalGeneration(t5_config())
     save_toy("", tmp_path / "whole", model)
@@ -122,6 +142,7 @@ def test_shards_become_one_file(tmp_path, capsys):
     assert shards[1].name in error and "Traceback" not in error and not (tmp_path / "again").exists()
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_weights_keep_their_dtype_unless_that_would_round_them(tmp_path):
     model = T5ForConditionalGeneration(t5_config()).bfloat16()
     save_toy("", tmp_path / "narrow", model)
@@ -139,6 +160,7 @@ def test_weights_keep_their_dtype_unless_that_would_round_them(tmp_path):
         assert all(torch.equal(found[key], original[key]) for key in found)
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_a_model_of_16_bits_with_rotary_positions_is_exported(tmp_path):
     """Their frequencies are float32 in a buffer, which must not be rounded with the weights."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=ROWS)
@@ -147,6 +169,7 @@ def test_a_model_of_16_bits_with_rotary_positions_is_exported(tmp_path):
     assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monkeypatch):
     first = run / "checkpoints" / "step_000002"
     assert main(["export", str(first), "--to", str(tmp_path / "named")]) == 0
@@ -167,6 +190,7 @@ def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monk
     assert namespace["tokenizer"]("word1")["input_ids"]
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_the_card_counts_up_to_the_checkpoint_not_to_the_last_log_line(run, tmp_path):
     copied = shutil.copytree(run, tmp_path / "run", symlinks=True)
     lines = (copied / "metrics.jsonl").read_text().splitlines()
@@ -178,6 +202,7 @@ def test_the_card_counts_up_to_the_checkpoint_not_to_the_last_log_line(run, tmp_
     assert "| samples | 16 |" in card and f"| tokens | {state['consumed_tokens']:,} |" in card
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_an_exported_decoder_does_not_end_its_prompts(tmp_path):
     vocab = numbered_words_vocabulary(tmp_path)
     gpt = save_decoder_with_t5_tokenizer(tmp_path / "gpt", vocab, "number21")
@@ -194,6 +219,7 @@ def test_an_exported_decoder_does_not_end_its_prompts(tmp_path):
     assert after.decode(written[0, -1]) in "number21"
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_a_folder_that_loads_as_another_model_is_not_written(run, tmp_path):
     opened, other = open_saved(str(run)), tmp_path / "other"
     assert main(["export", str(run), "--to", str(other)]) == 0
@@ -204,6 +230,7 @@ def test_a_folder_that_loads_as_another_model_is_not_written(run, tmp_path):
         check_folder(opened, other)
 
 
+@pytest.mark.usefixtures("forked_check")
 def test_an_adapter_is_merged(tmp_path):
     peft = pytest.importorskip("peft")
     base = save_toy("encoder-decoder", tmp_path / "base", T5ForConditionalGeneration(t5_config()))

@@ -21,7 +21,7 @@ KEPT = 2
 def live(tmp_path):
     """The directory of a run that saves every second update and keeps two checkpoints, until the test ends."""
     more = {"model_cls": "transformers:GPT2LMHeadModel", "task": "causal_lm", "keep_checkpoints": KEPT}
-    flags = tiny_run(tmp_path, GPT2, **more, iters=1_000_000)
+    flags = tiny_run(tmp_path, GPT2, **more, iters=1_000_000, speed="off")
     with (tmp_path / "out.txt").open("w") as out:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "run_t5_pretraining.py"), *words(**flags, model_path=tmp_path / "run")],
