@@ -31,7 +31,13 @@ _SIZES = {
     "layer_norm_epsilon": "rms_norm_eps", "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping", "local_attention": "sliding_window",
 }  # fmt: skip
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id")
+# Other settings of T5Config that the logits depend on.
+_SETTINGS = (
+    *T5Config.variant_keys, "rotary_dim", "rotary_base", "num_cdq_heads", "feed_forward_proj", "tie_word_embeddings",
+    "scale_decoder_outputs",
+)  # fmt: skip
 _ACTIVATION = "gelu_pytorch_tanh"
 MERGED = "modeling_t5:T5MergedAttention"
 # T5Gemma 2's classes always have a vision tower; text alone never calls this small one.
@@ -80,12 +86,16 @@ def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
     encoder = theirs.encoder.text_config if is_merged else theirs.encoder
     sizes = {ours: getattr(decoder, name) for ours, name in _SIZES.items()}
     ropes = _ropes(decoder)
-    every, kind = _global_layers(decoder.layer_types), {rope["rope_type"] for rope in ropes.values()}
+    every = _global_every(max(decoder.layer_types, encoder.layer_types, key=len))
+    kind = {rope["rope_type"] for rope in ropes.values()}
     for fits, what in (
         (all(getattr(encoder, name) == getattr(decoder, name) for name in _SIZES.values()), "encoders of other sizes"),
         (encoder.rope_parameters == decoder.rope_parameters, "encoders with other positions"),
         (kind == {"default"}, f"rope_type {' or '.join(sorted(kind - {'default'}))}"),
-        (every == _global_layers(encoder.layer_types) and every is not None, "irregular layer_types"),
+        (
+            all(part.layer_types == _layer_types(len(part.layer_types), every) for part in (encoder, decoder)),
+            "irregular layer_types",
+        ),
         (decoder.hidden_activation == encoder.hidden_activation == _ACTIVATION, "another activation"),
         (not decoder.attention_bias and not encoder.attention_bias, "attention_bias"),
         (encoder.query_pre_attn_scalar == decoder.query_pre_attn_scalar, "encoders with other scales"),
@@ -114,35 +124,43 @@ def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
 
 
 def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
-    """The inverse of `config_of`; UserError for another T5."""
-    if not (ours.post_norms and ours.scale_embeddings and ours.num_key_value_heads):
-        raise UserError("This T5 is no T5Gemma: post_norms, scale_embeddings and num_key_value_heads are not all set.")
+    """The inverse of `config_of`; UserError for a T5 whose logits would change."""
     is_merged = ours.decoder_self_attention_layer == MERGED
     rope = {"rope_type": "default", "rope_theta": float(ours.rotary_base)}
     if is_merged:
-        rope = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": float(ours.local_rotary_base)}}
+        rope = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": _local_base(ours)}}
     part: dict[str, Any] = {name: getattr(ours, mine) for mine, name in _SIZES.items()}
-    part |= {name: getattr(ours, name) for name in _TOKENS}
-    part |= {"query_pre_attn_scalar": round(ours.attention_scale**-2), "rope_parameters": rope}
+    part |= {name: float(part[name]) for name in _CAPS if part[name] is not None}
+    part |= {name: getattr(ours, name, None) for name in _TOKENS}
+    if getattr(ours, "decoder_start_token_id", None) is not None:  # T5Gemma starts from its decoder's BOS
+        part["bos_token_id"] = ours.decoder_start_token_id
+    part["num_key_value_heads"] = ours.num_key_value_heads or ours.num_heads
+    part["sliding_window"] = ours.local_attention or 1  # transformers requires one even if no layer is local
+    part |= {"query_pre_attn_scalar": max(1, round(ours.attention_scale**-2)), "rope_parameters": rope}
     every = 1 if ours.local_attention is None else ours.global_attn_every_n_layers
-
-    def stack(layers: int) -> dict[str, Any]:
-        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-        return {**part, "num_hidden_layers": layers, "layer_types": kinds}
-
-    encoder, decoder = stack(ours.num_layers), stack(ours.num_decoder_layers)
+    encoder, decoder = (
+        {**part, "num_hidden_layers": n, "layer_types": _layer_types(n, every)}
+        for n in (ours.num_layers, ours.num_decoder_layers)
+    )
     general = {"dropout_rate": ours.dropout_rate, "tie_word_embeddings": ours.tie_word_embeddings}
     if is_merged:
-        return text_config(encoder, decoder, **general)
-    return T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=ours.vocab_size, **general)
+        theirs = text_config(encoder, decoder, **general)
+    else:
+        theirs = T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=ours.vocab_size, **general)
+    expected, found = _computed(config_of(theirs)), _computed(ours)
+    if differs := [f"{name}={getattr(ours, name)!r}" for name in found if found[name] != expected[name]]:
+        raise UserError(
+            f"This T5 cannot be written as {'T5Gemma 2' if is_merged else 'T5Gemma'}: {', '.join(differs)}."
+        )
+    return theirs
 
 
 def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
     """A T5Gemma 2 for text of the configurations of its encoder's text model and its decoder."""
     tokens = {"image_token_index": NO_TOKEN, "eoi_token_index": NO_TOKEN}
-    whole = {"text_config": encoder, "vision_config": dict(VISION), "mm_tokens_per_image": 1}
-    whole |= {"boi_token_index": NO_TOKEN, **tokens}
-    return T5Gemma2Config(encoder=whole, decoder=decoder, **tokens, **general)
+    multimodal = {"text_config": encoder, "vision_config": dict(VISION), "mm_tokens_per_image": 1}
+    multimodal |= {"boi_token_index": NO_TOKEN, **tokens}
+    return T5Gemma2Config(encoder=multimodal, decoder=decoder, **tokens, **general)
 
 
 def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
@@ -179,8 +197,24 @@ def _ropes(part: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     return dict.fromkeys(("full_attention", "sliding_attention"), given) if "rope_theta" in given else given
 
 
-def _global_layers(kinds: list[str]) -> int | None:
-    """n if each n-th layer is global and the others local; None for another pattern."""
-    n = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
-    expected = ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(len(kinds))]
-    return n if kinds == expected else None
+def _computed(config: T5Config) -> dict[str, Any]:
+    """Settings that the logits depend on; those without an effect are left out or replaced by their meaning."""
+    settings = {name: getattr(config, name) for name in _SETTINGS}
+    settings["num_key_value_heads"] = config.num_key_value_heads or config.num_heads
+    if config.local_attention is None or config.global_attn_every_n_layers == 1:
+        return settings | {"local_attention": None}
+    local = {"encoder_local_attention": config.encoder_local_attention, "local_rotary_base": _local_base(config)}
+    return settings | local
+
+
+def _local_base(config: T5Config) -> float:
+    return float(config.local_rotary_base or config.rotary_base)
+
+
+def _layer_types(num_layers: int, every: int) -> list[str]:
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+
+
+def _global_every(kinds: list[str]) -> int:
+    """n if each n-th layer is global."""
+    return kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1

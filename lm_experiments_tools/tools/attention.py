@@ -136,7 +136,10 @@ def _maps(args: AttentionArgs) -> list[AttentionMap]:
     read = memory + tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
     if "decoder_input_ids" in inputs:
         written = tokenizer.convert_ids_to_tokens(inputs["decoder_input_ids"][0])
-    sides = {"encoder": (read, read), "decoder": (written, written), "cross": (written, read), "self": (read, read)}
+    weights = outputs.get("decoder_attentions")
+    is_merged = weights and weights[0].shape[-1] > len(written)  # T5MergedAttention: own tokens, then the encoder's
+    own = [*written, *read] if is_merged else written
+    sides = {"encoder": (read, read), "decoder": (written, own), "cross": (written, read), "self": (read, read)}
     return [
         AttentionMap(f"{kind}_layer_{layer}_head_{head}", weights.numpy(), queries, keys)
         for kind, (queries, keys) in sides.items()

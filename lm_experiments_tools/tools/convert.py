@@ -132,16 +132,22 @@ def _converted(args: ConvertArgs) -> PreTrainedModel | None:
     from modeling_bert import BertConfig
     from modeling_bert.conversion import FAMILIES, from_original, to_original
     from modeling_bert.tiling import tile_model
+    from modeling_t5 import T5Config
     from modeling_t5.t5gemma import from_t5gemma, to_t5gemma
 
     is_folder = (Path(args.source) / CONFIG).is_file()
     found = find_source(args.source, "--source") if is_folder else None
     kind = None if found is None else found.config.get("model_type")
-    if args.model_type == "t5gemma":
-        return to_t5gemma(open_saved(args.source, "modeling_t5:T5ForConditionalGeneration", "--source").model)
     if kind in ("t5gemma", "t5gemma2"):
+        _refuse_flags(args, f"a source of model type {kind}", "tile", "model_type", "model_cls")
         return from_t5gemma(open_saved(args.source, flag="--source").model.float())
+    if args.model_type == "t5gemma":
+        _refuse_flags(args, "--model_type t5gemma", "tile")
+        if kind not in (None, T5Config.model_type, T5Config.variant_type):
+            raise UserError(f"--model_type t5gemma needs a T5, and {args.source} has model type {kind}: name a T5.")
+        return to_t5gemma(open_saved(args.source, "modeling_t5:T5ForConditionalGeneration", "--source").model)
     if kind in FAMILIES:
+        _refuse_flags(args, f"a source of model type {kind}", "model_cls")
         model = from_original(found.config, read_weights(found.path, args.allow_pickle)).float()
     elif args.tile is not None or args.model_type is not None:
         model = open_saved(args.source, "modeling_bert:BertForMaskedLM", "--source").model
@@ -150,6 +156,11 @@ def _converted(args: ConvertArgs) -> PreTrainedModel | None:
     if args.tile is not None:
         model = tile_model(model, load_model_config(args.tile, BertConfig))
     return model if args.model_type is None else to_original(model, args.model_type)
+
+
+def _refuse_flags(args: ConvertArgs, conversion: str, *names: str) -> None:
+    if given := [f"--{name}" for name in names if getattr(args, name) is not None]:
+        raise UserError(f"{' and '.join(given)} cannot be combined with {conversion}: leave it out.")
 
 
 def _save_tokenizer(args: ConvertArgs, folder: Path) -> bool:

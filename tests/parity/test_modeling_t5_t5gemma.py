@@ -7,6 +7,7 @@ transformers computes norms, softmax and positions of an fp64 model in fp32, so 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 import modeling_t5
+from lm_experiments_tools.errors import UserError
 from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, text_config, to_t5gemma
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -211,6 +213,67 @@ def test_images_do_not_come_along() -> None:
 def test_a_t5gemma_that_is_no_t5_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(t5gemma(**changes).config)
+
+
+def changed(case: str, **changes) -> modeling_t5.T5ForConditionalGeneration:
+    """Our T5 of another configuration than that of a T5Gemma, as config.json would hold it."""
+    settings = config_of(t5gemma(**CASES[case]).config).to_dict() | changes
+    config = modeling_t5.T5Config(**{name: value for name, value in settings.items() if value is not ...})
+    torch.manual_seed(0)
+    return modeling_t5.T5ForConditionalGeneration(config).double().eval()
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("as published", {"position_embedding_type": "relative_attention_bias"}),
+        ("as published", {"scale_decoder_outputs": True}),
+        ("as published", {"rotary_dim": 4}),
+        ("as published", {"qk_norm": True}),
+        ("as published", {"post_norms": False}),
+        ("as published", {"scale_embeddings": False}),
+        ("as published", {"separate_encoder_embeddings": False}),
+        ("as published", {"feed_forward_proj": "gated-relu"}),
+        ("as published", {"feed_forward_proj": "relu"}),
+        ("as published", {"encoder_local_attention": [1, 1]}),
+        ("as published", {"local_rotary_base": 50.0}),
+        ("as published", {"attention_scale": 0.3}),
+        ("as published", {"attention_scale": 2.0}),
+        ("merged, as published", {"separate_encoder_embeddings": True}),
+        ("merged, as published", {"encoder_local_attention": None}),
+        ("merged, as published", {"attention_softcap": 1.5}),
+        ("merged, as published", {"qk_norm": False}),
+    ],
+)
+def test_a_t5_that_would_have_other_logits_is_not_written(case: str, changes: dict) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(
+        UserError, match=re.escape(f"cannot be written as T5Gemma{' 2' * (case != 'as published')}: ")
+    ) as e:
+        to_t5gemma(changed(case, **changes))
+    assert str(e.value).endswith(f": {name}={value!r}.")
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("as published", {"bos_token_id": ...}),
+        ("as published", {"final_softcap": 2, "rotary_base": 100}),
+        ("as published", {"local_attention": None}),
+        ("as published", {"num_key_value_heads": None}),
+        ("as published", {"num_decoder_layers": 3, "global_attn_every_n_layers": 6}),
+        ("merged, as published", {"local_rotary_base": None}),
+        ("merged, as published", {"local_attention": None, "encoder_local_attention": None}),
+    ],
+)
+def test_a_t5_with_settings_left_out_is_written_with_its_logits_and_loss(case: str, changes: dict) -> None:
+    ours = changed(case, **changes)
+    theirs = to_t5gemma(ours)
+    for stack in (theirs.model.decoder, getattr(theirs.model.encoder, "text_model", theirs.model.encoder)):
+        stack.rotary_emb.forward = rotary_in_fp64(stack.config.rope_parameters)
+    (logits, loss, _), (expected, expected_loss, _) = results(theirs), results(ours)
+    torch.testing.assert_close(logits, expected, **EXACT)
+    torch.testing.assert_close(loss, expected_loss, **EXACT)
 
 
 @pytest.mark.parametrize(

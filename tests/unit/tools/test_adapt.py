@@ -95,7 +95,7 @@ def test_another_t5_is_not_written_as_a_t5gemma(tmp_path, capsys) -> None:
     sizes = {"vocab_size": 9, "d_model": 4, "d_kv": 2, "d_ff": 4, "num_layers": 1, "num_heads": 2}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
     assert main(["convert", str(tmp_path / "t5"), "--to", str(tmp_path / "out"), "--model_type", "t5gemma"]) == 2
-    assert "This T5 is no T5Gemma" in capsys.readouterr().err
+    assert "This T5 cannot be written as T5Gemma: " in capsys.readouterr().err
 
 
 def test_an_encoder_is_loaded_by_auto_classes_and_its_tokenizer_knows_the_mask(gemma, tmp_path) -> None:

@@ -18,6 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import modeling_t5
 from lm_experiments_tools.attention.huggingface import enable
 from lm_experiments_tools.attention.layouts import get_sparsity_config
 from lm_experiments_tools.tools.attention import numbers
@@ -76,6 +77,22 @@ def test_maps_are_the_weights_of_every_attention(t5, tokenizer, tmp_path):
             weights = arrays[f"{kind}_layer_1_head_{head}"]
             np.testing.assert_allclose(weights, expected[f"{kind}_attentions"][1][0, head].numpy(), atol=1e-6)
             np.testing.assert_allclose(weights.sum(1), 1, atol=1e-5)
+
+
+def test_maps_of_merged_attention_name_own_tokens_and_those_of_the_encoder(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    model = modeling_t5.T5ForConditionalGeneration(
+        modeling_t5.T5Config(
+            vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0,
+            position_embedding_type="rotary", decoder_self_attention_layer="modeling_t5:T5MergedAttention",
+        )
+    ).eval()  # fmt: skip
+    arrays = arrays_of(tmp_path, model, tokenizer, target="the dog sat")
+    written = ["<pad>", "the", "dog", "sat"]
+    assert list(arrays["decoder_keys"]) == [*written, *WORDS, "</s>"] and list(arrays["decoder_queries"]) == written
+    weights = arrays["decoder_layer_0_head_0"]
+    assert weights.shape == (4, len(arrays["decoder_keys"])) and not any("cross" in name for name in arrays)
+    assert (weights[:, :4] == np.tril(weights[:, :4])).all() and (weights[:, 4:] > 0).all()
 
 
 def test_without_a_target_the_model_writes_one(t5, tokenizer, tmp_path):

@@ -104,3 +104,42 @@ def test_a_folder_with_a_configuration_is_not_said_to_have_none(tmp_path, capsys
     assert main(["convert", str(model), "--to", str(to)]) == 2
     assert f"--model_cfg {model}/config.json" in capsys.readouterr().err
     assert main(["convert", str(model), "--to", str(to), "--model_cfg", f"{model}/config.json"]) == 0
+
+
+T5GEMMA, MODERNBERT = {"model_type": "t5gemma"}, {"model_type": "modernbert"}
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "message"),
+    [
+        (
+            T5GEMMA,
+            ["--model_type", "modernbert"],
+            "--model_type cannot be combined with a source of model type t5gemma",
+        ),
+        (T5GEMMA, ["--model_type", "t5gemma"], "--model_type cannot be combined with a source of model type t5gemma"),
+        (T5GEMMA, ["--tile", "modernbert-large"], "--tile cannot be combined with a source of model type t5gemma"),
+        (T5GEMMA, ["--model_cls", "modeling_bert:BertModel"], "--model_cls cannot be combined with a source"),
+        (
+            {"model_type": "t5gemma2"},
+            ["--model_type", "eurobert"],
+            "with a source of model type t5gemma2: leave it out",
+        ),
+        (
+            {"model_type": "t5"},
+            ["--model_type", "t5gemma", "--tile", "X"],
+            "--tile cannot be combined with --model_type",
+        ),
+        (MODERNBERT, ["--model_cls", "modeling_bert:BertModel"], "--model_cls cannot be combined with a source"),
+        (MODERNBERT, ["--model_type", "t5gemma"], "has model type modernbert: name a T5."),
+        (
+            {"model_type": "lm_experiments_bert"},
+            ["--model_type", "t5gemma"],
+            "has model type lm_experiments_bert: name a T5.",
+        ),
+    ],
+)
+def test_flags_that_a_conversion_does_not_read_are_refused(config, flags, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["convert", str(tmp_path), "--to", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
