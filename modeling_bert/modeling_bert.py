@@ -31,6 +31,7 @@ from lm_experiments_tools.attention.positions import PositionScheme, RelativeBia
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
+from lm_experiments_tools.names import is_of_user
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast, make_norm
 from modeling_bert.losses import exact, mean_loss, place_loss, words_loss
@@ -88,7 +89,7 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
         | matrices, embeddings, tables of position schemes | normal, mean 0, `initializer_range`; the padding word: 0 |
         | biases | 0 |
         | norms | weight 1, bias 0 |
-        | a position scheme of your own | as its `reset_parameters()` says |
+        | a position scheme or another module of your own | as its `reset_parameters()` says |
         """
         super()._init_weights(module)
         if isinstance(module, (RelativeBiasPosition, RelativeKeyPosition)):
@@ -98,6 +99,8 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
         if isinstance(module, PositionScheme):
             tables = ("weight",) if isinstance(module, RelativeBiasPosition) else ()
             set_own_values(module, known=(*tables, *(name for name, _ in module.named_children())))
+        elif is_of_user(type(module)) and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
 
 
 class BertPooler(nn.Module):

@@ -20,6 +20,7 @@ from lm_experiments_tools.attention.positions import PositionScheme, RelativeBia
 from lm_experiments_tools.modules.fast_step import Dropout, is_whole, stream_dtype
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
+from lm_experiments_tools.names import is_of_user
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import (
     FeedForward,
@@ -94,7 +95,8 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
                                                     with which the first losses are near 100, not near log V
         T, W_t, cd_w                                N(0, 1 / elements), as in t5-experiments
         norms                                       1
-        what classes of your own add                as `set_own_values` says
+        what attention and positions of yours add   as `set_own_values` says
+        other modules of yours                      as their `reset_parameters()` says
         """
         factor, d_model, d_kv = self.config.initializer_factor, self.config.d_model, self.config.d_kv
         if isinstance(module, T5LayerNorm):
@@ -125,6 +127,8 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
                 initialization.normal_(layer.weight, std=factor * d_model**-0.5)
                 if layer.bias is not None:
                     initialization.zeros_(layer.bias)
+        elif is_of_user(type(module)) and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
         """transformers ties all or nothing; a T5 with an output layer of its own still has one input table."""

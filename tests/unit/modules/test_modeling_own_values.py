@@ -132,3 +132,46 @@ def test_attention_has_the_values_of_its_reset_parameters_or_of_its_layers(tmp_p
                 else:  # uniform within 16 ** -0.5, and N(0, 1)
                     assert 0.24 < layer.gate.weight.abs().max() <= 0.25 and 0 < layer.gate.bias.abs().max() <= 0.25
                     assert 0.9 < layer.kinds.weight.std() < 1.1
+
+
+class ScaledFeedForward(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(width))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.scale, 0.25)
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class OwnFeedForward(modeling_t5.T5ForConditionalGeneration):
+    def __init__(self, config):
+        super().__init__(config)
+        for block in [*self.encoder.block, *self.decoder.block]:
+            block.layer[-1].DenseReluDense = ScaledFeedForward(config.d_model)
+        self.post_init()
+
+
+class OwnOutput(modeling_bert.BertForMaskedLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.bert.encoder.layer:
+            layer.own = ScaledFeedForward(config.hidden_size)
+        self.post_init()
+
+
+@pytest.mark.parametrize("cls", [OwnFeedForward, OwnOutput])
+def test_modules_put_into_a_model_have_the_values_of_their_reset_parameters(cls, tmp_path):
+    base = cls.__base__
+    config = base.config_class(**(T5 if base.__module__.startswith("modeling_t5") else BERT))
+    base(config).save_pretrained(tmp_path)  # without the modules
+    for model in (cls(config), cls.from_pretrained(tmp_path)):
+        scales = [value for name, value in model.named_parameters() if name.endswith(".scale")]
+        assert scales and all((scale == 0.25).all() for scale in scales)
+    with torch.no_grad():
+        scales[0].fill_(2)
+    model.save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path)
+    assert sum(bool((value == 2).all()) for name, value in loaded.named_parameters() if name.endswith(".scale")) == 1
