@@ -23,7 +23,7 @@ from transformers import (
 
 import modeling_t5
 from lm_experiments_tools.errors import UserError
-from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, text_config, to_t5gemma
+from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, t5gemma_config_of, text_config, to_t5gemma
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 PART = {
@@ -254,6 +254,12 @@ def test_a_t5_that_would_have_other_logits_is_not_written(case: str, changes: di
     assert str(e.value).endswith(f": {name}={value!r}.")
 
 
+def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
+    config = modeling_t5.T5Config(d_model=512, num_heads=6)  # mT5-small's
+    with pytest.raises(UserError, match="d_model=512 to be a multiple of num_heads=6"):
+        t5gemma_config_of(config)
+
+
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
@@ -262,6 +268,7 @@ def test_a_t5_that_would_have_other_logits_is_not_written(case: str, changes: di
         ("as published", {"local_attention": None}),
         ("as published", {"num_key_value_heads": None}),
         ("as published", {"num_decoder_layers": 3, "global_attn_every_n_layers": 6}),
+        ("as published", {"num_layers": 3, "global_attn_every_n_layers": 6}),
         ("merged, as published", {"local_rotary_base": None}),
         ("merged, as published", {"local_attention": None, "encoder_local_attention": None}),
     ],
