@@ -182,7 +182,7 @@ def test_training_by_the_fast_step_gives_the_same_gradients(case: str) -> None:
 
 def test_packed_rows_are_refused_by_merged_attention() -> None:
     ours, ids = from_t5gemma(t5gemma(**CASES["merged, as published"])), batch()["input_ids"]
-    with pytest.raises(ValueError, match="merged attention knows positions in the row"):
+    with pytest.raises(ValueError, match="T5MergedAttention does not support packed rows"):
         ours(input_ids=ids, labels=ids, segment_ids=ids > 9, decoder_segment_ids=ids > 9)
 
 
@@ -291,6 +291,8 @@ def test_a_t5_with_settings_left_out_is_written_with_its_logits_and_loss(case: s
         ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0"),
         ({"sparse_config_cls": "BigBird", "local_attention": 4}, "leave them out"),
         ({"local_attention": 4, "encoder_local_attention": [4]}, "must be two numbers of tokens"),
+        ({"encoder_local_attention": [4, 4]}, "set local_attention too"),
+        ({"local_rotary_base": 50.0}, 'local_rotary_base=50.0 is of position_embedding_type "rotary"'),
         ({"global_attn_every_n_layers": 0}, "at least 1"),
     ],
 )
@@ -303,7 +305,10 @@ def test_settings_that_exclude_each_other_are_refused(changes: dict, message: st
     ("changes", "message"),
     [
         ({"encoder_self_attention_layer": "modeling_t5:T5MergedAttention"}, "for decoder_self_attention_layer alone"),
-        ({"decoder_self_attention_layer": "modeling_t5:T5MergedAttention"}, "none of T5MergedAttention: use"),
+        (
+            {"decoder_self_attention_layer": "modeling_t5:T5MergedAttention"},
+            "T5MergedAttention does not support position_embedding_type",
+        ),
     ],
 )
 def test_merged_attention_where_it_cannot_be_is_refused(changes: dict, message: str) -> None:
