@@ -136,8 +136,10 @@ class T5Config(VariantConfig, transformers.T5Config):
                 f"num_cdq_heads={self.num_cdq_heads} is of T5CDQAttention: give encoder_self_attention_layer as "
                 '"modeling_t5:T5CDQAttention" too.'
             )
-        if self.rotary_dim is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
-            raise ValueError(f'rotary_dim={self.rotary_dim} is of position_embedding_type "rotary": leave it out.')
+        for name in ("rotary_dim", "local_rotary_base"):
+            value = getattr(self, name)
+            if value is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
+                raise ValueError(f'{name}={value} is of position_embedding_type "rotary": leave it out.')
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1.")
 
@@ -157,9 +159,7 @@ class T5Config(VariantConfig, transformers.T5Config):
         for name in ("attention_scale", "attention_softcap", "final_softcap", "local_attention"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
-        sides = self.encoder_local_attention
-        if sides is not None and (len(sides) != 2 or min(sides) < 0):
-            raise ValueError(f"encoder_local_attention={sides} must be two numbers of tokens, as in [2, 2].")
+        self._check_encoder_window()
         if self.global_attn_every_n_layers < 1:
             raise ValueError(f"global_attn_every_n_layers={self.global_attn_every_n_layers} must be at least 1.")
 
@@ -175,6 +175,13 @@ class T5Config(VariantConfig, transformers.T5Config):
         if decoder and config is not self:  # a copy, which transformers makes of an encoder-decoder's
             config.num_layers = self.num_decoder_layers
         return config
+
+    def _check_encoder_window(self) -> None:
+        sides = self.encoder_local_attention
+        if sides is not None and (len(sides) != 2 or min(sides) < 0):
+            raise ValueError(f"encoder_local_attention={sides} must be two numbers of tokens, as in [2, 2].")
+        if sides is not None and self.local_attention is None:
+            raise ValueError(f"encoder_local_attention={sides} is of local layers: set local_attention too.")
 
     def _check_sizes(self) -> None:
         for name in ("num_cdq_heads", "num_memory_tokens", "cross_entropy_chunk_size"):

@@ -28,7 +28,7 @@ class T5MergedAttention(T5Attention):
             raise ValueError(f"{kind}_layer is T5MergedAttention, which is for decoder_self_attention_layer alone.")
         if config.position_embedding_type not in ("rotary", "none"):
             raise ValueError(
-                f"position_embedding_type={config.position_embedding_type!r} is none of T5MergedAttention: use "
+                f"T5MergedAttention does not support position_embedding_type={config.position_embedding_type!r}: use "
                 '"rotary" or "none".'
             )
         super().__init__(config, kind, layer_idx)
@@ -50,14 +50,14 @@ class T5MergedAttention(T5Attention):
             raise ValueError("T5MergedAttention takes attention masks of bool or integers, not of floats.")
         offset = self.tokens_seen(past_key_values)
         q = self.split_heads(self.q(x), self.q_norm)
-        k, v, turned = self.keys_and_values(q, x, past_key_values, offset, is_cross=False)
-        others, values, _ = self.keys_and_values(q, key_value_states, past_key_values, offset, is_cross=True)
-        parts = (k, self.own_spec(spec, q, k, offset)), (others, encoder_spec)
+        k, v, rotated_q = self.keys_and_values(q, x, past_key_values, offset, is_cross=False)
+        cross_k, cross_v, _ = self.keys_and_values(q, key_value_states, past_key_values, offset, is_cross=True)
+        parts = (k, self.own_spec(spec, q, k, offset)), (cross_k, encoder_spec)
         masks = [_allowed(q, keys, part) for keys, part in parts]
         num_heads = max(mask.shape[1] for mask in masks)
         mask = torch.cat([mask.expand(-1, num_heads, -1, -1) for mask in masks], -1)
-        k, v = torch.cat([k, others], 2), torch.cat([v, values], 2)
-        output, weights = self.attend(turned, k, v, None, AttentionSpec(mask=mask), output_attentions)
+        k, v = torch.cat([k, cross_k], 2), torch.cat([v, cross_v], 2)
+        output, weights = self.attend(rotated_q, k, v, None, AttentionSpec(mask=mask), output_attentions)
         return self.join_heads(output), None, weights
 
 

@@ -125,6 +125,8 @@ def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
 
 def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
     """The inverse of `config_of`; UserError for a T5 whose logits would change."""
+    if ours.d_model % ours.num_heads:  # checked by the classes of transformers, with another error
+        raise UserError(f"T5Gemma requires d_model={ours.d_model} to be a multiple of num_heads={ours.num_heads}.")
     is_merged = ours.decoder_self_attention_layer == MERGED
     rope = {"rope_type": "default", "rope_theta": float(ours.rotary_base)}
     if is_merged:

@@ -23,7 +23,7 @@ from transformers import (
 
 import modeling_t5
 from lm_experiments_tools.errors import UserError
-from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, text_config, to_t5gemma
+from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, t5gemma_config_of, text_config, to_t5gemma
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 PART = {
@@ -182,7 +182,7 @@ def test_training_by_the_fast_step_gives_the_same_gradients(case: str) -> None:
 
 def test_packed_rows_are_refused_by_merged_attention() -> None:
     ours, ids = from_t5gemma(t5gemma(**CASES["merged, as published"])), batch()["input_ids"]
-    with pytest.raises(ValueError, match="merged attention knows positions in the row"):
+    with pytest.raises(ValueError, match="T5MergedAttention does not support packed rows"):
         ours(input_ids=ids, labels=ids, segment_ids=ids > 9, decoder_segment_ids=ids > 9)
 
 
@@ -254,6 +254,12 @@ def test_a_t5_that_would_have_other_logits_is_not_written(case: str, changes: di
     assert str(e.value).endswith(f": {name}={value!r}.")
 
 
+def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
+    config = modeling_t5.T5Config(d_model=512, num_heads=6)  # mT5-small's
+    with pytest.raises(UserError, match="d_model=512 to be a multiple of num_heads=6"):
+        t5gemma_config_of(config)
+
+
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
@@ -262,6 +268,7 @@ def test_a_t5_that_would_have_other_logits_is_not_written(case: str, changes: di
         ("as published", {"local_attention": None}),
         ("as published", {"num_key_value_heads": None}),
         ("as published", {"num_decoder_layers": 3, "global_attn_every_n_layers": 6}),
+        ("as published", {"num_layers": 3, "global_attn_every_n_layers": 6}),
         ("merged, as published", {"local_rotary_base": None}),
         ("merged, as published", {"local_attention": None, "encoder_local_attention": None}),
     ],
@@ -284,6 +291,8 @@ def test_a_t5_with_settings_left_out_is_written_with_its_logits_and_loss(case: s
         ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0"),
         ({"sparse_config_cls": "BigBird", "local_attention": 4}, "leave them out"),
         ({"local_attention": 4, "encoder_local_attention": [4]}, "must be two numbers of tokens"),
+        ({"encoder_local_attention": [4, 4]}, "set local_attention too"),
+        ({"local_rotary_base": 50.0}, 'local_rotary_base=50.0 is of position_embedding_type "rotary"'),
         ({"global_attn_every_n_layers": 0}, "at least 1"),
     ],
 )
@@ -296,7 +305,10 @@ def test_settings_that_exclude_each_other_are_refused(changes: dict, message: st
     ("changes", "message"),
     [
         ({"encoder_self_attention_layer": "modeling_t5:T5MergedAttention"}, "for decoder_self_attention_layer alone"),
-        ({"decoder_self_attention_layer": "modeling_t5:T5MergedAttention"}, "none of T5MergedAttention: use"),
+        (
+            {"decoder_self_attention_layer": "modeling_t5:T5MergedAttention"},
+            "T5MergedAttention does not support position_embedding_type",
+        ),
     ],
 )
 def test_merged_attention_where_it_cannot_be_is_refused(changes: dict, message: str) -> None:
