@@ -133,12 +133,11 @@ def _imported(module: str) -> ModuleType:
 def source_imports(module: str, name: str) -> bool:
     """True if the source of a module, which is not imported itself, imports from the module `name`."""
     folders: Iterable[str] | None = [*sys.path, ""]
-    for number in range(1, module.count(".") + 2):
-        spec = folders and PathFinder.find_spec(".".join(module.split(".")[:number]), list(folders))
+    for part in module.split("."):  # without its package, which a namespace would look up in sys.modules
+        spec = folders and PathFinder.find_spec(part, list(folders))
         if not spec:
             return False
         folders = spec.submodule_search_locations
-        folders = getattr(folders, "_path", folders)  # iterating over a namespace looks for its parent in sys.modules
     if not spec.has_location:
         return False
     source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")

@@ -77,9 +77,9 @@ def train(name, data, sampler=None, rows=4):
     trainer = TrainerAccelerate(args, accelerator, model, optimizer, loader, train_sampler=sampler, **keep)
     try:
         trainer.train()
-        print(f"{name} {rank}: trained\n", end="", flush=True)
+        print(f"{name} {rank}: trained\\n", end="", flush=True)
     except UserError as error:
-        print(f"{name} {rank} step {trainer.state.step}: {error}\n", end="", flush=True)
+        print(f"{name} {rank} step {trainer.state.step}: {error}\\n", end="", flush=True)
 
 data = RaggedPairs(64)
 train("unsampled", data)
