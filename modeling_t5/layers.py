@@ -294,7 +294,7 @@ class T5Attention(nn.Module):
         return self.join_heads(output), bias, weights
 
     def own_spec(self, spec: AttentionSpec, q: Tensor, k: Tensor, offset: int | Tensor) -> AttentionSpec:
-        """The stack's spec with what the cache and this layer's window hide."""
+        """The stack's spec, masked by the cache and this layer's window."""
         if self.kind == DECODER_SELF:
             spec = with_cache(spec, q.shape[2], k.shape[2], offset, q.device)
         if self.window is not None:
@@ -359,7 +359,7 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         is_cross: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [B, H, K, d], those of the cache included, and the queries with their positions.
+        """Keys and values [B, H, K, d], including cached ones, and queries with positions.
 
         Args:
             is_cross: the states are the encoder's, which have no positions.

@@ -1,4 +1,4 @@
-"""What the attention of a stack and of its layers may see."""
+"""Attention masks of stacks and layers."""
 
 from __future__ import annotations
 

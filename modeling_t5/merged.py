@@ -43,7 +43,7 @@ class T5MergedAttention(T5Attention):
         output_attentions: bool = False,
         encoder_spec: AttentionSpec | None = None,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        """As `T5Attention.forward`; without the encoder's states it is that."""
+        """As `T5Attention.forward`, which is called without encoder states."""
         if key_value_states is None:
             return super().forward(x, spec, bias, None, past_key_values, output_attentions)
         if spec.bias is not None or encoder_spec.bias is not None:

@@ -158,7 +158,7 @@ def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
 
 
 def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
-    """A T5Gemma 2 for text of the configurations of its encoder's text model and its decoder."""
+    """Text-only T5Gemma 2 configuration, from those of the encoder's text model and the decoder."""
     tokens = {"image_token_index": NO_TOKEN, "eoi_token_index": NO_TOKEN}
     multimodal = {"text_config": encoder, "vision_config": dict(VISION), "mm_tokens_per_image": 1}
     multimodal |= {"boi_token_index": NO_TOKEN, **tokens}
@@ -173,7 +173,7 @@ def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
 
 
 def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
-    """The T5Gemma or T5Gemma 2 of which `from_t5gemma` makes this model."""
+    """The inverse of `from_t5gemma`."""
     config = t5gemma_config_of(ours.config)
     cls = T5GemmaForConditionalGeneration if isinstance(config, T5GemmaConfig) else T5Gemma2ForConditionalGeneration
     model = cls(config).to(ours.dtype)
@@ -194,13 +194,13 @@ def _copy(theirs: torch.nn.Module, ours: torch.nn.Module, one: float) -> None:
 
 
 def _ropes(part: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """Settings of positions by the kind of layer."""
+    """RoPE settings by layer type."""
     given = part.rope_parameters
     return dict.fromkeys(("full_attention", "sliding_attention"), given) if "rope_theta" in given else given
 
 
 def _computed(config: T5Config) -> dict[str, Any]:
-    """Settings that the logits depend on; those without an effect are left out or replaced by their meaning."""
+    """Settings that affect the logits, normalized so that equal models have equal ones."""
     settings = {name: getattr(config, name) for name in _SETTINGS}
     settings["num_key_value_heads"] = config.num_key_value_heads or config.num_heads
     if config.local_attention is None or config.global_attn_every_n_layers == 1:

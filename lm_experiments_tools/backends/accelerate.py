@@ -107,7 +107,7 @@ class AccelerateBackend(Backend):
         super().setup(model, optimizer)
         if self.exact is not None:  # which takes DDP's place
             self._sync_always = self._unused_checked = True
-            return self._broadcast_tensors([*model.parameters(), *model.buffers()])
+            return self.broadcast_tensors([*model.parameters(), *model.buffers()])
         self.model = self.accelerator.prepare_model(self.model, evaluation_mode=optimizer is None)
         if self.fp16_allreduce and optimizer is not None and self.world_size > 1:
             self.model.register_comm_hook(self.world_size, send_as_fp16)
@@ -184,7 +184,7 @@ class AccelerateBackend(Backend):
         self.model, self._host_group = getattr(self, "_inner", None), None
         self.accelerator.free_memory()
 
-    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         if self.world_size == 1:
             return
         for tensor in tensors:
@@ -226,7 +226,7 @@ class FullyShardedBackend(AccelerateBackend):
             "mixed_precision_policy": plugin.mixed_precision_policy or fsdp.mixed_precision(self.precision.dtype),
         }
         if not plugin.cpu_ram_efficient_loading:  # where only rank 0 has weights
-            self._broadcast_tensors([*model.parameters(), *model.buffers()])
+            self.broadcast_tensors([*model.parameters(), *model.buffers()])
         stepped = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)  # FSDP2 prepares no model alone
         with fsdp.ends_in_one_unit(model, units), fsdp.set_for_now(plugin, settings):
             self.model, _ = self.accelerator.prepare(model, stepped)
@@ -263,7 +263,7 @@ class FullyShardedBackend(AccelerateBackend):
     def share_weights(self, model: nn.Module) -> None:
         pass  # `setup` does
 
-    def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+    def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         return fsdp.shard_like(parameter, tensor)
 
     def weights_norm(self) -> float:
@@ -358,7 +358,7 @@ class DeepSpeedBackend(AccelerateBackend):
     def optimizer_kind(self) -> str:
         return self._kind
 
-    def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+    def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         return self._whole.cut(parameter, tensor)
 
     def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:

@@ -271,7 +271,7 @@ class Backend:
         for name, tensor in untied(names).items():
             shape, dtype = kinds[name]
             value = (state[name] if self.is_main else torch.empty(shape, dtype=dtype)).to(self.device, copy=True)
-            self._broadcast_tensors([value])
+            self.broadcast_tensors([value])
             self._put_weight(name, tensor, value)
 
     def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:
@@ -361,12 +361,12 @@ class Backend:
 
     def share_weights(self, model: nn.Module) -> None:
         """Give every worker rank 0's weights of a model that is not set up yet, unless `setup` does."""
-        self._broadcast_tensors(list(untied(saved_state(model)).values()))
+        self.broadcast_tensors(list(untied(saved_state(model)).values()))
 
-    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with rank 0's."""
 
-    def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+    def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """A full tensor of a parameter's optimizer state, as this worker's optimizer holds it."""
         return tensor.to(parameter.device) if tensor.dim() else tensor  # a scalar is a number of steps
 

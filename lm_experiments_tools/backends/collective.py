@@ -29,11 +29,11 @@ def on_all(
     machine where it is not that of all.
 
     Args:
-        takes_long: it may take some workers minutes or hours longer than others (see `_outlasting`); it may then not
+        takes_long: it may take some workers minutes or hours longer than others (see `_wait_for_all`); it may then not
             use the backend.
     """
     if takes_long and backend.world_size > 1:
-        function = _outlasting(backend, function if backend.is_main or not only_main else lambda: None)
+        function = _wait_for_all(backend, function if backend.is_main or not only_main else lambda: None)
         only_main = False
     result, failure = None, None
     if backend.is_main or not only_main:
@@ -66,8 +66,8 @@ def on_main(backend: Backend, function: Callable[[], T], *, takes_long: bool = F
     return backend.broadcast(on_all(backend, function, only_main=True, takes_long=takes_long))
 
 
-def _outlasting(backend: Backend, function: Callable[[], T]) -> Callable[[], T]:
-    """The same function, which returns, or raises what `on_all` handles, when all workers are done.
+def _wait_for_all(backend: Backend, function: Callable[[], T]) -> Callable[[], T]:
+    """Wrap `function`: it returns, or raises what `on_all` handles, only when all workers are done.
 
     Horovod, NCCL and gloo end a job in which a worker waits in a collective for half an hour. Who is done first waits
     here: in one short collective after the other, made in a thread, so that the work itself need not be interrupted.

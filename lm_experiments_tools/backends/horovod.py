@@ -89,7 +89,7 @@ class HorovodBackend(Backend):
         model.to(self.device)
         for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
             parameter.data = parameter.data.contiguous()
-        self._broadcast_tensors([*model.parameters(), *model.buffers()])
+        self.broadcast_tensors([*model.parameters(), *model.buffers()])
         # An elastic job's reducer sends gradients of a lone worker too, and keeps each until `synchronize`.
         reduces = optimizer is not None and self._addends is None and self.world_size > 1
         self._reducer = self._make_reducer(model, optimizer) if reduces else None
@@ -149,7 +149,7 @@ class HorovodBackend(Backend):
     def close(self) -> None:
         hvd.shutdown()
 
-    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with rank 0's."""
         sent = []
         for i, tensor in enumerate(tensors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,14 +38,14 @@ def load_optimizer_tree(backend: Backend, tree: dict[str, Any] | None) -> None:
     optimizer, is_main = backend.whole_optimizer, backend.is_main
 
     def received(part: Any) -> Any:
-        """Copies of rank 0's part on every worker, tensors on the CPU; only the structure is pickled."""
+        """Broadcast rank 0's part to every worker, as CPU tensors; only its structure is pickled."""
         structure = tree_map_only(Tensor, lambda t: t.detach().to("meta"), part)
         copies = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), backend.broadcast(structure))
         tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
         if is_main:
             for copy, tensor in zip(tensors, (t for t in tree_leaves(part) if isinstance(t, Tensor)), strict=True):
                 copy.copy_(tensor.detach())
-        backend._broadcast_tensors(tensors)
+        backend.broadcast_tensors(tensors)
         return copies
 
     keys = backend.broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
@@ -61,7 +62,8 @@ def load_optimizer_tree(backend: Backend, tree: dict[str, Any] | None) -> None:
     for key in keys:
         state[key] = received(tree["state"][key] if is_main else None)
         if (parameter := by_number.get(key)) is not None:
-            state[key] = tree_map_only(Tensor, lambda t, parameter=parameter: backend._place(parameter, t), state[key])
+            place = partial(backend.place_state, parameter)
+            state[key] = tree_map_only(Tensor, place, state[key])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -120,7 +120,7 @@ def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[
         content = read_pickle(path, allow_pickle=allow_pickle)
         if not isinstance(content, dict) or "model_state_dict" not in content:
             return 0, None
-    # it numbers updates from 0 and stores the last one
+    # t5-experiments numbers updates from 0 and stores the last one
     return int(content.get("iteration", -1)) + 1, content.get("optimizer_state_dict")
 
 

@@ -55,7 +55,7 @@ class PhaseArgs:
 
 
 def check_phased_run(args: Any) -> None:
-    """Raise UserError where settings of the run exclude phases."""
+    """Raise UserError for settings of the run that exclude phases."""
     if not args.phases:
         return
     if is_given(args, "iters"):

@@ -35,7 +35,7 @@ class HostEmbedding(nn.Embedding):
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on a GPU; a CPU's is done."""
+    """Wait for all work queued on a GPU; nothing to do on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Phases of a pre-training run: those that are left, and their checks."""
+"""The remaining phases of a pre-training run, and their checks."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def numbers(text: str, flag: str) -> list[int] | None:
 
 
 def _chosen(values: Any, text: str, flag: str) -> list[tuple[int, Any]]:
-    """(number, value) of the numbers that a flag chooses; of no values, none."""
+    """Selected (number, value) pairs; none if there are no values."""
     if values is None or not len(values):
         return []
     chosen = numbers(text, flag) or range(len(values))

@@ -168,7 +168,7 @@ def _is_locked(lock: Path) -> bool:
 
 
 def _validated(run: Run) -> list[dict[str, Any]]:
-    """Records at step 0 of what `--validate_only` wrote."""
+    """Metrics written by `--validate_only`, as records at step 0."""
     file = run.path / "metrics.json"
     if not (run.config.get("validate_only") and file.is_file()):
         run.problems.append(f"{run.name} has logged nothing yet.")

@@ -110,7 +110,7 @@ class StepBatch:
     tokens: int = 0
 
     def weight(self, label_name: str) -> int:
-        """Valid labels of this name."""
+        """Number of valid labels with this name."""
         return sum(micro_batch.weights[label_name] for micro_batch in self.micro_batches)
 
     def padded(self, number: int, last: MicroBatch | None = None) -> list[MicroBatch]:
@@ -125,7 +125,7 @@ class StepBatch:
 
 
 def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
-    """A worker's batch cut for each of its virtual ranks that has rows: row i belongs to number i % `number`."""
+    """A worker's batch split over its virtual ranks, row i to rank i % `number`; ranks without rows are left out."""
     rows = next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0)
     if number == 1 or rows == 0:
         return [batch]

@@ -29,7 +29,7 @@ class ThreadBackend(Backend):
     def sum(self, values):
         return torch.stack(self.gather(values)).sum(0)
 
-    def _broadcast_tensors(self, tensors):
+    def broadcast_tensors(self, tensors):
         with torch.no_grad():
             for own, sent in zip(tensors, self.gather(tensors)[0], strict=True):
                 own.copy_(sent)

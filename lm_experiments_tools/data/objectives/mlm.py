@@ -64,7 +64,7 @@ def mask_id(vocabulary: Vocabulary) -> int:
 
 
 def special_and_ordinary(special_ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which ids are special, bool[vocab_size], and all other ids, as `mask_tokens` takes them."""
+    """Mask of the special ids, bool[vocab_size], and all other ids: arguments of `mask_tokens`."""
     special = np.zeros(vocab_size, bool)
     special[special_ids] = True
     return special, np.flatnonzero(~special)

@@ -40,7 +40,7 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True)
 class TokensInMemory:
-    """A `TokenSource` that is no file."""
+    """An in-memory `TokenSource`."""
 
     tokens: np.ndarray
     fingerprint: str = ""
