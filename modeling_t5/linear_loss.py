@@ -7,7 +7,6 @@ pass, and nothing is computed twice (Wijmans et al. 2024, arXiv 2411.09009; Hsu 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from lm_experiments_tools.attention.kernels.triton import lacks_triton
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
 
 BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 MiB, which its caches hold
@@ -109,7 +109,7 @@ class _LinearTokenLoss(torch.autograd.Function):
 @cache
 def _fused() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """`loss_and_gradient` in a few kernels of a GPU; None without a compiler for them."""
-    return torch.compile(loss_and_gradient) if importlib.util.find_spec("triton") else None
+    return None if lacks_triton() else torch.compile(loss_and_gradient)
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:

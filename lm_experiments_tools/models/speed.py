@@ -7,7 +7,6 @@ it. A flag that is given is never changed; what the machine cannot do is refused
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from lm_experiments_tools.attention.kernels.triton import lacks_triton
 from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_sharding
 from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
@@ -211,7 +211,7 @@ def has_bf16(device: str) -> bool:
 def lacks_compiler(device: str) -> str | None:
     """What torch.compile lacks on this machine; None if it runs."""
     if device == "cuda":
-        return None if importlib.util.find_spec("triton") else "there is no triton"
+        return lacks_triton()
     compiler = os.environ.get("CXX", "g++")
     return None if shutil.which(compiler) else f"there is no C++ compiler {compiler}"
 

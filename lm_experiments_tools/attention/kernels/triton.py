@@ -9,10 +9,11 @@ import importlib
 import importlib.util
 import math
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
@@ -291,11 +292,20 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@cache
+def lacks_triton() -> str | None:
+    """What Triton lacks on this machine; None if it runs."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return None if has_compiler else "Triton finds no C compiler (install gcc, or set CC)"
+
+
 def refusal(inputs: AttentionInputs) -> str | None:
     """Why this backend cannot compute these inputs; None if it can."""
     block, widest = inputs.spec.layout.block, max(inputs.q.shape[3], inputs.v.shape[3])
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton)"
+    if lacking := lacks_triton():
+        return lacking
     if inputs.q.device.type != "cuda" and not (_interpreted() and inputs.q.device.type == "cpu"):
         return f"the tensors are on {inputs.q.device}, and its kernels run on a GPU (TRITON_INTERPRET=1 for tests)"
     if inputs.q.dtype == torch.float64:

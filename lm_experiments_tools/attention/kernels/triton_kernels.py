@@ -63,6 +63,13 @@ def store_rows(base, values, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM:
 
 
 @triton.jit
+def store_by_token(base, values, rows, batch, head, num_heads, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """`store_rows` into [batch, length, heads, DIM]."""
+    base += (batch * length * num_heads + head) * DIM
+    store_rows(base, values, rows, num_heads * DIM, length, DIM, BLOCK_DIM)
+
+
+@triton.jit
 def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The bias of a tile near the diagonal, [ROWS, COLUMNS].
 
@@ -356,10 +363,10 @@ def query_gradient_kernel(
     TRAIN_T5: tl.constexpr = TRAIN_BIAS and BIAS == T5
     for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
         for window in tl.range(0, NUM_WINDOWS if TRAIN_T5 and NEAR else 1):
-            of_tile = (head % layout_heads) * num_tiles + tile
             window_begin, window_end = window_of(
-                windows, of_tile, window, near, after, NUM_WINDOWS if TRAIN_T5 and NEAR else 1
-            )
+                windows, (head % layout_heads) * num_tiles + tile, window, near, after,
+                NUM_WINDOWS if TRAIN_T5 and NEAR else 1,
+            )  # fmt: skip
             steps, first_steps, first, second = steps_of(begin, window_begin, window_end, end, NEAR)
             sums = tl.zeros([SUM_ROWS, MICRO * MICRO], tl.float32)
             for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
@@ -382,8 +389,7 @@ def query_gradient_kernel(
             if TRAIN_T5 and NEAR:
                 program = (sequence.to(tl.int64) * num_tiles + tile) * NUM_WINDOWS + window
                 store_near(near_sums + program * (SUM_ROWS * 16), sums, SUM_ROWS, MICRO, FOLD)
-    dq += (batch * query_length * num_heads + head) * HEAD_DIM
-    store_rows(dq, gradient * scale, queries, num_heads * HEAD_DIM, query_length, HEAD_DIM, BLOCK_D)
+    store_by_token(dq, gradient * scale, queries, batch, head, num_heads, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
         tl.store(far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 16 + tl.arange(0, 16), tl.sum(row_sums, 0))
 
@@ -447,6 +453,5 @@ def key_gradient_kernel(
     if HAS_PADDING:  # until here nothing of a key reached another
         seen = (tl.load(key_mask + keys) == 0.0)[:, None]
         dk_tile, dv_tile = tl.where(seen, dk_tile, 0.0), tl.where(seen, dv_tile, 0.0)
-    first = batch * key_length * num_heads + head
-    store_rows(dk + first * HEAD_DIM, dk_tile * scale, keys, num_heads * HEAD_DIM, key_length, HEAD_DIM, BLOCK_D)
-    store_rows(dv + first * VALUE_DIM, dv_tile * grow, keys, num_heads * VALUE_DIM, key_length, VALUE_DIM, BLOCK_V)
+    store_by_token(dk, dk_tile * scale, keys, batch, head, num_heads, key_length, HEAD_DIM, BLOCK_D)
+    store_by_token(dv, dv_tile * grow, keys, batch, head, num_heads, key_length, VALUE_DIM, BLOCK_V)
