@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend, PendingStep
+from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import LossScaledFp16
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.optimizers import (
     Adafactor,
     AdamWScale,
@@ -35,6 +34,7 @@ from lm_experiments_tools.optimizers.muon import Muon
 from lm_experiments_tools.training.micro_batches import to_device
 from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
 from modeling_t5 import T5Config, T5ForConditionalGeneration
+from tests.helpers import loops
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
 
 OURS = {
@@ -146,13 +146,10 @@ class Reads(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def make_loop(
-    args: dict, model: nn.Module, *, backend: LocalBackend | None = None, callbacks: tuple = (), **options: Any
-):
-    args = TrainerArgs(**{"batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5, **args})
-    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    loader = options.pop("loader", None) or SeekableBatches(RaggedPairs(24), args.rows_per_worker())
-    return TrainingLoop(args, backend or AheadBackend(), model, optimizer, loader, callbacks=callbacks, **options)
+def make_loop(args: dict, model: nn.Module, *, backend: Backend | None = None, optimizer: Any = None, **options: Any):
+    args = {"batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5, **args}
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return loops.make_loop(model, optimizer, backend=backend or AheadBackend(), **args, **options)
 
 
 @contextmanager
