@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -181,7 +181,7 @@ class Backend(Collectives):
         if self.before_update is not None:
             self.before_update()
         parameters = self.precision.parameters(self.optimizer)
-        norm = global_gradient_norm(parameters)
+        norm = total_norm(p.grad for p in parameters if p.grad is not None)
         grad_norm = norm.item()  # waits for the device, once a step
         finite = math.isfinite(grad_norm)
         if finite and not (max_norm and max_norm >= grad_norm + 1e-6):  # torch would multiply all gradients by 1
@@ -199,7 +199,7 @@ class Backend(Collectives):
 
     def _launch_step(self, max_norm: float | None, max_value: float | None) -> PendingStep:
         parameters = self.precision.parameters(self.optimizer)
-        norm = global_gradient_norm(parameters)
+        norm = total_norm(p.grad for p in parameters if p.grad is not None)
         _clip(parameters, norm, max_norm, max_value)
         self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
         try:
@@ -338,8 +338,8 @@ class Backend(Collectives):
     # ---- for the log
     def weights_norm(self) -> float:
         """Global L2 norm of the weights; collective where weights are sharded."""
-        floating = [p.detach() for p in self.unwrap().parameters() if p.is_floating_point()]  # others are quantised
-        return float(total_norm(floating))
+        parameters = self.unwrap().parameters()
+        return float(total_norm(p.detach() for p in parameters if p.is_floating_point()))  # others are quantised
 
     def peak_memory_mib(self) -> float:
         """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
@@ -415,13 +415,7 @@ def _clip(parameters: list[nn.Parameter], norm: Tensor, max_norm: float | None, 
         torch.nn.utils.clip_grad_value_(parameters, max_value)
 
 
-def global_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """L2 norm over the gradients of all parameters, a scalar tensor (0 without gradients)."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return total_norm(gradients) if gradients else torch.zeros(())
-
-
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """L2 norm over all tensors, a plain scalar tensor also where they are sharded (DTensor); then collective."""
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """L2 norm over all tensors (0 of none), a plain scalar also where they are sharded (DTensor); then collective."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -262,8 +262,7 @@ class TrainingLoop:
         wait = self._is_waited_for(self.state.step + 1)
         pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
         seconds = time.perf_counter() - started
-        inputs = micro_batches, random_state, counts
-        self._in_flight = InFlightStep(pending, *inputs, metrics, seconds, data_seconds)
+        self._in_flight = InFlightStep(pending, micro_batches, random_state, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None
 
     def global_counts(self, part: StepBatch) -> GlobalCounts:
@@ -273,7 +272,8 @@ class TrainingLoop:
         num_micro_batches[backend.rank] = len(part.micro_batches)
         events = [*self.signals.pending, self.saver.failed]
         local = [part.rows, part.tokens, *events, *map(part.weight, names), *num_micro_batches]
-        samples, tokens, *events, has_failed = (totals := backend.sum(torch.tensor(local)).tolist())[:5]
+        totals = backend.sum(torch.tensor(local)).tolist()
+        samples, tokens, *events, has_failed = totals[:5]
         self.signals.agree(events)
         if has_failed:
             self.saver.wait()  # raises why the checkpoint could not be written
