@@ -21,14 +21,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
-from lm_experiments_tools.backends.backend import (
-    STALL_SECONDS,
-    Backend,
-    PendingStep,
-    check_not_trained_again,
-    check_whole,
-    saved_state,
-)
+from lm_experiments_tools.backends.backend import Backend, PendingStep, check_not_trained_again, check_whole
+from lm_experiments_tools.backends.collective import STALL_SECONDS
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
 from lm_experiments_tools.backends.process_groups import (
     host_group,
@@ -38,7 +32,7 @@ from lm_experiments_tools.backends.process_groups import (
     missing_ranks,
     restarts_store,
 )
-from lm_experiments_tools.backends.trees import as_carrier, put_back, send_as_fp16
+from lm_experiments_tools.backends.trees import as_carrier, put_back, saved_state, send_as_fp16
 from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, take_groups
 from lm_experiments_tools.errors import UserError
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,18 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.backends.collective import Collectives
 from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.trees import load_optimizer_tree
+from lm_experiments_tools.backends.trees import check_keys, load_optimizer_tree, saved_state, untied
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.devices import HostEmbedding, read_later
-from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
+from lm_experiments_tools.modules.inspection import is_spread
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
-
-
-STALL_SECONDS = 1800  # --stall_timeout: rank 0 may tokenize, save or measure while the others wait
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class PendingStep:
         return cls(lambda: (grad_norm, applied), is_done=True)
 
 
-class Backend:
+class Backend(Collectives):
     """The methods that the trainer calls, for one process on one device; the base of every backend. Ranks are global.
 
     Args:
@@ -69,7 +67,6 @@ class Backend:
         device: default the GPU if there is one.
 
     Attributes:
-        local_rank: counts within one machine.
         model: the wrapped model; call it for a forward pass.
         optimizer: the wrapped optimizer; read its param_groups, set their lr.
         shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker makes equally many.
@@ -82,8 +79,6 @@ class Backend:
     """
 
     name: str
-    rank = local_rank = 0
-    world_size = 1
     model: nn.Module
     optimizer: Optimizer
     planned_mib: float | None = None  # memory estimate for this worker
@@ -186,7 +181,7 @@ class Backend:
         if self.before_update is not None:
             self.before_update()
         parameters = self.precision.parameters(self.optimizer)
-        norm = global_gradient_norm(parameters)
+        norm = total_norm(p.grad for p in parameters if p.grad is not None)
         grad_norm = norm.item()  # waits for the device, once a step
         finite = math.isfinite(grad_norm)
         if finite and not (max_norm and max_norm >= grad_norm + 1e-6):  # torch would multiply all gradients by 1
@@ -204,7 +199,7 @@ class Backend:
 
     def _launch_step(self, max_norm: float | None, max_value: float | None) -> PendingStep:
         parameters = self.precision.parameters(self.optimizer)
-        norm = global_gradient_norm(parameters)
+        norm = total_norm(p.grad for p in parameters if p.grad is not None)
         _clip(parameters, norm, max_norm, max_value)
         self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
         try:
@@ -218,34 +213,7 @@ class Backend:
     def _reduce_gradients(self) -> None:
         """Average gradients over workers; nothing to do for one process."""
 
-    # ---- collectives
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
-        return values
-
-    def sum_in_place(self, values: Tensor) -> None:
-        """Sum an int64 tensor on the device over all workers, in place."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The picklable `value` of every worker in rank order, on all workers."""
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's picklable `value`, on all workers."""
-        return value
-
-    def barrier(self) -> None:
-        """Return when every worker has arrived."""
-        self.gather(None)
-
-    def missing(self) -> list[int] | None:
-        """Ranks that do not answer after a collective has failed; None if the backend cannot ask.
-
-        Raises:
-            ConnectionError: the store through which workers answer cannot be reached.
-        """
-        return None
-
+    # ---- workers
     def close(self) -> None:
         """Leave the group of workers; call once at the end of a successful run."""
 
@@ -324,7 +292,7 @@ class Backend:
         for name, then, now in zip(names, saved.get("shapes", []), shapes, strict=False):
             if then != now:
                 raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
-        load_optimizer_tree(self, tree.get("optimizer"))
+        load_optimizer_tree(self.whole_optimizer, tree.get("optimizer"), self, self.place_state)
         self.precision.load_state_dict(saved["precision"])
         exponents = saved.get("exponents", [])
         if self.exact is not None and len(exponents) == len(self.exact.exponents):  # else of a run without
@@ -363,9 +331,6 @@ class Backend:
         """Give every worker rank 0's weights of a model that is not set up yet, unless `setup` does."""
         self.broadcast_tensors(list(untied(saved_state(model)).values()))
 
-    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's."""
-
     def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """A full tensor of a parameter's optimizer state, as this worker's optimizer holds it."""
         return tensor.to(parameter.device) if tensor.dim() else tensor  # a scalar is a number of steps
@@ -373,8 +338,8 @@ class Backend:
     # ---- for the log
     def weights_norm(self) -> float:
         """Global L2 norm of the weights; collective where weights are sharded."""
-        floating = [p.detach() for p in self.unwrap().parameters() if p.is_floating_point()]  # others are quantised
-        return float(total_norm(floating))
+        parameters = self.unwrap().parameters()
+        return float(total_norm(p.detach() for p in parameters if p.is_floating_point()))  # others are quantised
 
     def peak_memory_mib(self) -> float:
         """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
@@ -404,10 +369,6 @@ class Backend:
         """True with `--reproducible` where sums are the same in any order, also if nothing is trained."""
         return self._addends is not None
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
 
 class LocalBackend(Backend):
     """One process alone."""
@@ -420,35 +381,6 @@ class LocalBackend(Backend):
         if args.fp16_allreduce:
             raise UserError("--fp16_allreduce is for several workers, and this run has only one: leave it out")
         return cls(get_precision(**args.precision_options()))
-
-
-def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor, not copied, of a checkpoint: the state dict, or the trained part of an adapted model."""
-    if is_adapted(model):
-        return dict(trained_parameters(model))
-    return model.state_dict(keep_vars=True)
-
-
-def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`saved_state` with the first name of each tied weight only."""
-    first: dict[int, str] = {}
-    for name, tensor in names.items():
-        first.setdefault(id(tensor), name)
-    return {name: names[name] for name in first.values()}
-
-
-def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
-    """A state to load has exactly the names and full shapes of `saved_state`, whose tensors may be shards."""
-    if state is None:
-        raise UserError("no model state to load; the checkpoint holds no weights")
-    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
-    wrong = [name for name in shapes if name in state and state[name].shape != shapes[name]]
-    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
-    if missing or unexpected or wrong:
-        raise UserError(
-            f"the weights do not fit the model: {len(missing)} missing {sorted(missing)[:3]}, {len(unexpected)} "
-            f"unexpected {sorted(unexpected)[:3]}, {len(wrong)} of another shape {wrong[:3]}"
-        )
 
 
 def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
@@ -483,13 +415,7 @@ def _clip(parameters: list[nn.Parameter], norm: Tensor, max_norm: float | None, 
         torch.nn.utils.clip_grad_value_(parameters, max_value)
 
 
-def global_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """L2 norm over the gradients of all parameters, a scalar tensor (0 without gradients)."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return total_norm(gradients) if gradients else torch.zeros(())
-
-
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """L2 norm over all tensors, a plain scalar tensor also where they are sharded (DTensor); then collective."""
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """L2 norm over all tensors (0 of none), a plain scalar also where they are sharded (DTensor); then collective."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

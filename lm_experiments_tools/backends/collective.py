@@ -1,4 +1,4 @@
-"""Work done on every worker, or on rank 0 for all, whose errors reach every worker."""
+"""Collectives between the workers of a job, and work on them whose errors reach every worker."""
 
 from __future__ import annotations
 
@@ -6,22 +6,64 @@ import logging
 import platform
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from lm_experiments_tools.backends.backend import Backend
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
+STALL_SECONDS = 1800  # --stall_timeout: rank 0 may tokenize, save or measure while the others wait
 _BEAT = 10.0  # seconds between two looks at who is still at work
 
 
+class Collectives:
+    """A worker and its collectives with the others; here those of one process alone.
+
+    Attributes:
+        rank, local_rank: among all workers, and among those of this machine.
+    """
+
+    rank = local_rank = 0
+    world_size = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
+        return values
+
+    def sum_in_place(self, values: Tensor) -> None:
+        """Sum an int64 tensor on the device over all workers, in place."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable `value` of every worker in rank order, on all workers."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's picklable `value`, on all workers."""
+        return value
+
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with rank 0's."""
+
+    def missing(self) -> list[int] | None:
+        """Ranks that do not answer after a collective has failed; None if the backend cannot ask.
+
+        Raises:
+            ConnectionError: the store through which workers answer cannot be reached.
+        """
+        return None
+
+
 def on_all(
-    backend: Backend, function: Callable[[], T], *, only_main: bool = False, takes_long: bool = False
+    workers: Collectives, function: Callable[[], T], *, only_main: bool = False, takes_long: bool = False
 ) -> T | None:
     """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
 
@@ -30,13 +72,13 @@ def on_all(
 
     Args:
         takes_long: it may take some workers minutes or hours longer than others (see `_wait_for_all`); it may then not
-            use the backend.
+            use the workers.
     """
-    if takes_long and backend.world_size > 1:
-        function = _wait_for_all(backend, function if backend.is_main or not only_main else lambda: None)
+    if takes_long and workers.world_size > 1:
+        function = _wait_for_all(workers, function if workers.is_main or not only_main else lambda: None)
         only_main = False
     result, failure = None, None
-    if backend.is_main or not only_main:
+    if workers.is_main or not only_main:
         try:
             result = function()
         except UserError as error:
@@ -45,7 +87,7 @@ def on_all(
             failure = (False, os_sentence(error))
         except RunError as error:
             failure = (False, str(error))
-    reports = backend.gather((platform.node(), failure))
+    reports = workers.gather((platform.node(), failure))
     failures = [report for report in reports if report[1] is not None]
     if failures:
         host, (by_user, message) = failures[0]
@@ -61,12 +103,12 @@ def agreed(error: E) -> E:
     return error
 
 
-def on_main(backend: Backend, function: Callable[[], T], *, takes_long: bool = False) -> T:
+def on_main(workers: Collectives, function: Callable[[], T], *, takes_long: bool = False) -> T:
     """Run `function` on rank 0 and give its result, or raise its error, on every worker."""
-    return backend.broadcast(on_all(backend, function, only_main=True, takes_long=takes_long))
+    return workers.broadcast(on_all(workers, function, only_main=True, takes_long=takes_long))
 
 
-def _wait_for_all(backend: Backend, function: Callable[[], T]) -> Callable[[], T]:
+def _wait_for_all(workers: Collectives, function: Callable[[], T]) -> Callable[[], T]:
     """Wrap `function`: it returns, or raises what `on_all` handles, only when all workers are done.
 
     Horovod, NCCL and gloo end a job in which a worker waits in a collective for half an hour. Who is done first waits
@@ -77,15 +119,15 @@ def _wait_for_all(backend: Backend, function: Callable[[], T]) -> Callable[[], T
     def count_working() -> None:
         """Count the workers that are still at work, every few seconds, until there are none."""
         try:
-            working, beats = backend.world_size, 0
+            working, beats = workers.world_size, 0
             while working:
                 waits = done.wait(_BEAT)
                 beats += waits
                 if given_up.is_set():
                     return
-                if waits and backend.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
-                    logger.info("waiting for %d of %d workers", working, backend.world_size)
-                working = int(backend.sum(torch.tensor([0 if done.is_set() else 1])))
+                if waits and workers.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
+                    logger.info("waiting for %d of %d workers", working, workers.world_size)
+                working = int(workers.sum(torch.tensor([0 if done.is_set() else 1])))
         except (RuntimeError, OSError) as error:  # of a worker that is gone, raised where it is expected
             errors.append(error)
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lm_experiments_tools.backends.collective import Collectives
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
 
 _INITIAL = 6  # exponent of the first update: gradients of a mean loss are below 64
@@ -48,15 +48,15 @@ class ExactSum:
         UserError: the parameters are on more than one device.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], addends: int, backend: Backend) -> None:
+    def __init__(self, parameters: list[nn.Parameter], addends: int, workers: Collectives) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         if len(devices := {str(p.device) for p in self.parameters}) > 1:
             raise UserError(
                 f"--reproducible needs a model on one device, and this one is on {' and '.join(sorted(devices))}: "
                 "leave --device_map and --embeddings_on_cpu out."
             )
-        self._bits, self._max_added = 62 - math.ceil(math.log2(addends)), addends // backend.world_size
-        self._backend = backend
+        self._bits, self._max_added = 62 - math.ceil(math.log2(addends)), addends // workers.world_size
+        self._workers = workers
         self.exponents = [_INITIAL] * len(self.parameters)
         self._sums: Tensor | None = None
         self._started = self._overflowed = False
@@ -100,7 +100,7 @@ class ExactSum:
         self._counts[number : 2 * number] = self._largest >= limits
         self._counts[2 * number :] = ~(self._largest < 2.0**_LARGEST)  # a NaN, or infinite in fp32
         for chunk in self._sums.split(_SENT_AT_ONCE):
-            self._backend.sum_in_place(chunk)
+            self._workers.sum_in_place(chunk)
         used, overflowed, not_finite = (column.tolist() for column in self._counts.view(3, number))
         self._overflowed = any(overflowed) and not any(not_finite)
         if self._overflowed:
@@ -117,7 +117,7 @@ class ExactSum:
         again from its first micro-batch."""
         if not self._overflowed:
             return False
-        largest = [max(values) for values in zip(*self._backend.gather(self._largest.tolist()), strict=True)]
+        largest = [max(values) for values in zip(*self._workers.gather(self._largest.tolist()), strict=True)]
         self.exponents = [max(e, _exponent(value)) for e, value in zip(self.exponents, largest, strict=True)]
         self._overflowed = self._started = False
         return True

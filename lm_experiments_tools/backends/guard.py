@@ -28,7 +28,7 @@ def watch(args: TrainerArgs) -> None:
     """Start a guard of this process, if it is one of several workers, on Linux, and has none."""
     import subprocess
 
-    from lm_experiments_tools.backends.backend import STALL_SECONDS
+    from lm_experiments_tools.backends.collective import STALL_SECONDS
     from lm_experiments_tools.backends.launch import wanted_processes
     from lm_experiments_tools.config.launchers import launcher_rank
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lm_experiments_tools.backends import horovod_elastic
-from lm_experiments_tools.backends.backend import STALL_SECONDS, Backend, check_whole
+from lm_experiments_tools.backends.backend import Backend, check_whole
+from lm_experiments_tools.backends.collective import STALL_SECONDS
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, put_back

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -20,10 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
+from lm_experiments_tools.backends.collective import Collectives
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, first_line
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
 
 _ANSWER_SECONDS = 3.0  # workers learn of the same loss at about the same time
 _WAIT_SECONDS = 1.0  # a process closes its connections shortly before its end
@@ -120,7 +118,7 @@ def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 
 # ---- naming a lost worker -------------------------------------------------------------------------------------------
-def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
+def lost_peer(error: Exception, peers: Peers, workers: Collectives) -> str | None:
     """Error message that names the lost worker, if `error` is a collective's; None for any other error.
 
     Workers of this machine are looked up by their process; those of others answer through the store, or do not.
@@ -144,7 +142,7 @@ def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
     if not far and "timed out" not in text:  # all are here and run, so the error is another one
         return None
     try:
-        missing = backend.missing()
+        missing = workers.missing()
     except ConnectionError:
         return f"lost {peers[0][0]}, the machine of rank 0, or the connection to it {reason}"
     if missing:

@@ -1,21 +1,53 @@
-"""Tensors sent between workers: rank 0's optimizer state, and gradients as fp16."""
+"""Names of a model's state, and tensors sent between workers: optimizer state, gradients as fp16."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
+from lm_experiments_tools.backends.collective import Collectives
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.inspection import is_adapted, trained_parameters
 
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # settings of torch's optimizers
 _CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the same width; some libraries need them
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor, not copied, of a checkpoint: the state dict, or the trained part of an adapted model."""
+    if is_adapted(model):
+        return dict(trained_parameters(model))
+    return model.state_dict(keep_vars=True)
+
+
+def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`saved_state` with the first name of each tied weight only."""
+    first: dict[int, str] = {}
+    for name, tensor in names.items():
+        first.setdefault(id(tensor), name)
+    return {name: names[name] for name in first.values()}
+
+
+def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
+    """A state to load has exactly the names and full shapes of `saved_state`, whose tensors may be shards."""
+    if state is None:
+        raise UserError("no model state to load; the checkpoint holds no weights")
+    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
+    wrong = [name for name in shapes if name in state and state[name].shape != shapes[name]]
+    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
+    if missing or unexpected or wrong:
+        raise UserError(
+            f"the weights do not fit the model: {len(missing)} missing {sorted(missing)[:3]}, {len(unexpected)} "
+            f"unexpected {sorted(unexpected)[:3]}, {len(wrong)} of another shape {wrong[:3]}"
+        )
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
@@ -29,26 +61,34 @@ def put_back(carrier: Tensor, tensor: Tensor) -> None:
         tensor.detach().copy_(carrier.view(tensor.dtype))
 
 
-def load_optimizer_tree(backend: Backend, tree: dict[str, Any] | None) -> None:
+def load_optimizer_tree(
+    optimizer: Optimizer,
+    tree: dict[str, Any] | None,
+    workers: Collectives,
+    place_state: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     """`optimizer.load_state_dict` of rank 0's tree on every worker.
 
     The state of one parameter is sent and placed at a time. A tree of another form is sent as one. Settings
     such as `fused` stay those of the optimizer.
+
+    Args:
+        place_state: f(parameter, full tensor of its state) -> the tensor that this worker's optimizer holds.
     """
-    optimizer, is_main = backend.whole_optimizer, backend.is_main
+    is_main = workers.is_main
 
     def received(part: Any) -> Any:
         """Broadcast rank 0's part to every worker, as CPU tensors; only its structure is pickled."""
         structure = tree_map_only(Tensor, lambda t: t.detach().to("meta"), part)
-        copies = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), backend.broadcast(structure))
+        copies = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), workers.broadcast(structure))
         tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
         if is_main:
             for copy, tensor in zip(tensors, (t for t in tree_leaves(part) if isinstance(t, Tensor)), strict=True):
                 copy.copy_(tensor.detach())
-        backend.broadcast_tensors(tensors)
+        workers.broadcast_tensors(tensors)
         return copies
 
-    keys = backend.broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
+    keys = workers.broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
     if keys is None:
         optimizer.load_state_dict(received(tree))
         return
@@ -62,7 +102,7 @@ def load_optimizer_tree(backend: Backend, tree: dict[str, Any] | None) -> None:
     for key in keys:
         state[key] = received(tree["state"][key] if is_main else None)
         if (parameter := by_number.get(key)) is not None:
-            place = partial(backend.place_state, parameter)
+            place = partial(place_state, parameter)
             state[key] = tree_map_only(Tensor, place, state[key])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -140,16 +140,12 @@ def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) ->
 
 
 @contextmanager
-def _restored_if_skipped(skip: Skip, tensors: Sequence[Tensor]) -> Iterator[None]:
-    before = [tensor.clone() for tensor in tensors]
-    yield
-    for tensor, saved in zip(tensors, before, strict=True):
-        torch.where(skip.here, saved, tensor, out=tensor)
-
-
-def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> Iterator[None]:
     """A context after which plain tensors have their earlier values if the step is skipped."""
-    return nullcontext() if skip is None else _restored_if_skipped(skip, tensors)
+    before = [] if skip is None else [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, saved in zip(tensors, before, strict=False):
+        torch.where(skip.here, saved, tensor, out=tensor)
 
 
 def root_mean_square(tensor: Tensor) -> Tensor | np.float32:

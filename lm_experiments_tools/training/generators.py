@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
@@ -26,14 +27,11 @@ def random_state() -> dict[str, Any]:
     """State of every generator a training step may draw from: Python, numpy, torch, this worker's GPU."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss_next = random.getstate()
-    state = {
+    return {
         "python": [version, list(internal), gauss_next],
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
+        **torch_random_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
@@ -42,6 +40,17 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.asarray(keys).astype(np.uint32), position, has_gauss, cached))
+    set_torch_random_state(state)
+
+
+def torch_random_state() -> dict[str, Tensor]:
+    """States of torch's generators, of the CPU and of this worker's GPU, which models draw from."""
+    gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"torch": torch.get_rng_state(), **gpu}
+
+
+def set_torch_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `torch_random_state`."""
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

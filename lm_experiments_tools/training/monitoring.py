@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -111,7 +111,7 @@ class NormsCallback:
 
 def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     """L2 norm over all of them, float32; collective for DTensors of FSDP2."""
-    return (total_norm(tensors) if tensors else torch.zeros(())).to(device, torch.float32)
+    return total_norm(tensors).to(device, torch.float32)
 
 
 class MaximaCallback:
@@ -137,11 +137,8 @@ class MaximaCallback:
             read = read_later(torch.stack([maxima.of[name].to(backend.device, torch.float32) for name in names]))
             values = dict(zip(names, read(), strict=True))
         every = backend.gather(values)
-        trainer.log("train", {}, **{name: _largest([own[name] for own in every if name in own]) for name in values})
-
-
-def _largest(values: list[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values)
+        largest = {name: float(np.max([own[name] for own in every if name in own])) for name in values}  # NaN too
+        trainer.log("train", {}, **largest)
 
 
 class _Maxima:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lm_experiments_tools.training.generators import preserved_random_state
+from lm_experiments_tools.training.generators import preserved_random_state, set_torch_random_state
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.training.micro_batches import MicroBatch
-    from lm_experiments_tools.training.trainer import TrainingLoop
+    from lm_experiments_tools.training.trainer import InFlightStep, TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -25,33 +25,14 @@ MOST_TRACES = 3  # of a run: each costs a step
 _SEARCH = 4  # skips in a row before a loss scale that halves at each is suspected of more than being too high
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """Inputs of a step on one worker, to run it again.
-
-    Attributes:
-        weights: valid entries of the global step, by label name.
-        position: samples consumed over all workers before the step.
-        cpu_state, gpu_state: random states before the first forward pass.
-    """
-
-    micro_batches: list[MicroBatch]
-    weights: dict[str, int]
-    position: int
-    cpu_state: Tensor
-    gpu_state: Tensor | None
-
-    @classmethod
-    def of(cls, trainer: TrainingLoop, micro_batches: list[MicroBatch], weights: dict[str, int]) -> StepInputs:
-        gpu_state = torch.cuda.get_rng_state() if trainer.backend.device.type == "cuda" else None
-        return cls(micro_batches, weights, trainer.state.consumed_samples, torch.get_rng_state(), gpu_state)
-
-
-def trace_non_finite(trainer: TrainingLoop, inputs: StepInputs) -> None:
+def trace_non_finite(trainer: TrainingLoop, step: InFlightStep, position: int) -> None:
     """Log the first module that is not finite on the first worker that has one; every worker calls it.
 
     The first skipped steps of a run are traced; with a loss scale, which starts too high, the fourth in a row.
     Weights, gradients, buffers and random states stay the same.
+
+    Args:
+        position: samples consumed over all workers before the step.
     """
     backend, state = trainer.backend, trainer.state
     scaled = backend.precision.scaler is not None
@@ -61,7 +42,7 @@ def trace_non_finite(trainer: TrainingLoop, inputs: StepInputs) -> None:
         trainer.say(f"the first module that is not finite is not looked for: {reason}")
         return
     try:
-        found = _first_non_finite(trainer, inputs)
+        found = _first_non_finite(trainer, step, position)
     except torch.OutOfMemoryError:
         found = "the step could not be run again to look for the first module that is not finite: out of memory"
     bad = [(rank, found) for rank, found in enumerate(backend.gather(found)) if found is not None]
@@ -80,7 +61,7 @@ def _refusal(backend: Backend) -> str | None:
     return "apex has changed the model" if isinstance(getattr(backend.precision, "opt_level", None), str) else None
 
 
-def _first_non_finite(trainer: TrainingLoop, inputs: StepInputs) -> str | None:
+def _first_non_finite(trainer: TrainingLoop, step: InFlightStep, position: int) -> str | None:
     """Description of the first value on this worker that is not finite."""
     model = trainer.backend.unwrap()
     for name, parameter in model.named_parameters():
@@ -90,12 +71,10 @@ def _first_non_finite(trainer: TrainingLoop, inputs: StepInputs) -> str | None:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with preserved_random_state(), torch.compiler.set_stance("force_eager"):
-            torch.set_rng_state(inputs.cpu_state)
-            if inputs.gpu_state is not None:
-                torch.cuda.set_rng_state(inputs.gpu_state)
-            for i, micro_batch in enumerate(inputs.micro_batches):
-                trainer.seed_noise(inputs.position, i)
-                found = _trace_micro_batch(trainer, model, micro_batch, inputs.weights)
+            set_torch_random_state(step.random_state)
+            for i, micro_batch in enumerate(step.micro_batches):
+                trainer.seed_noise(position, i)
+                found = _trace_micro_batch(trainer, model, micro_batch, step.counts.weights)
                 if found is not None:
                     return found
     finally:

@@ -66,9 +66,13 @@ def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
 def average_weights(trainer: TrainingLoop) -> None:
     """Put the mean of this moment's weights and of the phase's last checkpoints (`--average`) into the model.
 
-    Checkpoints written at other steps than those of `--save_interval` do not count. Every worker calls it.
+    Checkpoints written at other steps than those of `--save_interval` do not count. Every worker calls it. Nothing is
+    done without the flag, or if it has been done at this step.
     """
     args, backend, state = trainer.args, trainer.backend, trainer.state
+    if not getattr(args, "average", None) or state.averaged_at == state.step:
+        return
+    trainer.save()  # nothing is lost if a checkpoint to average is
     start = 0 if trainer.phase is None else trainer.phase.start
     steps = saved_before(args.save_interval, start, state.step)[-(args.average - 1) :]
     trainer.saver.wait()
@@ -84,5 +88,5 @@ def average_weights(trainer: TrainingLoop) -> None:
         return mean_state(chain([weights], (read_state(backend.unwrap(), folder) for folder in folders)))
 
     backend.load_model_state(on_all(backend, mean, only_main=True, takes_long=True))
-    state.averaged_at = state.step
+    state.averaged_at, state.last_validated_step, trainer.saved_at = state.step, -1, None
     trainer.say(f"weights are the mean of steps {', '.join(map(str, [*steps, state.step]))}")

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.backend import saved_state
 from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.trees import saved_state
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.checkpoint.train_state import (

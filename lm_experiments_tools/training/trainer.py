@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,9 @@ from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
-from lm_experiments_tools.training.checks import (
-    LoaderCheck,
-    check_parts,
-    check_trainable,
-    same_on_all,
-)
+from lm_experiments_tools.training.checks import LoaderCheck, check_parts, check_trainable, same_on_all
 from lm_experiments_tools.training.flops import FlopMeter
-from lm_experiments_tools.training.generators import seed_all
+from lm_experiments_tools.training.generators import seed_all, torch_random_state
 from lm_experiments_tools.training.losses import BYTES_PER_TOKEN, MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import (
     AccumulatedOutputs,
@@ -46,7 +42,7 @@ from lm_experiments_tools.training.metrics import (
 )
 from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch, StepBatch
 from lm_experiments_tools.training.monitoring import monitoring_callbacks
-from lm_experiments_tools.training.non_finite import StepInputs, trace_non_finite
+from lm_experiments_tools.training.non_finite import trace_non_finite
 from lm_experiments_tools.training.phases import Phase, average_weights
 from lm_experiments_tools.training.profiling import with_profile
 from lm_experiments_tools.training.resume import load_weights, set_up
@@ -67,12 +63,17 @@ class TrainingDiverged(RunError):
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step in flight: its result is not yet part of the run's state and metrics."""
+    """A step in flight: its result is not yet part of the run's state and metrics.
+
+    Attributes:
+        random_state: before the first forward pass, for non-finite tracing.
+    """
 
     pending: PendingStep
-    metrics: MetricSums
-    inputs: StepInputs
+    micro_batches: list[MicroBatch]
+    random_state: Mapping[str, Tensor]
     counts: GlobalCounts
+    metrics: MetricSums
     seconds: float
     data_seconds: float
 
@@ -144,8 +145,8 @@ class TrainingLoop:
         self.compared_splits: set[str] = set()  # whose first rows have been compared between workers
 
         self.state, self.interval = TrainState(), LoggingInterval()
-        self.outputs = AccumulatedOutputs(keep_for_metrics_fn, metrics_fn)
-        self.collect = collect or (lambda split: AccumulatedOutputs(keep_for_metrics_fn, metrics_fn))
+        accumulated = partial(AccumulatedOutputs, keep_for_metrics_fn, metrics_fn)
+        self.outputs, self.collect = accumulated(), collect or (lambda split: accumulated())
         self.learning_rate = LearningRate(args, optimizer, 0 if phase is None else phase.start)
         self.signals, self.tracker = StopSignals(), None
         self._in_flight: InFlightStep | None = None
@@ -196,7 +197,10 @@ class TrainingLoop:
             raise SystemExit(128 + self.signals.agreed)
 
     def is_over(self) -> bool:
-        return self.state.step >= self.args.iters or 0 < self.args.early_stopping_patience <= self.state.patience
+        return self.state.step >= self.args.iters or self._is_out_of_patience()
+
+    def _is_out_of_patience(self) -> bool:
+        return 0 < self.args.early_stopping_patience <= self.state.patience
 
     def _validate_at_start(self) -> None:
         """Validate the untrained model (`--valid_at_start`), or make up for a validation that a signal cut short."""
@@ -214,19 +218,16 @@ class TrainingLoop:
                 self.backend.model.train()  # the callback may have evaluated
 
     def _finish(self) -> None:
-        """End a run with the log line of the last interval, a validation and a checkpoint."""
+        """End a run with the log line of the last interval, a mean of weights, a validation and a checkpoint."""
+        state = self.state
         if not self.signals.agreed:
-            step, patience = self.state.step, self.state.patience
-            if 0 < self.args.early_stopping_patience <= patience:
-                self.say(f"early stopping at step {step}: no better validation for {patience} evaluations")
+            if self._is_out_of_patience():
+                self.say(f"early stopping at step {state.step}: no better validation for {state.patience} evaluations")
             if self.interval.steps:
                 self.log_train()
                 self.saved_at = None  # a checkpoint of this step would lack the log line
-            if getattr(self.args, "average", None) and self.state.averaged_at != step:
-                self.save()  # nothing is lost if a checkpoint to average is
-                average_weights(self)
-                self.saved_at, self.state.last_validated_step = None, -1
-            if self.validate_callback.every and self.state.last_validated_step < self.state.step:
+            average_weights(self)
+            if self.validate_callback.every and state.last_validated_step < state.step:
                 self.validate_callback.run(self)
                 self.saved_at = None
         self.save()
@@ -245,7 +246,7 @@ class TrainingLoop:
         Returns:
             The result; None where the step is still in flight, or was left out because a signal asks to stop.
         """
-        started, args = time.perf_counter(), self.args
+        started, args, backend = time.perf_counter(), self.args, self.backend
         part = self.split(batch, args.batch_size)
         counts = self.global_counts(part)
         if self.signals.agreed:  # a launcher kills a few seconds after its signal
@@ -254,29 +255,30 @@ class TrainingLoop:
             return None
         micro_batches = self.micro_batches = part.padded(counts.num_micro_batches)
         started += self.meter.add(micro_batches, self.forward_kwargs)
-        inputs = StepInputs.of(self, micro_batches, counts.weights)
+        random_state = torch_random_state()
         metrics = self._forward_backward(micro_batches, counts.weights)
         self._finalize_step()  # the step before: the learning rate depends on whether it was applied
         self._set_lr()
         wait = self._is_waited_for(self.state.step + 1)
-        pending = self.backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
+        pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
         seconds = time.perf_counter() - started
-        self._in_flight = InFlightStep(pending, metrics, inputs, counts, seconds, data_seconds)
+        self._in_flight = InFlightStep(pending, micro_batches, random_state, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None
 
     def global_counts(self, part: StepBatch) -> GlobalCounts:
         """Add up counts and signals over all workers; the only collective of a step besides the gradients'."""
-        backend = self.backend
-        passes = [len(part.micro_batches) * (rank == backend.rank) for rank in range(backend.world_size)]
-        events = [*self.signals.pending, int(self.saver.failed)]
-        names = self.loss.label_names()
-        counts = [part.rows, part.tokens, *events, *map(part.weight, names), *passes]
-        totals = backend.sum(torch.tensor(counts)).tolist()
-        self.signals.agree(totals[2:4])
-        if totals[4]:  # with a checkpoint that could not be written
-            self.saver.wait()
-        weights = dict(zip(names, totals[5 : -len(passes)], strict=True))
-        return GlobalCounts(weights, totals[0], totals[1], max(totals[-len(passes) :]))
+        backend, names = self.backend, self.loss.label_names()
+        num_micro_batches = [0] * backend.world_size  # of each worker: their sum is a gather
+        num_micro_batches[backend.rank] = len(part.micro_batches)
+        events = [*self.signals.pending, self.saver.failed]
+        local = [part.rows, part.tokens, *events, *map(part.weight, names), *num_micro_batches]
+        totals = backend.sum(torch.tensor(local)).tolist()
+        samples, tokens, *events, has_failed = totals[:5]
+        self.signals.agree(events)
+        if has_failed:
+            self.saver.wait()  # raises why the checkpoint could not be written
+        weights = dict(zip(names, totals[5:], strict=False))
+        return GlobalCounts(weights, samples, tokens, max(totals[-backend.world_size :]))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
         """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.
@@ -352,19 +354,18 @@ class TrainingLoop:
         state.step += int(applied)
         state.consumed_samples += counts.samples
         state.consumed_tokens += counts.tokens
-        info = StepInfo(
-            state.step, applied, grad_norm, counts.samples, counts.tokens, step.seconds, step.data_seconds
-        )  # fmt: skip
+        times = step.seconds, step.data_seconds
+        info = StepInfo(state.step, applied, grad_norm, counts.samples, counts.tokens, *times)
         self.interval.add(step.metrics, info)
         if applied:
             state.skipped_in_a_row = 0
             if self.tracker is not None:
                 self.tracker.advance(info.step)
         else:
-            self._count_skipped(info, step.inputs)
+            self._count_skipped(info, step)
         return info
 
-    def _count_skipped(self, info: StepInfo, inputs: StepInputs) -> None:
+    def _count_skipped(self, info: StepInfo, step: InFlightStep) -> None:
         state = self.state
         state.skipped_updates += 1
         state.skipped_in_a_row += 1
@@ -373,7 +374,7 @@ class TrainingLoop:
             "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
             info.grad_norm, info.step, first, state.consumed_samples - 1, state.skipped_updates,
         )  # fmt: skip
-        trace_non_finite(self, inputs)
+        trace_non_finite(self, step, first)
         if state.skipped_in_a_row >= self.args.max_skipped_updates:
             raise TrainingDiverged(
                 f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "
@@ -447,17 +448,18 @@ class TrainingLoop:
         if self.learning_rate.plateau is not None:
             self.state.plateau = self.learning_rate.plateau.state_dict()
         is_best = is_best or (self.args.save_best and self.state.best_step == self.state.step)
-        per_rank = {
+        self.saver.save(self.state, self._rank_state(), is_best=is_best)
+        self.saved_at = position
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of each worker; with `--reproducible`, rank 0 has the sums and outputs of all."""
+        backend, is_exact = self.backend, self.backend.exact is not None
+        return {
             "random_state": self.stream.random_state(),
             "stream": self.stream.state_dict(),
-            "window": self.interval.state_dict(),
-            "kept": self.outputs.data,
+            "window": self.interval.full_state(backend) if is_exact else self.interval.state_dict(),
+            "kept": self.outputs.full_data(backend) if is_exact else self.outputs.data,
         }
-        if self.backend.exact is not None:  # the same for any number of workers
-            sums, outputs = self.interval.full_state(self.backend), self.outputs.full_data(self.backend)
-            per_rank |= {"window": sums, "kept": outputs}
-        self.saver.save(self.state, per_rank, is_best=is_best)
-        self.saved_at = position
 
     def load(self, source: str | Path) -> None:
         """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""

@@ -19,9 +19,10 @@ def write(root: Path, step: int, *, keep: int | None = None, best: bool = False,
     writer = CheckpointWriter(root, keep)
     directory = writer.begin(step)
     generator = torch.Generator().manual_seed(step if seed is None else seed)
-    save_tree(directory / "trainer_state", {"step": step, "weights": torch.randn(50, generator=generator)})
-    (directory / "rng").mkdir()
-    save_tree(directory / "rng" / "rank0", {"torch": torch.arange(8, dtype=torch.uint8)})
+    with writer.guarded(step):
+        save_tree(directory / "trainer_state", {"step": step, "weights": torch.randn(50, generator=generator)})
+        (directory / "rng").mkdir()
+        save_tree(directory / "rng" / "rank0", {"torch": torch.arange(8, dtype=torch.uint8)})
     return writer.commit(step, is_best=best, extra_manifest={"world_size": 2})
 
 

@@ -12,26 +12,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.manifest import read_manifest
 from lm_experiments_tools.checkpoint.tree import load_tree
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
+from tests.helpers.loops import make_loop
+from tests.helpers.toys import RaggedPairs, tiny_t5
 
 
 def make_run(
     path: Path | None, callbacks: Sequence[Any] = (), model: nn.Module | None = None, **args: Any
 ) -> TrainingLoop:
     """A loop of 6 steps over `RaggedPairs`, with dropout, that saves every second one; continues what is in `path`."""
-    settings = {"batch_size": 4, "iters": 6, "log_interval": 1, "save_interval": 2, "keep_checkpoints": None, **args}
+    settings = {"iters": 6, "save_interval": 2, "keep_checkpoints": None, **args}
     torch.manual_seed(7)
     model = model or tiny_t5(dropout=0.3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     valid = DataLoader(RaggedPairs(4), batch_size=4) if "save_best" in args else None
-    loader = SeekableBatches(RaggedPairs(24), 4)
-    arguments = TrainerArgs(model_path=None if path is None else str(path), **settings)
-    return TrainingLoop(arguments, LocalBackend(), model, optimizer, loader, valid, callbacks=callbacks)
+    return make_loop(model, valid=valid, callbacks=callbacks, model_path=path, **settings)
 
 
 def train(path: Path, callbacks: Sequence[Any] = (), model: nn.Module | None = None, **args: Any) -> TrainingLoop:

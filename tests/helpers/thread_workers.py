@@ -29,6 +29,9 @@ class ThreadBackend(Backend):
     def sum(self, values):
         return torch.stack(self.gather(values)).sum(0)
 
+    def sum_in_place(self, values):
+        values.copy_(self.sum(values.clone()))
+
     def broadcast_tensors(self, tensors):
         with torch.no_grad():
             for own, sent in zip(tensors, self.gather(tensors)[0], strict=True):

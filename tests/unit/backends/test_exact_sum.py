@@ -1,20 +1,18 @@
 """Sums of gradients as integers against Python's exact sum of floats, in any order and grouping."""
 
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.exact_sum import ExactSum
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.metrics import MetricSums
-from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
+from tests.helpers.loops import make_loop
+from tests.helpers.thread_workers import Workers
 
 SHAPES = [(7, 5), (300,), (), (3, 2, 4), (0, 3)]
 
@@ -30,43 +28,26 @@ def micro_batches(number: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
     return [[draw(shape) for shape in SHAPES] for _ in range(number)]
 
 
-class Together:
-    """Workers in threads, whose collectives wait for each other."""
-
-    def __init__(self, number: int) -> None:
-        self.world_size, self.barrier, self.shared = number, threading.Barrier(number, timeout=20), {}
-
-    def gather(self, value: object) -> list:
-        self.shared[threading.current_thread().name] = value
-        self.barrier.wait()
-        values = [self.shared[name] for name in sorted(self.shared)]
-        self.barrier.wait()
-        return values
-
-    def sum_in_place(self, values: torch.Tensor) -> None:
-        values.copy_(torch.stack(self.gather(values.clone())).sum(0))
-
-
 def workers(number: int, addends: int) -> list[ExactSum]:
-    together = Together(number)
-    return [ExactSum([nn.Parameter(torch.zeros(shape)) for shape in SHAPES], addends, together) for _ in range(number)]
+    def make(backend: Backend) -> ExactSum:
+        return ExactSum([nn.Parameter(torch.zeros(shape)) for shape in SHAPES], addends, backend)
+
+    return Workers(number).run(make)
 
 
 def summed(parts: list[ExactSum], gradients: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor | None], bool]:
     """The gradients that all workers end with, which are the same, and if the step is to be repeated."""
 
-    def work(number: int) -> tuple[list[torch.Tensor | None], bool]:
-        threading.current_thread().name = f"worker {number}"
-        part = parts[number]
-        for micro_batch in gradients[number :: len(parts)]:
+    def work(backend: Backend) -> tuple[list[torch.Tensor | None], bool]:
+        part = parts[backend.rank]
+        for micro_batch in gradients[backend.rank :: len(parts)]:
             for parameter, gradient in zip(part.parameters, micro_batch, strict=True):
                 parameter.grad = gradient.clone()
             part.add()
         part.finish()
         return [parameter.grad for parameter in part.parameters], part.must_repeat()
 
-    with ThreadPoolExecutor(len(parts)) as pool:
-        (first, repeat), *others = pool.map(work, range(len(parts)))
+    (first, repeat), *others = Workers(len(parts)).run(work)
     for got, again in others:
         assert again == repeat
         assert repeat or all(
@@ -214,11 +195,8 @@ def test_workers_that_do_not_divide_the_virtual_ranks_are_refused():
 @pytest.mark.parametrize(("how", "warnings"), [("fixed", 1), ("off", 0)])
 def test_another_number_of_threads_at_a_restart_is_warned_of(how, warnings, tmp_path, monkeypatch, caplog):
     def start(iters: int) -> None:
-        args = TrainerArgs(model_path=str(tmp_path), iters=iters, save_interval=2, reproducible=how, batch_size=2)
-        backend, model = LocalBackend(device=torch.device("cpu")), tiny_t5()
-        backend.reproduce(args)
-        loader = SeekableBatches(RaggedPairs(24), args.rows_per_worker())
-        TrainingLoop(args, backend, model, torch.optim.AdamW(model.parameters()), loader).train()
+        backend = LocalBackend(device=torch.device("cpu"))
+        make_loop(backend=backend, model_path=tmp_path, iters=iters, reproducible=how).train()
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     start(2)

@@ -123,28 +123,6 @@ def test_tree_refuses_by_place(tmp_path, leaf):
     assert not (tmp_path / "s.json").exists()
 
 
-def test_optimizer_state_round_trip_continues_identically(tmp_path):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
-
-    step(model, optimizer)
-    save_tree(tmp_path / "s", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    step(model, optimizer)
-    other = torch.nn.Linear(4, 3)
-    other_optimizer = torch.optim.AdamW(other.parameters(), lr=9.0)
-    state = load_tree(tmp_path / "s")
-    other.load_state_dict(state["model"])
-    other_optimizer.load_state_dict(state["optimizer"])
-    step(other, other_optimizer)
-    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
-
-
 def test_loaded_tree_outlives_its_files(tmp_path):
     save_tree(tmp_path / "s", {"a": torch.arange(100_000)})
     tree = load_tree(tmp_path / "s")
@@ -212,12 +190,6 @@ def test_pruning_keeps_what_may_be_the_best(tmp_path, damage, caplog):
     assert not (tmp_path / "step_000003").exists() and caplog.text.count("it may be the best one") == 1
     save(5, best=True)
     assert os.readlink(tmp_path / "best") == "step_000005"
-
-
-def test_pruning_waits_for_the_commit(tmp_path):
-    write(tmp_path, 1, keep=1)
-    CheckpointWriter(tmp_path, 1).begin(2)
-    verify(tmp_path / "step_000001")
 
 
 def test_same_step_is_replaced(tmp_path):
@@ -306,120 +278,3 @@ def test_a_full_disk_is_one_sentence_with_the_path_that_says_nothing_twice(tmp_p
     sentence = os_sentence(error.value)
     assert sentence.startswith(f"the checkpoint of step 1 was not written to {tmp_path}: No space left on device (")
     assert sentence.count("free some space") == 1 and "the output" not in sentence
-
-
-def failing(number: int, after: int):
-    """A stand-in for an os function that raises OSError(number) at its `after`-th call."""
-
-    def wrap(original):
-        calls = [0]
-
-        def wrapped(*args, **kwargs):
-            calls[0] += 1
-            if calls[0] == after:
-                raise OSError(number, os.strerror(number), str(args[0]))
-            return original(*args, **kwargs)
-
-        return wrapped
-
-    return wrap
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-@pytest.mark.parametrize("function", ["fsync", "replace", "rename", "open"])
-def test_write_fault_at_every_call_leaves_the_previous_checkpoint(tmp_path, caplog, monkeypatch, number, function):
-    write(tmp_path, 1)
-    faults = 0
-    for after in range(1, 40):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, function, failing(number, after)(getattr(os, function)))
-            writer = CheckpointWriter(tmp_path, None)
-            try:
-                directory = writer.begin(2)
-                with writer.guarded(2):
-                    save_tree(directory / "trainer_state", {"x": torch.zeros(9)})
-                writer.commit(2, is_best=False)
-            except CheckpointWriteError as error:
-                faults += 1
-                assert error.errno == number and "earlier checkpoints" in str(error) and "free" in str(error)
-        newest = find_newest_valid(tmp_path)
-        if newest.name == "step_000002":  # the fault came after the rename: the new one is whole
-            shutil.rmtree(newest)
-        verify(tmp_path / "step_000001")
-        assert "damaged" not in caplog.text
-        assert not list(tmp_path.glob(".tmp-step_*")), after
-    assert faults >= 1
-
-
-SAVE_AND_BE_KILLED = """
-import sys, torch
-from pathlib import Path
-from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
-from lm_experiments_tools.checkpoint.writer import *
-root = Path(sys.argv[1])
-import logging, os, random, signal
-
-logging.basicConfig(stream=sys.stdout, format="DAMAGED %(message)s")
-
-def save(step):
-    writer = CheckpointWriter(root, 2)
-    directory = writer.begin(step)
-    save_tree(directory / "trainer_state", {"step": step, "x": torch.full((200_000,), float(step))})
-    save_tree(directory / "rank1", {"y": torch.full((1000,), float(step))})
-    writer.commit(step, is_best=step % 3 == 0)
-
-left = None  # file operations until the kill
-made = 0
-
-def count(event, arguments):
-    global left, made
-    if event == "open" or event.startswith(("os.", "shutil.")):
-        made += 1
-        if left is not None:
-            left -= 1
-            if left < 0:
-                left = None  # the kill is an event too
-                os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(count)
-random.seed(0)
-for step in range(1, 6):
-    save(step)
-operations = made / 5
-print("ready", flush=True)
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        left = int(float(line) * operations)
-        while True:
-            step += random.choice((0, 1))
-            save(step)
-    os.waitpid(child, 0)
-    newest = find_newest_valid(root)
-    tree = load_tree(newest / "trainer_state")
-    good = bool((tree["x"] == tree["step"]).all()) and bool((load_tree(newest / "rank1")["y"] == tree["step"]).all())
-    interrupted = any(p.name.startswith((".tmp", ".old")) for p in root.iterdir())
-    print(int(good), tree["step"], int(interrupted), flush=True)
-    step = tree["step"]
-"""
-
-
-def test_kill_at_any_moment_of_saving_leaves_a_readable_checkpoint(tmp_path):
-    """A child is killed at 40 random file operations of its first saves; the next one continues."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SAVE_AND_BE_KILLED, str(tmp_path)]
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-    assert child.stdout.readline() == "ready\n"
-    generator, steps, interrupted = random.Random(0), [0], 0
-    while len(steps) <= 40:
-        child.stdin.write(f"{generator.uniform(0.0, 4.0)}\n")
-        child.stdin.flush()
-        good, step, torn = (int(word) for word in child.stdout.readline().split())
-        assert good == 1 and step >= steps[-1]
-        steps.append(step)
-        interrupted += torn
-    child.stdin.close()
-    child.wait(timeout=20)
-    assert steps[-1] > 8, "the child hardly saved anything"
-    assert interrupted >= 10, f"only {interrupted} of 40 kills landed inside a save"

@@ -8,12 +8,10 @@ import stat
 import pytest
 import torch
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.weights import save_model
-from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.loops import make_loop
 from tests.helpers.token_toys import write_tokens
-from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
+from tests.helpers.toys import tiny_t5
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o002])
@@ -29,10 +27,7 @@ def modes(folder):
 
 
 def test_a_colleague_can_read_every_file_of_a_run(tmp_path, mode):
-    model = tiny_t5()
-    args = TrainerArgs(batch_size=4, iters=1, log_interval=1, model_path=str(tmp_path))
-    optimizer = torch.optim.AdamW(model.parameters())
-    TrainingLoop(args, LocalBackend(), model, optimizer, SeekableBatches(RaggedPairs(8), 4)).train()
+    make_loop(tiny_t5(), iters=1, model_path=tmp_path).train()
     found = modes(tmp_path)
     assert {"model.safetensors", "optimizer.safetensors", "trainer_state.safetensors", "manifest.json"} <= found.keys()
     assert set(found.values()) == {mode}, found

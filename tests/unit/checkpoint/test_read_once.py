@@ -9,11 +9,10 @@ import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend, saved_state
 from lm_experiments_tools.checkpoint import manifest, tree
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.optimizers import build_optimizer
-from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers import loops
 from tests.helpers.thread_workers import Workers
-from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
+from tests.helpers.toys import TinyLabeller
 
 
 def make_loop(path, backend, optimizer, scale=1.0, **args):
@@ -21,9 +20,7 @@ def make_loop(path, backend, optimizer, scale=1.0, **args):
     for parameter in model.parameters():
         parameter.data.mul_(scale)
     made = build_optimizer(model, name=optimizer, lr=1e-2, weight_decay=0.0)
-    args = TrainerArgs(batch_size=4, log_interval=1, model_path=str(path), **args)
-    loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
-    return TrainingLoop(args, backend, model, made, loader)
+    return loops.make_loop(model, made, backend=backend, model_path=path, **args)
 
 
 @pytest.fixture

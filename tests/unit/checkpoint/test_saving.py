@@ -14,21 +14,9 @@ import torch
 from lm_experiments_tools.checkpoint import saving, tree, writer
 from lm_experiments_tools.checkpoint.manifest import read_manifest, verify
 from lm_experiments_tools.errors import RunError
+from tests.helpers.loops import At
 from tests.helpers.saved_runs import contents, steps, train
 from tests.helpers.toys import TinyLabeller
-
-
-class At:
-    """A hook that calls `action` after one step."""
-
-    every = 1
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, loop, info):
-        if info.step == self.step:
-            self.action()
 
 
 @pytest.fixture
@@ -49,7 +37,7 @@ def held_writes(monkeypatch):
 def test_training_goes_on_while_a_checkpoint_of_its_own_step_is_written(tmp_path, held_writes):
     seen = []
 
-    def look():
+    def look(loop):
         seen.extend(steps(tmp_path / "held"))
         held_writes.set()
 
@@ -63,7 +51,7 @@ def test_training_goes_on_while_a_checkpoint_of_its_own_step_is_written(tmp_path
 
 def test_without_the_flag_training_waits_for_the_files(tmp_path):
     seen = []
-    train(tmp_path, [At(2, lambda: seen.extend(steps(tmp_path)))], save_in_background=False)
+    train(tmp_path, [At(2, lambda loop: seen.extend(steps(tmp_path)))], save_in_background=False)
     assert seen == [2]
 
 
@@ -75,7 +63,7 @@ def test_a_second_checkpoint_waits_for_the_first(tmp_path, held_writes, monkeypa
         "begin",
         lambda self, step: (complete.append(steps(tmp_path)), original(self, step))[1],
     )
-    train(tmp_path, [At(1, lambda: threading.Timer(0.3, held_writes.set).start())], save_interval=1, iters=3)
+    train(tmp_path, [At(1, lambda loop: threading.Timer(0.3, held_writes.set).start())], save_interval=1, iters=3)
     assert complete == [[], [1], [1, 2]] and steps(tmp_path) == [1, 2, 3]
 
 
@@ -130,21 +118,12 @@ def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, m
         original(tensors, file, metadata=metadata)
 
     monkeypatch.setattr(tree, "save_file", full)
-    wait = At(4, lambda: ended.append(waited[0]._writing.exception()))
-    waited = []
-
-    class Note:
-        every = 1
-
-        def on_step_end(self, loop, info):
-            waited[:] = [loop.saver]
-            wait.on_step_end(loop, info)
-
+    wait = At(4, lambda loop: ended.append(loop.saver._writing.exception()))
     sentence = (
         "the checkpoint of step 4 was not written to .*: No space left on device .*earlier checkpoints are untouched"
     )
     with pytest.raises(RunError, match=sentence) as failure:
-        train(tmp_path, [Note()], iters=1000, save_interval=2)
+        train(tmp_path, [wait], iters=1000, save_interval=2)
     assert failure.value.step == 4, "the step that learns of it makes no update"
     assert steps(tmp_path) == [2] and (tmp_path / "last").resolve().name == "step_000002"
     verify((tmp_path / "last").resolve())
@@ -167,7 +146,7 @@ def test_older_checkpoints_and_links_stay_until_the_new_one_is_complete(tmp_path
     held_writes.clear()
     seen = []
 
-    def look():
+    def look(loop):
         seen.append((steps(tmp_path), (tmp_path / "last").resolve().name))
         held_writes.set()
 
@@ -178,7 +157,7 @@ def test_older_checkpoints_and_links_stay_until_the_new_one_is_complete(tmp_path
 
 @pytest.mark.parametrize("how", ["exception", "signal"])
 def test_whatever_ends_training_waits_for_the_checkpoint_in_hand(tmp_path, held_writes, how):
-    def end():
+    def end(loop):
         threading.Timer(0.3, held_writes.set).start()
         if how == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -198,6 +177,9 @@ def end_of(folder):
     return contents(folder)["step_000007"]
 
 
+MOVES = "rename", "replace", "unlink", "rmdir"
+
+
 def test_a_kill_at_any_moment_of_writing_leaves_a_run_that_goes_on_bit_for_bit(tmp_path, monkeypatch):
     """Copies of the run directory before each change of it by the writing thread: what a SIGKILL there would leave."""
     run, copies = tmp_path / "run", []
@@ -215,12 +197,12 @@ def test_a_kill_at_any_moment_of_writing_leaves_a_run_that_goes_on_bit_for_bit(t
 
     whole = end_of(tmp_path / "whole")
     train(run, model=TinyLabeller(), iters=3, keep_checkpoints=1)
-    for module, name in ((tree, "save_file"), (writer, "write_atomic"), (os, "rename"), (os, "replace")):
+    for module, name in ((tree, "save_file"), (writer, "write_atomic"), *((os, name) for name in MOVES)):
         copied_before(module, name)
     train(run, model=TinyLabeller(), iters=4, keep_checkpoints=1)
     monkeypatch.undo()
     names = {path.name.rsplit("_", 1)[0] for path in copies}
-    assert names == {"before_save_file", "before_write_atomic", "before_rename", "before_replace"}
+    assert names == {f"before_{name}" for name in ("save_file", "write_atomic", *MOVES)}
     for path in copies:
         assert steps(path), path
         assert end_of(path) == whole, path

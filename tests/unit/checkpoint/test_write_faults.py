@@ -9,10 +9,11 @@ import shutil
 
 import pytest
 
+from lm_experiments_tools.checkpoint.manifest import verify
 from lm_experiments_tools.checkpoint.saving import Saver
-from lm_experiments_tools.checkpoint.writer import CheckpointWriter, find_newest_valid
+from lm_experiments_tools.checkpoint.writer import CheckpointWriteError, CheckpointWriter, find_newest_valid
 from lm_experiments_tools.errors import RunError
-from tests.helpers.checkpoint_toys import flip
+from tests.helpers.checkpoint_toys import flip, write
 from tests.helpers.faulty_disk import FAULTS, FaultyDisk
 from tests.helpers.saved_runs import end_of_run, train
 from tests.helpers.toys import TinyLabeller
@@ -132,6 +133,37 @@ def every_call(runs, tmp_path, counts, before, fault, in_background, lasting=Fal
 )
 def test_a_fault_at_some_calls_of_a_save_loses_nothing(runs, tmp_path, counts, first, fault):
     every_call(runs, tmp_path, counts, "tidy", fault, first % 2 == 0, first=first, by=13)
+
+
+@pytest.mark.parametrize("fault, earlier", [("ENOSPC", 1), ("EIO", 2), ("short write", 1)])
+def test_a_fault_at_any_call_of_a_writer_leaves_the_checkpoint_before(tmp_path, fault, earlier, caplog):
+    """Of an earlier step, or of the same one, which is replaced; without a run, so that each call is affordable."""
+    for at in range(1, 200):
+        root = tmp_path / str(at)
+        kept, disk = write(root, earlier, keep=1), FaultyDisk(root, fault, at)
+        with pytest.MonkeyPatch.context() as patch:
+            disk.install(patch)
+            disk.active, saved = True, False
+            try:
+                write(root, 2, keep=1)
+                saved = True
+            except CheckpointWriteError as error:
+                assert "earlier checkpoints are untouched" in str(error), disk.calls[-1]
+            except OSError:  # of a call after the commit
+                saved = True
+            finally:
+                disk.active = False
+        caplog.clear()
+        newest = find_newest_valid(root)
+        assert not caplog.messages and not list(root.glob(".tmp-step_*")), disk.calls[-1]
+        if saved or earlier == 2:
+            assert newest.name.endswith("step_000002"), disk.calls[-1]
+        else:
+            verify(kept)
+        shutil.rmtree(root)
+        if len(disk.calls) < at:
+            break
+    assert 40 < at < 199
 
 
 @pytest.mark.slow

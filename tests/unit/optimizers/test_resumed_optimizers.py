@@ -5,11 +5,9 @@ import inspect
 import pytest
 import torch
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, weights_of
+from tests.helpers.loops import make_loop
+from tests.helpers.toys import TinyLabeller, weights_of
 
 OPTIMIZERS = {
     name: cls
@@ -24,10 +22,7 @@ def train(optimizer_cls, iters, folder, width=16, **args):
     model = TinyLabeller(width)
     # Muon takes matrices alone
     parameters = [p for p in model.parameters() if p.dim() == 2 or optimizer_cls.__name__ != "Muon"]
-    settings = TrainerArgs(batch_size=4, iters=iters, model_path=str(folder), **args)
-    loader = SeekableBatches(RaggedPairs(24), 4)
-    loop = TrainingLoop(settings, LocalBackend(), model, optimizer_cls(parameters, lr=1e-2), loader)
-    loop.train()
+    make_loop(model, optimizer_cls(parameters, lr=1e-2), iters=iters, model_path=folder, **args).train()
     return weights_of(model)
 
 

@@ -2,11 +2,9 @@
 
 import torch
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.training.micro_batches import split_batch
-from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
+from tests.helpers.loops import make_loop
+from tests.helpers.toys import tiny_t5
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,9 +25,7 @@ def test_set_up_gives_parameters_and_buffers_aligned_memory():
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data = misaligned(tensor.data)
     assert len(misplaced_parameters(model)) > 20
-    args = TrainerArgs(batch_size=4, iters=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    TrainingLoop(args, LocalBackend(), model, optimizer, SeekableBatches(RaggedPairs(24), 4))
+    make_loop(model)
     assert not misplaced_parameters(model)
     assert model.lm_head.weight is model.shared.weight  # tied as before
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))

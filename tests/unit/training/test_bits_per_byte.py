@@ -9,12 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS, bert_loss, with_bytes
-from lm_experiments_tools.training.trainer import TrainingLoop
 from modeling_t5 import T5Config
+from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 from tests.helpers.toys import tiny_t5
 
@@ -43,11 +41,8 @@ def rows(texts=TEXTS):
 
 
 def loop(model, batch, loss, batch_size=4, accumulate=1, backend=None):
-    args = TrainerArgs(
-        batch_size=batch_size, gradient_accumulation_steps=accumulate, iters=1, log_interval=1, pad_to_multiple_of=4
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    return TrainingLoop(args, backend or LocalBackend(), model, optimizer, [batch], loss=loss)
+    args = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "pad_to_multiple_of": 4}
+    return make_loop(model, torch.optim.SGD, [batch], backend=backend, lr=0.0, iters=1, loss=loss, **args)
 
 
 def num_bytes(texts=TEXTS):

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.training.targets import Targets
-from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.loops import make_loop
 from tests.helpers.toys import gradients_at_steps
 
 VOCABULARY = 40
@@ -38,9 +36,7 @@ def ragged_rows(lengths=(12, 2, 3, 2, 1, 1, 9, 2)):
 
 def targets_of(model, rows):
     """How a loop counts the labels of this model, after its first batch."""
-    args = TrainerArgs(batch_size=len(rows), iters=1, log_interval=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loop = TrainingLoop(args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=len(rows)))
+    loop = make_loop(model, torch.optim.SGD, DataLoader(rows, len(rows)), batch_size=len(rows), iters=1)
     loop.train()
     return loop.split.targets
 
@@ -71,9 +67,8 @@ def test_any_split_of_ragged_rows_has_the_gradient_of_one_batch_where_the_model_
     loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = gradients_at_steps(model, optimizer)
-    args = TrainerArgs(batch_size=batch_size, gradient_accumulation_steps=8 // batch_size, iters=1, log_interval=1)
-    valid = DataLoader(rows, batch_size=3)
-    loop = TrainingLoop(args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=8), valid)
+    args = {"batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size, "iters": 1}
+    loop = make_loop(model, optimizer, DataLoader(rows, 8), DataLoader(rows, 3), **args)
     loop.train()
     seen = {name.removeprefix("inner."): gradient for name, gradient in seen.items()}
     for name, parameter in expected.named_parameters():
@@ -101,9 +96,7 @@ def test_the_first_batch_is_tried_without_a_trace():
         model = tiny_gpt2()
         model.transformer.drop.p = 0.5
         rows = ragged_rows([12] * 4)
-        args = TrainerArgs(batch_size=4, iters=1, log_interval=1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        loop = TrainingLoop(args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=4))
+        loop = make_loop(model, torch.optim.SGD, DataLoader(rows, 4), iters=1)
         if skip:
             loop.split.targets = Targets(1)
         torch.manual_seed(5)
@@ -183,10 +176,8 @@ def test_a_model_that_scores_labels_mask_is_weighted_by_the_labels_it_selects(by
     loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = gradients_at_steps(model, optimizer)
-    args = TrainerArgs(batch_size=1, gradient_accumulation_steps=8, iters=1, log_interval=1)
-    loop = TrainingLoop(
-        args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=8), DataLoader(rows, batch_size=3)
-    )
+    args = {"batch_size": 1, "gradient_accumulation_steps": 8, "iters": 1}
+    loop = make_loop(model, optimizer, DataLoader(rows, 8), DataLoader(rows, 3), **args)
     loop.train()
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
@@ -218,6 +209,5 @@ def test_labels_of_several_classes_a_token_count_once_under_a_mask():
         for length in (1, 6, 2, 5)
     ]
     expected = Sites()(**torch.utils.data.default_collate(rows))["loss"].item()
-    model, args = Sites(), TrainerArgs(batch_size=1, iters=1)
-    loop = TrainingLoop(args, LocalBackend(), model, None, None)
+    loop = make_loop(Sites(), None, None, batch_size=1)
     assert loop.validate(DataLoader(rows, batch_size=2))["loss"] == pytest.approx(expected, rel=1e-6)

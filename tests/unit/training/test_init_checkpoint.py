@@ -9,26 +9,19 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training import resume
 from lm_experiments_tools.training.schedules import get_schedule
-from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
+from tests.helpers import loops
+from tests.helpers.toys import RaggedPairs, tiny_t5, weights_of
 
 
-def make_loop(model=None, lr=1e-2, **args):
-    model = model if model is not None else TinyLabeller()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    args = TrainerArgs(**{"batch_size": 4, "iters": 4, "log_interval": 1, **args})
+def make_loop(model=None, **args):
+    def metrics(batch, outputs):
+        return {"loss": outputs["loss"], "flat": 1.0}
+
     valid = DataLoader(RaggedPairs(4), batch_size=4)
-    loader = SeekableBatches(RaggedPairs(24), 4)
-    flat = {"flat": 1.0}
-    return TrainingLoop(
-        args, LocalBackend(), model, optimizer, loader, valid,
-        batch_metrics_fn=lambda batch, outputs: {"loss": outputs["loss"], **flat},
-    )  # fmt: skip
+    return loops.make_loop(model, valid=valid, batch_metrics_fn=metrics, **{"iters": 4, **args})
 
 
 def rate(loop):

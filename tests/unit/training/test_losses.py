@@ -7,11 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.losses import bert_loss
-from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.loops import make_loop
 from tests.helpers.toys import gradients_at_steps
 
 MASKED = (1, 9, 0, 3, 12, 2, 0, 5)  # tokens of each row: a micro-batch of the third row alone has none
@@ -70,8 +68,8 @@ def one_step(cls, use_nsp, batch_size):
     model = build(cls)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     captured = gradients_at_steps(model, optimizer)
-    args = TrainerArgs(batch_size=batch_size, gradient_accumulation_steps=-(-8 // batch_size), iters=1, log_interval=1)
-    loop = TrainingLoop(args, LocalBackend(), model, optimizer, [rows(use_nsp)], loss=bert_loss(use_nsp))
+    args = {"batch_size": batch_size, "gradient_accumulation_steps": -(-8 // batch_size), "iters": 1}
+    loop = make_loop(model, optimizer, [rows(use_nsp)], loss=bert_loss(use_nsp), **args)
     loop.train()
     validated = loop.validate([rows(use_nsp)])
     return captured, loop.state.metrics["train"], validated

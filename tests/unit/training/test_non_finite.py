@@ -156,7 +156,8 @@ def test_a_gradient_that_no_module_made_is_of_the_sum(caplog):
     assert "all is finite in every micro-batch of every worker" in caplog.text and loop.state.skipped_updates == 1
 
 
-def test_what_is_run_again_draws_the_noise_of_the_step_also_where_that_is_keyed(caplog):
+@pytest.mark.parametrize("how", ["off", "fixed"])
+def test_what_is_run_again_draws_the_noise_of_the_step_also_where_that_is_keyed(how, caplog):
     class Drawing(Planted):
         def __init__(self):
             super().__init__("output")
@@ -168,7 +169,7 @@ def test_what_is_run_again_draws_the_noise_of_the_step_also_where_that_is_keyed(
 
     model = Stack()
     model.layers[1] = Drawing()
-    args = {"iters": 4, "log_interval": 4, "reproducible": "fixed"}
+    args = {"iters": 4, "log_interval": 4, "reproducible": how}
     backend = cpu()
     backend.reproduce(TrainerArgs(gradient_accumulation_steps=2, **args))
     loop = make_loop(args, model, backend=backend, loader=Armed(RaggedPairs(24), 4))

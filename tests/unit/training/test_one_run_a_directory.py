@@ -9,22 +9,16 @@ import time
 from dataclasses import asdict
 
 import pytest
-import torch
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory
-from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers import ROOT
-from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
+from tests.helpers.loops import make_loop
 
 
-def loop(folder, **args):
-    model = TinyLabeller()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    args = TrainerArgs(**{"batch_size": 4, "iters": 2, "log_interval": 1, "model_path": str(folder), **args})
-    return TrainingLoop(args, LocalBackend(), model, optimizer, SeekableBatches(RaggedPairs(24), 4))
+def loop(folder, iters=2):
+    return make_loop(model_path=folder, iters=iters)
 
 
 HOLD = """

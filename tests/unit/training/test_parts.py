@@ -9,23 +9,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.micro_batches import split_batch
-from lm_experiments_tools.training.trainer import TrainingLoop
 from lm_experiments_tools.training.validation import generate
+from tests.helpers.loops import make_loop
 from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, TinyLabeller, tiny_t5
 
 
-def made(model=None, optimizer="its own", loader="pairs", valid=None, transform=None, **args):
-    model = TinyLabeller() if model is None else model
-    if optimizer == "its own":
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if loader == "pairs":
-        loader = DataLoader(RaggedPairs(8), batch_size=2)
-    args = TrainerArgs(**{"batch_size": 2, "iters": 2, "log_interval": 1, **args})
-    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, batch_transform_fn=transform)
+def made(model=None, optimizer=torch.optim.SGD, loader="pairs", valid=None, transform=None, **args):
+    loader = DataLoader(RaggedPairs(8), batch_size=2) if loader == "pairs" else loader
+    args = {"batch_size": 2, "iters": 2, "lr": 0.1, "batch_transform_fn": transform, **args}
+    return make_loop(model, optimizer, loader, valid, **args)
 
 
 class SparseLabeller(TinyLabeller):

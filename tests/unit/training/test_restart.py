@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import signal
 import sys
 
 import numpy as np
@@ -12,19 +13,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.train_state import TrainState
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.data.examples import packing
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.batches import BatchStream
-from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.loops import At, make_loop
 from tests.helpers.toys import RaggedPairs, TinyLabeller, tiny_t5
 
 CLASSES = """
 import torch
+from tests.helpers.loops import At, make_loop
 from tests.helpers.toys import TinyLabeller
 
 class Scaled(TinyLabeller):
@@ -37,12 +37,10 @@ class Plain(torch.optim.SGD):
 """
 
 
-def start(path, model=None, optimizer=torch.optim.SGD, lr=1e-2, rows=24, valid=None, loader_rows=None, **flags):
+def start(path, model=None, optimizer=torch.optim.SGD, valid=None, **flags):
     """A loop as a program of the library makes it, and the first inputs of each row that it has trained on."""
-    model = TinyLabeller() if model is None else model
-    args = TrainerArgs(**{"batch_size": 4, "iters": 3, "log_interval": 50, "model_path": str(path), **flags})
     shuffled = torch.Generator().manual_seed(5)
-    data = DataLoader(RaggedPairs(rows), loader_rows or args.rows_per_worker(), shuffle=True, generator=shuffled)
+    data = DataLoader(RaggedPairs(24), flags.get("batch_size", 4), shuffle=True, generator=shuffled)
     valid = DataLoader(RaggedPairs(valid), 4) if valid else None
     seen = []
 
@@ -50,8 +48,8 @@ def start(path, model=None, optimizer=torch.optim.SGD, lr=1e-2, rows=24, valid=N
         seen.extend(map(tuple, batch["input_ids"].tolist()))
         return batch
 
-    steps = optimizer(model.parameters(), lr=lr)
-    return TrainingLoop(args, LocalBackend(), model, steps, data, valid, batch_transform_fn=note), seen
+    flags = {"log_interval": 50, "model_path": path, "batch_transform_fn": note, **flags}
+    return make_loop(model, optimizer, data, valid, **flags), seen
 
 
 @pytest.mark.parametrize(
@@ -159,18 +157,10 @@ def test_more_iters_keep_the_schedule_and_num_training_steps_stretches_it(tmp_pa
 
 
 def test_fewer_or_more_iters_of_a_run_cut_short_leave_its_curve(tmp_path):
-    class Stop:
-        every = 1
-
-        def on_step_end(self, loop, info):
-            if info.step == 2:
-                loop.signals.agreed = 15
-
+    stop = At(2, lambda loop: setattr(loop.signals, "agreed", signal.SIGTERM))
     flags = {"lr_scheduler": "cosine", "num_warmup_steps": 0}
-    loop = start(tmp_path, iters=6, **flags)[0]
-    loop.callbacks = [*loop.callbacks, Stop()]
     with pytest.raises(SystemExit):
-        loop.train()
+        start(tmp_path, iters=6, callbacks=[stop], **flags)[0].train()
     expected = [1e-2 * (1 + math.cos(math.pi * n / 6)) / 2 for n in (2, 4, 6)]
     for iters in (5, 9):
         assert curve(start(tmp_path, iters=iters, **flags)[0], [2, 4, 6]) == pytest.approx(expected)

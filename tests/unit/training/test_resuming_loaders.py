@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
-from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training import batches
 from lm_experiments_tools.training.generators import random_state
-from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.loops import At, make_loop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5, weights_of
 
 ROWS, STEPS = 13, 10  # of 4 rows: two and a half epochs
@@ -187,11 +185,8 @@ def run(path, make_loader, iters, transform=None, callbacks=()):
 
     torch.manual_seed(7)
     model = tiny_t5(dropout=0.3)
-    args = TrainerArgs(batch_size=4, iters=iters, log_interval=50, model_path=str(path))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = make_loader(RaggedPairs(ROWS))
-    loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=note, callbacks=callbacks)
-    loop.train()
+    options = {"batch_transform_fn": note, "callbacks": callbacks, "log_interval": 50}
+    make_loop(model, loader=make_loader(RaggedPairs(ROWS)), iters=iters, model_path=path, **options).train()
     return seen, weights_of(model)
 
 
@@ -214,18 +209,16 @@ def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_
     def noisy(batch):
         return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.1, 1, batch["input_ids"])}
 
-    class Kill:
-        every, passes = 1, []
+    passes = []
 
-        def on_step_end(self, loop, info):
-            if info.step == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-                loop.backend.model.register_forward_pre_hook(lambda *_: self.passes.append(1))
+    def kill(loop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        loop.backend.model.register_forward_pre_hook(lambda *_: passes.append(1))
 
     whole, weights = run(tmp_path / "whole", LOADERS[name], 8, noisy)
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "parts", LOADERS[name], 8, noisy, [Kill()])
-    assert stop.value.code == 143 and Kill.passes == []
+        run(tmp_path / "parts", LOADERS[name], 8, noisy, [At(at, kill)])
+    assert stop.value.code == 143 and passes == []
     checkpoints = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
     assert checkpoints == [f"step_{at:06d}"]
     seen, continued = run(tmp_path / "parts", LOADERS[name], 8, noisy)
@@ -271,11 +264,7 @@ def test_random_states_are_captured_at_each_batch_only_where_fetching_it_may_dra
     monkeypatch.setattr(batches, "random_state", lambda: made.append(1) or random_state())
     data = RaggedPairs(20)
     loader = SeekableBatches(data, 4) if loader == "seeks" else LOADERS[loader](data)
-    model = tiny_t5()
-    args = TrainerArgs(batch_size=4, iters=5, log_interval=50)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=transform)
-    loop.train()
+    make_loop(loader=loader, iters=5, log_interval=50, batch_transform_fn=transform).train()
     assert len(made) == captures + (not hasattr(loader, "seek"))  # and at the epoch's start
 
 

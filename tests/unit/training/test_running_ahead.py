@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend, PendingStep
+from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import LossScaledFp16
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.optimizers import (
     Adafactor,
     AdamWScale,
@@ -35,6 +34,7 @@ from lm_experiments_tools.optimizers.muon import Muon
 from lm_experiments_tools.training.micro_batches import to_device
 from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
 from modeling_t5 import T5Config, T5ForConditionalGeneration
+from tests.helpers import loops
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
 
 OURS = {
@@ -146,13 +146,10 @@ class Reads(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def make_loop(
-    args: dict, model: nn.Module, *, backend: LocalBackend | None = None, callbacks: tuple = (), **options: Any
-):
-    args = TrainerArgs(**{"batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5, **args})
-    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    loader = options.pop("loader", None) or SeekableBatches(RaggedPairs(24), args.rows_per_worker())
-    return TrainingLoop(args, backend or AheadBackend(), model, optimizer, loader, callbacks=callbacks, **options)
+def make_loop(args: dict, model: nn.Module, *, backend: Backend | None = None, optimizer: Any = None, **options: Any):
+    args = {"batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5, **args}
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return loops.make_loop(model, optimizer, backend=backend or AheadBackend(), **args, **options)
 
 
 @contextmanager
@@ -425,14 +422,14 @@ def test_a_run_that_asks_late_goes_on_bit_for_bit_after_a_signal_and_from_a_chec
 
 def test_skips_learned_of_late_end_the_run_too():
     model, backend = TinyLabeller(), AheadBackend()
-    poison(model, backend, set(range(4, 100)))
+    poison(model, backend, {2, *range(5, 100)})
     loop = make_loop({"iters": 50, "log_interval": 50, "max_skipped_updates": 3}, model, backend=backend)
     before = []
     loop.backend.optimizer.register_step_post_hook(lambda *_: before.append(weights_of(model)))
     with pytest.raises(TrainingDiverged, match="3 updates in a row"):
         loop.train()
-    assert loop.state.step == 3 and loop.state.skipped_updates == 3 and loop.state.consumed_samples == 6 * 4
-    assert all(torch.equal(before[2][name], tensor) for name, tensor in weights_of(model).items())
+    assert loop.state.step == 3 and loop.state.skipped_updates == 4 and loop.state.consumed_samples == 7 * 4
+    assert all(torch.equal(before[3][name], tensor) for name, tensor in weights_of(model).items())
 
 
 def test_a_fused_optimizer_goes_on_from_one_that_was_not():

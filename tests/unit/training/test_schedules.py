@@ -146,46 +146,6 @@ def test_each_schedule_that_the_refusal_lists_is_taken():
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("cosin", {}, "did you mean cosine"),
-        ("reduce_lr_on_plateau", {}, "--use_lr_drop"),
-        ("constant_with_warmup", {"num_training_steps": 10}, "needs --num_warmup_steps"),
-        ("linear", {"num_warmup_steps": 1}, "needs --num_training_steps"),
-        ("linear", {"num_warmup_steps": 11, "num_training_steps": 10}, "11 is more than the 10"),
-        ("linear", {"num_warmup_steps": -1, "num_training_steps": 10}, "negative"),
-        ("linear", {"num_warmup_steps": 0, "num_training_steps": 0}, "at least one"),
-        (
-            "linear",
-            {"num_warmup_steps": 0, "num_training_steps": 9, "min_lr_ratio": 0.1},
-            "no floor.*cosine_with_min_lr",
-        ),
-        ("linear", {"num_warmup_steps": 0, "num_training_steps": 9, "power": 2}, "no option 'power'; it takes none"),
-        ("cosine_with_floor", {"num_warmup_steps": 0, "num_training_steps": 9, "min_lr_ratio": 3}, "from 0 to 1"),
-        ("constant", {"num_warmup_steps": 5}, "no effect with --lr_scheduler constant"),
-        ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9}, "needs --lr"),
-        ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9, "base_lr": 1e-8}, "must be larger"),
-        ("legacy", {"num_training_steps": 9, "base_lr": 0.0}, "positive --lr"),
-        ("t5_inverse_sqrt", {"num_warmup_steps": 0}, "which is 0"),
-        ("inverse_sqrt", {"num_warmup_steps": 0, "timescale": 0}, "positive timescale"),
-        (
-            "warmup_stable_decay",
-            {"num_warmup_steps": 5, "num_training_steps": 9, "num_decay_steps": 5},
-            "do not fit into 9",
-        ),
-        (
-            "warmup_stable_decay",
-            {"num_warmup_steps": 0, "num_training_steps": 9, "decay_type": "sqrt"},
-            "expected .linear., .cosine. or .1-sqrt.",
-        ),
-    ],
-)
-def test_senseless_schedule_is_one_sentence(name, options, message):
-    with pytest.raises(UserError, match=message):
-        get_schedule(name, **options)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
@@ -251,22 +211,53 @@ def test_a_new_schedule_of_transformers_works_by_its_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "options", "message"),
     [
-        ("greedy", "depends on results"),
-        (f"{__name__}:halves", "needs --num_training_steps"),
-        (f"{__name__}:needs_power", "needs --lr_scheduler_options power=VALUE, which is not given"),
-        (f"{__name__}:nothing", "names no argument"),
-        (f"{__name__}:anything", "names no argument"),
-        ("builtins:min", "names no argument"),
-        (f"{__name__}:halvs", "has no halvs; did you mean 'halves'"),
-        ("torch.optim.lr_scheduler:CosineAnnealingLR", "needs --lr_scheduler_options T_max=VALUE, which is not given"),
-        ("no_such_module:f", "no_such_module cannot be imported"),
+        ("cosin", {}, "did you mean cosine"),
+        ("reduce_lr_on_plateau", {}, "--use_lr_drop"),
+        ("constant_with_warmup", {"num_training_steps": 10}, "needs --num_warmup_steps"),
+        ("linear", {"num_warmup_steps": 1}, "needs --num_training_steps"),
+        ("linear", {"num_warmup_steps": 11, "num_training_steps": 10}, "11 is more than the 10"),
+        ("linear", {"num_warmup_steps": -1, "num_training_steps": 10}, "negative"),
+        ("linear", {"num_warmup_steps": 0, "num_training_steps": 0}, "at least one"),
+        (
+            "linear",
+            {"num_warmup_steps": 0, "num_training_steps": 9, "min_lr_ratio": 0.1},
+            "no floor.*cosine_with_min_lr",
+        ),
+        ("linear", {"num_warmup_steps": 0, "num_training_steps": 9, "power": 2}, "no option 'power'; it takes none"),
+        ("cosine_with_floor", {"num_warmup_steps": 0, "num_training_steps": 9, "min_lr_ratio": 3}, "from 0 to 1"),
+        ("constant", {"num_warmup_steps": 5}, "no effect with --lr_scheduler constant"),
+        ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9}, "needs --lr"),
+        ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9, "base_lr": 1e-8}, "must be larger"),
+        ("legacy", {"num_training_steps": 9, "base_lr": 0.0}, "positive --lr"),
+        ("t5_inverse_sqrt", {"num_warmup_steps": 0}, "which is 0"),
+        ("inverse_sqrt", {"num_warmup_steps": 0, "timescale": 0}, "positive timescale"),
+        (
+            "warmup_stable_decay",
+            {"num_warmup_steps": 5, "num_training_steps": 9, "num_decay_steps": 5},
+            "do not fit into 9",
+        ),
+        (
+            "warmup_stable_decay",
+            {"num_warmup_steps": 0, "num_training_steps": 9, "decay_type": "sqrt"},
+            "expected .linear., .cosine. or .1-sqrt.",
+        ),
+        ("greedy", {}, "depends on results"),
+        (f"{__name__}:halves", {}, "needs --num_training_steps"),
+        (f"{__name__}:needs_power", {}, "needs --lr_scheduler_options power=VALUE, which is not given"),
+        (f"{__name__}:nothing", {}, "names no argument"),
+        (f"{__name__}:anything", {}, "names no argument"),
+        ("builtins:min", {}, "names no argument"),
+        (f"{__name__}:halvs", {}, "has no halvs; did you mean 'halves'"),
+        ("torch.optim.lr_scheduler:CosineAnnealingLR", {}, "needs --lr_scheduler_options T_max=VALUE"),
+        ("no_such_module:f", {}, "no_such_module cannot be imported"),
     ],
 )
-def test_a_function_that_is_no_schedule_is_one_sentence(name, message):
-    with pytest.raises(UserError, match=f"--lr_scheduler {name}.*{message}"):
-        get_schedule(name)
+def test_senseless_schedule_is_one_sentence(name, options, message):
+    with pytest.raises(UserError, match=message) as refused:
+        get_schedule(name, **options)
+    assert ":" not in name or f"--lr_scheduler {name}" in str(refused.value)
 
 
 def test_schedules_need_no_torch():

@@ -11,32 +11,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint import train_state
 from lm_experiments_tools.config import restart
 from lm_experiments_tools.config.cli import run_main
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import RunError
-from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5, weights_of
-
-
-class AfterStep:
-    every = 1
-
-    def __init__(self, number, does):
-        self.number, self.does = number, does
-
-    def on_step_end(self, loop, info):
-        if info.step == self.number:
-            self.does()
+from tests.helpers import loops
+from tests.helpers.loops import At
+from tests.helpers.toys import RaggedPairs, tiny_t5, weights_of
 
 
 def make_loop(hook, valid=None, **args):
-    args = TrainerArgs(batch_size=4, iters=6, log_interval=2, **args)
-    model, loader = tiny_t5(dropout=0.3), SeekableBatches(RaggedPairs(24), args.rows_per_worker())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, callbacks=[hook] if hook else [])
+    callbacks = [hook] if hook else []
+    return loops.make_loop(tiny_t5(dropout=0.3), valid=valid, iters=6, log_interval=2, callbacks=callbacks, **args)
 
 
 class Interrupted:
@@ -86,7 +72,7 @@ def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_pat
         return weights_of(loop.backend.unwrap()), loop
 
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "killed", AfterStep(3, lambda: os.kill(os.getpid(), number)))
+        run(tmp_path / "killed", At(3, lambda loop: os.kill(os.getpid(), number)))
     assert stop.value.code == code
     continued, loop = run(tmp_path / "killed")
     whole, whole_loop = run(tmp_path / "whole")
@@ -112,7 +98,7 @@ def test_a_launcher_s_signal_while_a_lost_worker_is_looked_for_is_not_this_one_s
     before = signal.signal(signal.SIGTERM, lambda *_: ended.append("by the signal"))
     try:
         with pytest.raises(RunError, match="lost rank 1"):
-            make_loop(AfterStep(3, lambda: {}["connection"])).train()
+            make_loop(At(3, lambda loop: {}["connection"])).train()
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not ended

@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.training.trainer import TrainingLoop
 from lm_experiments_tools.training.validation import counted
+from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 
 CASES = list(itertools.product([1, 2, 5, 7, 9, 12], [1, 2, 3, 4], [1, 2, 3]))  # rows, workers, batch size
@@ -124,7 +123,7 @@ def test_rows_that_accelerate_may_add_to_a_stream_of_unknown_length_are_warned_o
     loaders = sharded_by_accelerate(Stream(9), workers=2, size=2)
     assert rows_counted(loaders)[1] == 12
     assert "may repeat rows, as the Stream has no length" in caplog.text
-    loop = TrainingLoop(TrainerArgs(batch_size=2, iters=1), LocalBackend(), Parity(), None, None, loaders[0])
+    loop = make_loop(Parity(), None, None, loaders[0])
     assert loop.state.valid_fingerprint is None
 
 
@@ -171,8 +170,8 @@ def labelled(rows):
 
 def validated(backend, loader):
     """Loss, accuracy and numbers of rows as a loop validates them."""
-    loop = TrainingLoop(
-        TrainerArgs(batch_size=2, iters=1), backend, Parity(), None, None,
+    loop = make_loop(
+        Parity(), None, None, backend=backend, batch_size=2,
         keep_for_metrics_fn=lambda batch, outputs: {"right": outputs["logits"].argmax(-1) == batch["labels"]},
         metrics_fn=lambda kept: {"accuracy": kept["right"].double().mean(), "rows": len(kept["right"])},
     )  # fmt: skip
