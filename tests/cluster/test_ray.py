@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import environment, missing
+from tests.distributed.launch import environment, skip_without
 from tests.helpers import ROOT
 from tests.helpers.cluster_examples import copy_example
 from tests.helpers.runs import losses, words
@@ -25,8 +25,7 @@ SCRIPT = "run_t5_pretraining.py"
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of a Ray cluster of two nodes, with 80 MB of objects and two processors each."""
-    if reason := missing("ray"):
-        pytest.skip(reason)
+    skip_without("ray")
     from ray.cluster_utils import Cluster
 
     size = {"num_cpus": 2, "object_store_memory": 80 * 2**20}

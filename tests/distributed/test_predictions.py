@@ -1,11 +1,10 @@
 """Predictions of two workers with uneven data and no folder in common: the file and the metrics of one worker."""
 
 import json
-import sys
 
 import pytest
 
-from tests.distributed.launch import forked, horovodrun, missing, torchrun
+from tests.distributed.launch import skip_without, slow, start
 
 SCRIPT = """
 import json, sys
@@ -65,39 +64,29 @@ backend.close()
 """
 
 
-def results(launcher, folder):
-    """Values that each worker knows at the end; without a launcher, what an earlier job left."""
-    if launcher:
-        (folder / "script.py").write_text(SCRIPT)
-        job = forked(launcher, folder / "script.py", folder)
-        assert job.returncode == 0, job.output[-3000:]
+def results(kind, folder):
+    """Metrics, files and error of each worker."""
+    (folder / "script.py").write_text(SCRIPT)
+    start(kind, folder / "script.py", folder)
     return [json.loads(file.read_text()) for file in sorted(folder.glob("?.json"))]
 
 
 @pytest.fixture(scope="module")
 def one_worker(tmp_path_factory):
-    if reason := missing("sacrebleu"):
-        pytest.skip(reason)
+    skip_without("sacrebleu")
     folder = tmp_path_factory.mktemp("one")
-    results([sys.executable], folder)
-    return folder
+    return folder, *results("alone", folder)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("launcher", "needs"),
-    [(torchrun, "accelerate"), pytest.param(horovodrun, "horovod", marks=pytest.mark.slow)],
-    ids=["torchrun", "horovodrun"],
-)
-def test_two_workers_write_the_file_of_one(tmp_path, one_worker, launcher, needs):
-    if reason := missing(needs):
-        pytest.skip(reason)
-    two = results(launcher(2), tmp_path)
-    [[values, files, error]] = results([], one_worker)
+@pytest.mark.parametrize("kind", slow(["ddp", "horovod"], "horovod"))
+def test_two_workers_write_the_file_of_one(tmp_path, one_worker, kind):
+    folder, [values, files, error] = one_worker
+    two = results(kind, tmp_path)
     assert files == ["valid.jsonl"] and "valid.jsonl" in error
     assert set(values) == {"bleu", "exact_match", "gen_len"} and 0 < values["exact_match"] < 100
     # both workers know the metrics, and both end with the sentence about the full or forbidden folder of rank 0
     assert [worker[0] for worker in two] == [values, values]
     assert [worker[1] for worker in two] == [["valid.jsonl"], []]
     assert all("valid.jsonl" in worker[2] for worker in two)
-    assert (tmp_path / "kept.jsonl").read_bytes() == (one_worker / "kept.jsonl").read_bytes()
+    assert (tmp_path / "kept.jsonl").read_bytes() == (folder / "kept.jsonl").read_bytes()
