@@ -142,6 +142,7 @@ def test_the_checkpoints_of_a_run_load_with_from_pretrained(plain_python, text):
         assert torch.equal(theirs, own)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_143(text, tmp_path):
     process = subprocess.Popen(
         [sys.executable, *map(str, [SCRIPT, *flags(text, tmp_path, 8, 1), "--iters", 100000, "--speed", "off"])],
