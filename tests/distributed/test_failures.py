@@ -15,7 +15,7 @@ import pytest
 from lm_experiments_tools.checkpoint.manifest import verify
 from tests.distributed.launch import CPU, ROOT, environment, horovodrun, run, skip_without, slow, start, torchrun
 
-WORKER = ROOT / "tests" / "distributed" / "failure_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "hang_worker.py"
 SECONDS = 90  # start-up takes most of it; a dead peer is noticed within seconds
 
 pytestmark = pytest.mark.distributed
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize("kind", slow(["horovod", "ddp"], "horovod"))
 def test_sigterm_on_one_rank_saves_on_all_and_stops_all(kind, tmp_path):
-    output = start(kind, WORKER, "sigterm", tmp_path, real=True, fails=True, timeout=SECONDS)
+    output = start(kind, WORKER, "sigterm", "training", tmp_path, real=True, fails=True, timeout=SECONDS)
     assert "SIGTERM: saving a checkpoint and stopping" in output
     newest = (tmp_path / "last").resolve()
     verify(newest)
-    assert newest.name in ("step_000003", "step_000004")  # the step at whose start all workers learned of it
+    assert newest.name in ("step_000005", "step_000006")  # the step at whose start all workers learned of it
 
 
 def test_steps_of_half_horovodruns_grace_period_are_saved_before_it_kills(tmp_path):
@@ -36,7 +36,7 @@ def test_steps_of_half_horovodruns_grace_period_are_saved_before_it_kills(tmp_pa
     Horovodrun's exit code is not checked: on a busy machine it was 0 once.
     """
     skip_without("horovod")
-    job = run(horovodrun(), WORKER, "sigterm_to_launcher", tmp_path, timeout=SECONDS)
+    job = run(horovodrun(), WORKER, "sigterm_to_launcher", "training", tmp_path, timeout=SECONDS)
     assert job.returncode is not None, "the job hung:\n" + job.output[-3000:]
     newest = (tmp_path / "last").resolve()
     verify(newest)
@@ -48,7 +48,7 @@ def test_workers_of_a_killed_torchrun_save_and_stop(tmp_path):
     skip_without("accelerate")
     log = tmp_path / "output.txt"
     with log.open("w") as output:
-        command = [*torchrun(), str(WORKER), "train", str(tmp_path)]
+        command = [*torchrun(), str(WORKER), "train_long", "training", str(tmp_path)]
         launcher = subprocess.Popen(
             command, cwd=ROOT, env=environment(**CPU), stdout=output, stderr=output, start_new_session=True
         )
@@ -71,6 +71,6 @@ def test_workers_of_a_killed_torchrun_save_and_stop(tmp_path):
 
 @pytest.mark.parametrize("kind", slow(["horovod", "ddp"], "ddp"))
 def test_a_full_disk_on_rank_0_is_an_error_on_every_rank_not_a_hang(kind, tmp_path):
-    output = start(kind, WORKER, "full_disk", tmp_path, real=True, fails=True, timeout=SECONDS)
+    output = start(kind, WORKER, "full_disk", "saving", tmp_path, real=True, fails=True, timeout=SECONDS)
     assert "No space left on device" in output
     assert not list((tmp_path / "checkpoints").glob("step_*"))
