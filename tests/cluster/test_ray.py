@@ -20,6 +20,7 @@ from tests.helpers.runs import losses, words
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 SCRIPT = "run_t5_pretraining.py"
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +36,6 @@ def address() -> Iterator[str]:
     cluster.shutdown()
 
 
-def run(*command: object, address: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment(RAY_ADDRESS=address, RAY_USAGE_STATS_ENABLED="0"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.fixture
 def ray_train(tmp_path: Path) -> Path:
     """The example with two workers and one restart."""
@@ -58,8 +47,7 @@ def test_workers_of_two_nodes_form_one_job_and_are_restarted(address, ray_train,
     """One of them is killed after the first checkpoint."""
     flags["iters"] = 300
     job = [sys.executable, ray_train, SCRIPT, *words(**flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(job, cwd=ROOT, env=environment(RAY_ADDRESS=address), **pipes) as ray:
+    with subprocess.Popen(job, cwd=ROOT, env=environment(RAY_ADDRESS=address), **PIPES) as ray:
         output = killed = ""
         for line in ray.stdout:
             output += line
@@ -73,6 +61,9 @@ def test_workers_of_two_nodes_form_one_job_and_are_restarted(address, ray_train,
 
 def test_a_run_that_fails_ends_the_program_with_the_reason(address, ray_train, flags, data):
     flags["data_path"] = data / "absent"
-    ended = run(ray_train, SCRIPT, *words(**flags), address=address)
+    job = [sys.executable, ray_train, SCRIPT, *words(**flags)]
+    ended = subprocess.run(
+        job, cwd=ROOT, env=environment(RAY_ADDRESS=address, RAY_USAGE_STATS_ENABLED="0"), timeout=300, **PIPES
+    )
     assert ended.returncode == 1 and f"{data / 'absent'}" in ended.stdout, ended.stdout[-6000:]
     assert f"{SCRIPT} ended with exit code 2" in ended.stdout
