@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize("kind", slow(["horovod", "ddp"], "horovod"))
 def test_sigterm_on_one_rank_saves_on_all_and_stops_all(kind, tmp_path):
-    output = start(kind, WORKER, "sigterm", "training", tmp_path, real=True, fails=True, timeout=SECONDS)
+    output = start(kind, WORKER, "sigterm", "training", tmp_path, fails=True, timeout=SECONDS)
     assert "SIGTERM: saving a checkpoint and stopping" in output
     newest = (tmp_path / "last").resolve()
     verify(newest)
@@ -71,6 +71,6 @@ def test_workers_of_a_killed_torchrun_save_and_stop(tmp_path):
 
 @pytest.mark.parametrize("kind", slow(["horovod", "ddp"], "ddp"))
 def test_a_full_disk_on_rank_0_is_an_error_on_every_rank_not_a_hang(kind, tmp_path):
-    output = start(kind, WORKER, "full_disk", "saving", tmp_path, real=True, fails=True, timeout=SECONDS)
+    output = start(kind, WORKER, "full_disk", "saving", tmp_path, fails=True, timeout=SECONDS)
     assert "No space left on device" in output
     assert not list((tmp_path / "checkpoints").glob("step_*"))

@@ -74,11 +74,12 @@ def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
         assert json.loads((tmp_path / f"talked_{rank}.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, options, environ",
     [
         ("FSDP", ("--use_fsdp", "--fsdp_version", "2"), {"ACCELERATE_USE_CPU": "1"}),
-        pytest.param("DEEPSPEED", ("--use_deepspeed", "--zero_stage", "2"), {}, marks=pytest.mark.slow),
+        ("DEEPSPEED", ("--use_deepspeed", "--zero_stage", "2"), {}),
     ],
 )
 def test_sharding_on_cpus_is_refused(tmp_path, kind, options, environ):
