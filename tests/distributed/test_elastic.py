@@ -46,4 +46,4 @@ def test_a_fixed_run_gives_the_same_bits_on_both_backends_and_keeps_its_workers(
     digest(tmp_path / "parts", 4, "horovod", 3, *flags)
     assert digest(tmp_path / "parts", STEPS, "ddp", 3, *flags) == whole
     output = start("ddp", WORKER, tmp_path / "parts", STEPS + 1, *flags, fails=True)
-    assert "fixed of 3 worker(s)" in output, output[-2000:]
+    assert "fixed with 3 ranks, and this start has fixed with 2" in output, output[-2000:]
