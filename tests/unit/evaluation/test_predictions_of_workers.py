@@ -39,8 +39,9 @@ def collect(backend: Backend, folder: Path) -> dict[str, float]:
     mine = rows_of(backend)
     for first in range(0, len(mine), 8):
         rows = mine[first : first + 8]
-        texts = [[ord(c) for c in f"answer {n % 5} " + "x" * (n % 3)] for n in rows]
-        ids = [torch.tensor(text) for text in texts]
+        again = [n in mine[: first + place] for place, n in enumerate(rows)]  # has another answer, which is not taken
+        texts = [f"answer {n % 5} " + "x" * (n % 3 + 3 * is_again) for n, is_again in zip(rows, again, strict=True)]
+        ids = [torch.tensor([ord(c) for c in text]) for text in texts]
         ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
         collector.add({"example": torch.tensor(rows)}, {"generation_outputs": ids})
     return collector.reduce(backend)
