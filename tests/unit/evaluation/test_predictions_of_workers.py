@@ -67,6 +67,7 @@ def test_two_workers_write_the_file_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "PIECE_BYTES", 500)  # several pieces, of other numbers on each worker
     values, written, _ = work(LocalBackend(), tmp_path / "one")
     assert set(values) == {"bleu", "exact_match", "gen_len"} and 0 < values["exact_match"] < 100
+    assert values["gen_len"] == pytest.approx(sum(9 + n % 3 for n in range(NUMBER)) / NUMBER)
     two = Workers(2).run(lambda backend: work(backend, tmp_path / "two"))
     # both workers know the metrics, and both end with the sentence about the full or forbidden folder of rank 0
     assert [worker[:2] for worker in two] == [(values, written), (values, None)]
