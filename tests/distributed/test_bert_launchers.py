@@ -56,7 +56,7 @@ def plain_python(data, tmp_path_factory):
     start("alone", SCRIPT, *flags(data, folder, 8, 1))
     found = logged(folder)
     assert [step for step, split, _ in found if split == "train"] == list(range(5, STEPS + 1, 5))
-    assert sorted(found[0][2]) == ["accuracy_mlm", "accuracy_nsp", "loss", "loss_mlm", "loss_nsp"]
+    assert {"accuracy_mlm", "accuracy_nsp", "loss", "loss_mlm", "loss_nsp"} <= found[0][2].keys()
     assert found[-2][2]["loss_mlm"] < found[0][2]["loss_mlm"] - 0.5  # it learned
     return found
 
@@ -93,4 +93,8 @@ def test_killed_and_started_again_it_logs_what_plain_python_logs(kind, data, pla
 def test_without_pairs_ddp_gets_a_gradient_of_the_head_that_judges_them(data, tmp_path):
     options = ["--nsp", "swap", "--use_nsp", 0, "--iters", 4, "--log_interval", 1]
     start("ddp", SCRIPT, *flags(data, tmp_path), *options)
-    assert all(sorted(values) == ["accuracy_mlm", "loss", "loss_mlm"] for _, _, values in logged(tmp_path))
+    for _, _, values in logged(tmp_path):
+        assert {"accuracy_mlm", "loss", "loss_mlm"} <= values.keys() and not {
+            "accuracy_nsp",
+            "loss_nsp",
+        } & values.keys()
