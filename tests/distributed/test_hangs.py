@@ -44,7 +44,7 @@ def test_a_job_with_trouble_on_one_rank_ends_in_time_and_goes_on(kind, moment, b
     named = ("rank 1", "rank      : 1 ", "Process 1 exit")  # by a worker, or where none has begun by the launcher
     said = [line for line in "\n".join([output, *logs]).splitlines() if any(name in line for name in named)]
     print(f"\n{backend:10} {kind:6} {moment:10} {seconds:5.1f} s: {said[-1:]}")
-    assert seconds < STALL + 5
+    assert seconds < (60 if (kind, moment, backend) in DAILY else STALL + 5)  # the daily ones run beside other tests
     assert said, output[-3000:]
     if moment != "start":
         assert any(f"step {step}" in line for line in said for step in (AT - 1, AT, AT + 1)), said
