@@ -112,9 +112,7 @@ def _fused() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return torch.compile(loss_and_gradient) if importlib.util.find_spec("triton") else None
 
 
-def loss_and_gradient(
-    logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """The loss of logits [tokens, vocabulary], and its gradient in their dtype."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_valid = (labels != IGNORED)[:, None]

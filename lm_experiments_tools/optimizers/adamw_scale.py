@@ -75,9 +75,7 @@ class AdamWScale(Float32StateOptimizer):
                 scale = scales[parameter] if parameter in scales else float(root_mean_square(parameter))
                 self._update(parameter, group, scale, known)
 
-    def _update_together(
-        self, parameters: list[Tensor], group: dict, scales: dict[Tensor, Tensor]
-    ) -> list[Tensor]:
+    def _update_together(self, parameters: list[Tensor], group: dict, scales: dict[Tensor, Tensor]) -> list[Tensor]:
         """One step of all parameters that the Triton kernel takes; returns the others."""
         if not any(p.is_cuda for p in parameters) or importlib.util.find_spec("triton") is None:
             return parameters
