@@ -23,6 +23,7 @@ from random import Random
 from lm_experiments_tools.checkpoint.manifest import verify
 from tests.chaos import launched, tiny_run, zygote
 from tests.chaos.moments import PHASES, SIGNALS, Kill, draw
+from tests.helpers import warm
 
 
 class Fault(Exception):
@@ -212,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.launchers:
         harness = LaunchedHarness(folder, args.seed, [2], args.launchers.split(","), args.reproducible, args.phases)
     else:
-        zygote.preload()
+        warm.preload("run_t5_pretraining", "lm_experiments_tools.recipes.t5_sources")
         harness = Harness(folder, args.seed, workers, backends, args.reproducible, args.phases)
     print(f"{args.kills} kills, seed {args.seed}, in {folder}: {harness.pace} s a kill on two idle cores", flush=True)
     faults, number = [], args.run or 0

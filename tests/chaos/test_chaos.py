@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import missing, run
+from tests.distributed.launch import run, skip_without
 
 pytestmark = pytest.mark.distributed
 SLOW = (pytest.mark.slow, pytest.mark.timeout(7200))
@@ -13,8 +13,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(7200))
 
 def endured(kills, *options, timeout):
     """The program's report after so many kills, of which none made a difference."""
-    if reason := missing("horovod", "accelerate"):
-        pytest.skip(reason)
+    skip_without("horovod", "accelerate")
     words = ("-m", "tests.chaos.program", "--kills", str(kills), *options)
     ended = run([sys.executable], *words, timeout=timeout, TF_CPP_MIN_LOG_LEVEL="3")
     assert ended.returncode == 0, ended.output[-6000:]

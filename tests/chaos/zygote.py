@@ -6,46 +6,22 @@ worker ends badly: SIGTERM to the others, SIGKILL after a grace period.
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
+from lm_experiments_tools.config.cli import run_main
 from tests.chaos.moments import Kill, Watch, install
-from tests.helpers.warm import leave, rank_variables, rendezvous
+from tests.helpers.warm import rank_variables, rendezvous, work
 
 KINDS = {"horovod": "horovodrun", "ddp": "torchrun"}  # whose environment the workers of a backend get
 BACKENDS = tuple(KINDS)
-PRELOADED = (
-    "horovod.torch",
-    "torch.distributed",
-    "lm_experiments_tools.backends.accelerate",
-    "lm_experiments_tools.backends.horovod",
-    "lm_experiments_tools.recipes.t5_data",
-    "lm_experiments_tools.recipes.t5_sources",
-    "lm_experiments_tools.training.trainer",
-    "modeling_t5",
-    "run_t5_pretraining",
-    "transformers.optimization",
-)
 GRACE_SECONDS, PATIENCE_SECONDS = 30.0, 150.0
-
-
-def preload() -> None:
-    """Import what every worker needs, before the first fork."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    from lm_experiments_tools.tracking import run_directory
-
-    environment = run_directory.describe_environment()  # of 500 packages, the same at each start
-    run_directory.describe_environment = lambda: dict(environment)
 
 
 @dataclass
@@ -132,26 +108,12 @@ def _signal(alive: dict[int, int], sign: int) -> None:
 
 def _work(
     main: Any, argv: Sequence[str], environment: dict[str, str], folder: Path, rank: int, kill: Kill | None
-) -> None:
-    """Be a worker: never returns."""
-    code = 70
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: none outlives the harness
-        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(environment)
-        os.chdir(folder.parent)  # token files of text go to .cache of the current folder
+) -> NoReturn:
+    """Be a worker. Token files of text go to .cache of the current folder."""
+
+    def run() -> None:
         if kill is not None and kill.rank == rank and kill.phase != "any time":
             install(Watch(kill, lambda: (folder / "landed").touch()), rank)
-        from lm_experiments_tools.config.cli import run_main
+        run_main(lambda: main(argv))
 
-        try:
-            run_main(lambda: main(argv))
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    finally:
-        leave(code)
+    work(run, environment, folder / f"rank{rank}.log", folder.parent)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import environment, missing
+from tests.distributed.launch import environment, skip_without
 from tests.helpers import ROOT
 from tests.helpers.cluster_examples import copy_example
 from tests.helpers.runs import losses, words
@@ -20,13 +20,13 @@ from tests.helpers.runs import losses, words
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 SCRIPT = "run_t5_pretraining.py"
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of a Ray cluster of two nodes, with 80 MB of objects and two processors each."""
-    if reason := missing("ray"):
-        pytest.skip(reason)
+    skip_without("ray")
     from ray.cluster_utils import Cluster
 
     size = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
@@ -34,18 +34,6 @@ def address() -> Iterator[str]:
     cluster.add_node(**size)
     yield cluster.address
     cluster.shutdown()
-
-
-def run(*command: object, address: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment(RAY_ADDRESS=address, RAY_USAGE_STATS_ENABLED="0"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
 
 
 @pytest.fixture
@@ -59,8 +47,7 @@ def test_workers_of_two_nodes_form_one_job_and_are_restarted(address, ray_train,
     """One of them is killed after the first checkpoint."""
     flags["iters"] = 300
     job = [sys.executable, ray_train, SCRIPT, *words(**flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(job, cwd=ROOT, env=environment(RAY_ADDRESS=address), **pipes) as ray:
+    with subprocess.Popen(job, cwd=ROOT, env=environment(RAY_ADDRESS=address), **PIPES) as ray:
         output = killed = ""
         for line in ray.stdout:
             output += line
@@ -74,6 +61,9 @@ def test_workers_of_two_nodes_form_one_job_and_are_restarted(address, ray_train,
 
 def test_a_run_that_fails_ends_the_program_with_the_reason(address, ray_train, flags, data):
     flags["data_path"] = data / "absent"
-    ended = run(ray_train, SCRIPT, *words(**flags), address=address)
+    job = [sys.executable, ray_train, SCRIPT, *words(**flags)]
+    ended = subprocess.run(
+        job, cwd=ROOT, env=environment(RAY_ADDRESS=address, RAY_USAGE_STATS_ENABLED="0"), timeout=300, **PIPES
+    )
     assert ended.returncode == 1 and f"{data / 'absent'}" in ended.stdout, ended.stdout[-6000:]
     assert f"{SCRIPT} ended with exit code 2" in ended.stdout

@@ -9,7 +9,7 @@ import pytest
 from lm_experiments_tools.checkpoint.manifest import verify
 from lm_experiments_tools.data.tokens.merge import merge_datasets
 from tests.cluster.test_two_machines import weights
-from tests.distributed.launch import environment, missing
+from tests.distributed.launch import environment, skip_without
 from tests.helpers.cluster_examples import copy_example
 from tests.helpers.runs import losses, words
 
@@ -115,8 +115,7 @@ def test_a_requeued_job_ends_with_the_weights_of_an_undisturbed_one(cluster, fla
 
 def test_horovodrun_trains_and_saves_at_sigterm_under_slurm(cluster, flags, run_dir, tmp_path):
     """SIGTERM goes to the batch script, as before the time limit; the job submitted again resumes."""
-    if reason := missing("horovod"):
-        pytest.skip(reason)
+    skip_without("horovod")
     log, file = tmp_path / "job.txt", copy_example("horovodrun.sbatch", tmp_path, WORKERS="1")
     path = f"{cluster.first.folder}:{environment()['PATH']}"  # where the ssh of these machines is
     number = submit(cluster, file, log, f"--export=ALL,PATH={path}", **flags)

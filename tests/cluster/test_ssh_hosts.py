@@ -12,7 +12,7 @@ import yaml
 from lm_experiments_tools.checkpoint.manifest import verify
 from tests.cluster.machines import INTERFACE, ended
 from tests.cluster.test_two_machines import CPU, SCRIPT, training, worker_on
-from tests.distributed.launch import missing
+from tests.distributed.launch import skip_without
 from tests.helpers import ROOT
 from tests.helpers.cluster_examples import copy_example
 from tests.helpers.runs import losses, words
@@ -38,8 +38,7 @@ def left_on(machines):
 
 @pytest.mark.parametrize(("name", "workers"), [("ssh_hosts.sh", 2), ("horovodrun.sh", 1)])
 def test_a_script_trains_on_both_machines(name, workers, machines, flags, run_dir, tmp_path):
-    if reason := missing("horovod" if name == "horovodrun.sh" else "accelerate"):
-        pytest.skip(reason)
+    skip_without("horovod" if name == "horovodrun.sh" else "accelerate")
     flags |= {"iters": 20, "save_interval": None, "batch_size": 6 // workers}
     code, output = ended(start(machines, name, tmp_path, workers=workers, **flags), 180)
     assert code == 0 and f"{2 * workers} worker(s)" in output, output[-4000:]
@@ -50,8 +49,7 @@ def test_a_script_trains_on_both_machines(name, workers, machines, flags, run_di
 
 @pytest.mark.parametrize(("name", "expected"), [("ssh_hosts.sh", 143), ("horovodrun.sh", 1)])
 def test_a_job_that_gets_sigterm_saves_and_resumes(name, expected, machines, flags, run_dir, tmp_path):
-    if reason := missing("horovod" if name == "horovodrun.sh" else "accelerate"):
-        pytest.skip(reason)
+    skip_without("horovod" if name == "horovodrun.sh" else "accelerate")
     job = start(machines, name, tmp_path, **flags)
     training([job], run_dir)
     psutil.Process(job.pid).send_signal(signal.SIGTERM)

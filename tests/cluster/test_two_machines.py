@@ -12,7 +12,7 @@ import pytest
 
 from lm_experiments_tools.checkpoint.manifest import verify
 from tests.cluster.machines import INTERFACE, SSH_PORT, ended, torchrun_on
-from tests.distributed.launch import missing
+from tests.distributed.launch import missing, skip_without
 from tests.helpers.runs import losses, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -104,8 +104,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_trains_on_two_machines(launcher, machines, flags, run_dir):
-    if reason := missing("horovod" if launcher == "horovodrun" else "accelerate"):
-        pytest.skip(reason)
+    skip_without("horovod" if launcher == "horovodrun" else "accelerate")
     flags |= {"iters": 20, "save_interval": None}
     codes, output = finished(LAUNCHERS[launcher](machines, SCRIPT, *words(**flags)))
     assert set(codes) == {0} and "2 worker(s)" in output
@@ -161,8 +160,7 @@ def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, r
 def test_a_lost_machine_ends_the_job_within_the_limit_and_the_same_command_goes_on(
     what, launcher, machines, flags, run_dir, tmp_path
 ):
-    if reason := missing("horovod" if launcher == "horovodrun" else "accelerate"):
-        pytest.skip(reason)
+    skip_without("horovod" if launcher == "horovodrun" else "accelerate")
     flags |= {"stall_timeout": STALL, "keep_checkpoints": None}
     jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags))
     training(jobs, run_dir)

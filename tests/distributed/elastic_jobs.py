@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.distributed.launch import ROOT, Job, environment, missing, run, torchrun
+from tests.distributed.launch import CPU, ROOT, Job, environment, run, skip_without, start
 
 WORKER = ROOT / "tests" / "distributed" / "restarting_worker.py"
-CPU = {"ACCELERATE_USE_CPU": "true"}
 HOROVODRUN = ["horovodrun", "--gloo", "--network-interfaces", "lo"]
 
 
@@ -29,12 +26,9 @@ def write_plan(folder: Path, plan: Sequence[dict[str, Any]]) -> None:
     (folder / "plan.json").write_text(json.dumps(list(plan)))
 
 
-def undisturbed(folder: Path, steps: int, *flags: str, workers: int = 2) -> str:
+def undisturbed(folder: Path, steps: int, *flags: str) -> str:
     """Hash of weights, optimizer and metrics of a run to which nothing happens."""
-    if reason := missing("accelerate"):
-        pytest.skip(reason)
-    job = run(torchrun(workers), WORKER, steps, folder, *flags, **CPU)
-    assert job.returncode == 0, job.output[-3000:]
+    start("ddp", WORKER, steps, folder, *flags)
     return digest(folder)
 
 
@@ -48,8 +42,7 @@ def horovod_job(
         options: of horovodrun, such as "-np 2 --min-np 2".
         discover: hosts that a discovery script finds at the start, "a:2 b:2"; without, `options` name them by -H.
     """
-    if reason := missing("horovod"):
-        pytest.skip(reason)
+    skip_without("horovod")
     write_plan(folder, plan)
     launcher = [*HOROVODRUN, *options.split()]
     if discover:

@@ -1,7 +1,7 @@
-"""One job of test_hangs.py: two workers train with dropout, and something goes wrong on rank 1.
+"""One job of test_hangs.py and test_failures.py: two workers train with dropout, and something goes wrong on rank 1.
 
-argv: KIND, MOMENT, the run directory. KIND stop, kill, raise, exit, nan, uneven, or train for nothing wrong; MOMENT
-start, training, evaluation or saving.
+argv: KIND, MOMENT, the run directory. KIND stop, kill, raise, exit, nan, uneven, sigterm, full_disk (on rank 0),
+sigterm_to_launcher, or train and train_long for nothing wrong; MOMENT start, training, evaluation or saving.
 """
 
 import math
@@ -11,11 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.checkpoint.saving import Saver
+from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.tracking.run_directory import setup_logging
@@ -24,6 +26,7 @@ from tests.distributed.resume_worker import digest
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
 
 STEPS, AT, STALL = 9, 5, 6
+SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL, "sigterm": signal.SIGTERM}
 
 
 class Trouble:
@@ -39,14 +42,12 @@ class Trouble:
         self.at("training")
 
     def at(self, moment):
-        due = moment == "start" or self.step >= AT
-        if self.rank != 1 or self.kind == "train" or moment != self.moment or not due:
+        due = {"start": True, "training": self.step == AT}.get(moment, self.step >= AT)
+        if self.rank != 1 or self.kind.startswith("train") or moment != self.moment or not due:
             return
         self.note()
-        if self.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.kind])
         if self.kind == "raise":
             raise ZeroDivisionError("a deliberate failure")
         if self.kind == "exit":
@@ -101,10 +102,28 @@ class Validation:
         yield RaggedPairs(24).batch([0, 1])
 
 
+def end_the_job(model, inputs):
+    """In step 3 (the fifth training pass) rank 0 asks its launcher to end; from there on a pass takes 1.3 s."""
+    if not (model.training and torch.is_grad_enabled()):  # a trial before the first step
+        return
+    model.passes = getattr(model, "passes", 0) + 1
+    if model.passes == 5 and os.environ.get("HOROVOD_RANK") == "0":
+        launchers = [
+            p for p in psutil.Process().parents() if any(Path(word).name == "horovodrun" for word in p.cmdline())
+        ]
+        launchers[-1].send_signal(signal.SIGTERM)
+    time.sleep(1.3 if model.passes >= 5 else 0)
+
+
+def no_space(self, *args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
 def main():
     kind, moment, folder = sys.argv[1:]
     args = TrainerArgs(
-        batch_size=2, gradient_accumulation_steps=2, iters=STEPS, log_interval=2, save_interval=1, valid_interval=3,
+        batch_size=2, gradient_accumulation_steps=2, log_interval=2, save_interval=2, valid_interval=3,
+        iters=5000 if kind == "train_long" else STEPS,
         keep_checkpoints=None, clip_grad_norm=1.0, model_path=folder, stall_timeout=STALL, max_skipped_updates=2,
         valid_at_start=False,
     )  # fmt: skip
@@ -114,6 +133,10 @@ def main():
     trouble.at("start")
     model = Labeller()
     model.trouble = trouble
+    if kind == "sigterm_to_launcher":
+        model.register_forward_pre_hook(end_the_job)
+    if kind == "full_disk" and backend.is_main:
+        CheckpointWriter.commit = no_space
     save = Saver.save
     Saver.save = lambda *args, **options: (trouble.at("saving"), save(*args, **options))[1]
     loader = Batches(RaggedPairs(24), 4, backend.rank, backend.world_size)

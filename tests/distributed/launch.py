@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -9,16 +10,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.warm import run_job
 
 SHIM = Path(__file__).with_name("cpu_shim.py")
+CPU = {"ACCELERATE_USE_CPU": "true"}
 LAUNCHER_VARIABLES = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC_")
 RANK_VARIABLES = (
     "RANK",
@@ -43,6 +49,12 @@ def missing(*modules: str) -> str | None:
     """Why a test must be skipped: the first of these modules that is not installed."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{absent[0]} is not installed" if absent else None
+
+
+def skip_without(*modules: str) -> None:
+    """Skip the test if one of these modules is not installed."""
+    if reason := missing(*modules):
+        pytest.skip(reason)
 
 
 def slow(names: Iterable[str], *minutes: str) -> list:
@@ -71,6 +83,56 @@ def shipped(name: str) -> list[str]:
 def shim(mode: str, workers: int = 2) -> list[str]:
     """FSDP2 or ZeRO on CPUs, see cpu_shim.py."""
     return [*torchrun(workers), str(SHIM), mode]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A launcher with a backend.
+
+    Args:
+        command: launcher of a number of workers.
+        described: part of the line in which a run describes its backend.
+        needs: packages.
+        variables: environment of the job.
+        shipped: file of accelerate_configs/ by which `accelerate launch` starts it, see `shipped`.
+    """
+
+    command: Callable[[int], list[str]]
+    described: str
+    needs: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    shipped: str = ""
+
+    def launcher(self) -> list[str]:
+        """The real launcher of two workers: for sharded models `accelerate launch`."""
+        return shipped(self.shipped) if self.shipped else self.command(2)
+
+
+KINDS = {
+    "alone": Kind(lambda _: [sys.executable], "backend local, 1 worker(s)"),
+    "horovod": Kind(horovodrun, "backend horovod, 2 worker(s)", ("horovod",)),
+    "ddp": Kind(torchrun, "DistributedDataParallel", ("accelerate",), CPU),
+    "fsdp": Kind(partial(shim, "fsdp"), "FSDP", ("accelerate",), shipped="fsdp"),
+    **{
+        zero: Kind(partial(shim, zero), "DeepSpeedEngine", ("accelerate", "deepspeed"), shipped=zero)
+        for zero in ("zero1", "zero2", "zero3")
+    },
+}
+
+
+def start(
+    kind: str, *command: object, workers: int = 2, real: bool = False, fails: bool = False, **options: Any
+) -> str:
+    """The output of a job of a kind (KINDS), which must end with 0, or if it `fails` with another code.
+
+    Skips the test if a package is absent. Workers are forked (see `forked`), or started by the `real` launcher.
+    """
+    how = KINDS[kind]
+    skip_without(*how.needs)
+    start_by = run if real else forked
+    job = start_by(how.launcher() if real else how.command(workers), *command, **{**how.variables, **options})
+    assert job.returncode is not None and (job.returncode != 0) == fails, job.output[-4000:]
+    return job.output
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -133,6 +195,34 @@ def forked(launcher: list[str], *command: object, timeout: float = 150, **extra:
         fcntl.flock(turn, fcntl.LOCK_EX)
         code = run_job(kind, workers, [*script, *map(str, command)], environment(**extra), log, timeout)
         return Job(code, log.read_text(errors="replace"))
+
+
+def kill_after(kind: str, command: list[object], appears: Path, timeout: float) -> None:
+    """Start a job by its real launcher and SIGKILL all of its processes as soon as a path exists."""
+    skip_without(*KINDS[kind].needs)
+    process = subprocess.Popen(
+        [*KINDS[kind].launcher(), *map(str, command)], cwd=ROOT, env=environment(**KINDS[kind].variables),
+        start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    end = time.monotonic() + timeout
+    while not appears.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.kill()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    assert appears.exists(), "the run did not come so far"
+
+
+def kill_and_resume(kind: str, command: list[object], run_dir: Path, step: int = 10, **options: Any) -> str:
+    """The output of a job that is killed after the checkpoint of a step and started again by `start`."""
+    options = {"timeout": 200, **options}
+    kill_after(kind, command, run_dir / "checkpoints" / f"step_{step:06d}", options["timeout"])
+    output = start(kind, *command, **options)
+    assert KINDS[kind].described in output and "resumed from" in output
+    return output
 
 
 def _end(process: subprocess.Popen) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, missing, run, slow
+from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, run, skip_without, slow
 
 PROGRAM = ROOT / "tests" / "distributed" / "ancestor_program.py"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -41,8 +41,7 @@ def results(output: str) -> list[tuple[int, dict]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("trainer", slow(["horovod", "accelerate"], "accelerate"))
 def test_a_program_of_its_style_trains_to_its_end(trainer, tmp_path):
-    if reason := missing(trainer, "accelerate", "transformers"):
-        pytest.skip(reason)
+    skip_without(trainer, "accelerate", "transformers")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     launcher = horovodrun() if trainer == "horovod" else CPU_DDP
     left, suffix = tmp_path / "run", ".pth" if trainer == "horovod" else ""
@@ -75,8 +74,7 @@ def test_gena_lms_program_trains_unmodified(tmp_path):
     checkout = os.environ.get("GENA_LM_CHECKOUT")
     if not checkout:
         pytest.skip("GENA_LM_CHECKOUT names no clone of AIRI-Institute/GENA_LM")
-    if reason := missing("horovod", "pandas", "sklearn"):
-        pytest.skip(reason)
+    skip_without("horovod", "pandas", "sklearn")
     draw = random.Random(0)
     for split, count in (("train", 32), ("valid", 9), ("test", 7)):
         lines = [f"{'TATAAA' * 6 * (n % 2)}{''.join(draw.choices('ACGT', k=150))},{n % 2}" for n in range(count)]

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from tests.distributed import elastic_jobs
-from tests.distributed.elastic_jobs import CPU, WORKER, event, final, horovod_job, samples, write_plan
-from tests.distributed.launch import ROOT, missing, run, torchrun
+from tests.distributed.elastic_jobs import WORKER, event, final, horovod_job, samples, write_plan
+from tests.distributed.launch import CPU, ROOT, run, skip_without, torchrun
 from tests.helpers.runs import TINY, records
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -138,8 +138,7 @@ def newer_checkpoint(run_dir, file):
 
 
 def test_the_script_goes_on_when_the_number_of_workers_changes(tmp_path):
-    if reason := missing("horovod"):
-        pytest.skip(reason)
+    skip_without("horovod")
     iters, run_dir = 400, tmp_path / "run"
     numbered_words_vocabulary(tmp_path)
     (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "vocab_size": 256}))
@@ -168,8 +167,7 @@ def test_the_script_goes_on_when_the_number_of_workers_changes(tmp_path):
 
 def test_a_lone_worker_of_an_elastic_horovod_job_keeps_no_gradients():
     """Horovod's optimizer sends gradients of one worker only in an elastic job."""
-    if reason := missing("horovod"):
-        pytest.skip(reason)
+    skip_without("horovod")
     source = (
         "import os, torch\n"
         "from horovod.torch import mpi_ops\n"

@@ -1,14 +1,12 @@
 """The finders on two workers: the same global batch as on one, and one micro-batch that both can hold."""
 
 import json
-import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, forked, horovodrun, missing, slow, torchrun
+from tests.distributed.launch import ROOT, slow, start
 
 WORKER = ROOT / "tests" / "distributed" / "finders_worker.py"
-LAUNCHERS = {"horovod": (horovodrun, "horovod", {}), "ddp": (torchrun, "accelerate", {"ACCELERATE_USE_CPU": "true"})}
 
 pytestmark = pytest.mark.distributed
 
@@ -17,18 +15,13 @@ pytestmark = pytest.mark.distributed
 def alone(tmp_path_factory):
     """The range test of one process, 24 rows an update."""
     folder = tmp_path_factory.mktemp("alone")
-    job = forked([sys.executable], WORKER, folder)
-    assert job.returncode == 0, job.output[-3000:]
+    start("alone", WORKER, folder)
     return json.loads((folder / "find_lr.json").read_text())
 
 
-@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "ddp"))
-def test_two_workers_agree_and_none_hangs(launcher, alone, tmp_path):
-    launch, package, extra = LAUNCHERS[launcher]
-    if reason := missing(package):
-        pytest.skip(reason)
-    job = forked(launch(), WORKER, tmp_path, FULL_AT="12,5", **extra)
-    assert job.returncode == 0, job.output[-3000:]
+@pytest.mark.parametrize("kind", slow(["horovod", "ddp"], "ddp"))
+def test_two_workers_agree_and_none_hangs(kind, alone, tmp_path):
+    output = start(kind, WORKER, tmp_path, FULL_AT="12,5")
     found = json.loads((tmp_path / "find_lr.json").read_text())
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)  # far beyond the edge rounding grows
     assert found["edge"] == alone["edge"]
@@ -36,11 +29,10 @@ def test_two_workers_agree_and_none_hangs(launcher, alone, tmp_path):
     assert found["largest_that_fits"] == 4  # the largest divisor of 12 that rank 1 can hold
     assert found["fits"]["6"] is False and found["fits"]["4"] is True
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 12 and found["batch_size"] <= 4
-    assert "do not fit (1 of 2 worker(s) out of memory)" in job.output
+    assert "do not fit (1 of 2 worker(s) out of memory)" in output
 
 
 @pytest.mark.slow
 def test_nobody_waits_where_one_worker_holds_no_row(tmp_path):
-    job = forked(torchrun(), WORKER, tmp_path, FULL_AT="12,0", ACCELERATE_USE_CPU="true")
-    assert job.returncode not in (0, None), job.output[-3000:]
-    assert "error: --find_micro_batch: not even micro-batches of one row fit" in job.output
+    output = start("ddp", WORKER, tmp_path, FULL_AT="12,0", fails=True)
+    assert "error: --find_micro_batch: not even micro-batches of one row fit" in output

@@ -5,7 +5,6 @@ No dropout, and sets whose sizes two workers cannot share evenly.
 
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.models.build import build_model, load_model_config
-from tests.distributed.launch import ROOT, forked, horovodrun, missing, run, shipped, slow, torchrun
+from tests.distributed.launch import KINDS, ROOT, missing, skip_without, slow, start
 from tests.helpers.pretrained_toys import save_toy
+from tests.helpers.runs import TWO_LAYERS
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 pytestmark = [
@@ -26,13 +26,7 @@ pytestmark = [
 ]
 
 SCRIPT = ROOT / "run_finetuning.py"
-CPU = {"ACCELERATE_USE_CPU": "true"}
-LAUNCHERS = {
-    "horovodrun": (horovodrun, ("horovod",), {}, "backend horovod, 2 worker(s)"),
-    "torchrun": (torchrun, (), CPU, "DistributedDataParallel"),
-    "fsdp": (lambda: shipped("fsdp"), (), {}, "FSDP"),
-    "zero3": (lambda: shipped("zero3"), ("deepspeed",), {}, "DeepSpeedEngine"),
-}
+BACKENDS = ("horovod", "ddp", "fsdp", "zero3")
 SIZES = {"train": 37, "valid": 11, "test": 7}
 
 
@@ -47,11 +41,7 @@ def folder(tmp_path_factory):
             words = [f"word{(i * 3 + j) % 9}" for j in range(2 + i % 3)]
             rows.append({"translation": {"s": " ".join(words), "t": " ".join(reversed(words))}})
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    config = {
-        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 256, "d_model": 32,
-        "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-    }  # fmt: skip
-    (folder / "tiny.json").write_text(json.dumps(config))
+    (folder / "tiny.json").write_text(json.dumps(TWO_LAYERS | {"vocab_size": 256}))
     return folder
 
 
@@ -75,87 +65,77 @@ CLASSES = ("--model_type", "encoder", "--task", "classification", "--input_seq_l
            "--speed", "off")  # fmt: skip
 
 
-def finetune(
-    folder, name, launcher, batch_size, *flags, model=None, data="jsonl", settings=TEXT, start=forked, **environment
-):
+def finetune(folder, name, kind, *flags, model=None, data="jsonl", settings=TEXT, **options):
     """A run of ten updates (four of a classifier) on eight rows each, and its metrics."""
     model = model or ("--model_cfg", folder / "tiny.json", "--tokenizer", folder / "vocab.model")
     splits = {"--data_path": "train", "--valid_data_path": "valid", "--test_data_path": "test"}
     sets = [word for flag, split in splits.items() for word in (flag, folder / f"{split}.{data}")]
-    job = start(
-        launcher, SCRIPT, *model, *sets, "--batch_size", batch_size, "--gradient_accumulation_steps", 2,
-        "--log_interval", 5, "--save_best", *settings, "--model_path", folder / name, *flags, **environment,
+    output = start(
+        kind, SCRIPT, *model, *sets, "--batch_size", 4 if kind == "alone" else 2, "--gradient_accumulation_steps", 2,
+        "--log_interval", 5, "--save_best", *settings, "--model_path", folder / name, *flags,
+        **options,
     )  # fmt: skip
-    assert job.returncode == 0, job.output[-4000:]
-    return job.output, json.loads((folder / name / "metrics.json").read_text())
+    assert KINDS[kind].described in output
+    return output, json.loads((folder / name / "metrics.json").read_text())
+
+
+def assert_same_metrics(ours, theirs):
+    assert set(ours) == set(theirs)
+    for split in ours:
+        assert ours[split] == pytest.approx(theirs[split], rel=1e-4), split
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return finetune(folder, "alone", [sys.executable], 4)[1]
+    return finetune(folder, "alone", "alone")[1]
 
 
-@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun", "fsdp", "zero3"))
-def test_two_workers_give_the_metrics_of_one(folder, alone, name):
-    launcher, modules, environment, wrapped = LAUNCHERS[name]
-    if reason := missing(*modules):
-        pytest.skip(reason)
-    output, metrics = finetune(folder, name, launcher(), 2, **environment)
-    assert wrapped in output
-    assert set(metrics) == set(alone) == {"train", "valid", "test"}
-    for split in metrics:
-        assert metrics[split] == pytest.approx(alone[split], rel=1e-4), split
+@pytest.mark.parametrize("kind", slow(BACKENDS, *BACKENDS[1:]))
+def test_two_workers_give_the_metrics_of_one(folder, alone, kind):
+    _, metrics = finetune(folder, kind, kind)
+    assert set(metrics) == {"train", "valid", "test"}
+    assert_same_metrics(metrics, alone)
     for split in ("valid", "test"):
-        mine, one = ((folder / run / "predictions" / f"{split}.jsonl").read_text() for run in (name, "alone"))
+        mine, one = ((folder / run / "predictions" / f"{split}.jsonl").read_text() for run in (kind, "alone"))
         assert len(mine.splitlines()) == SIZES[split]
         assert mine == one
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("peft", ["lora", "prompt_tuning", "prefix_tuning"])
-def test_adapters_are_trained_alike(folder, weights, peft):
+def test_adapters_are_trained_alike(folder, weights, peft, kind):
     """And only they are saved, by whatever launcher; prompts start from rows of the table before it is cut."""
-    if reason := missing("peft", "deepspeed", "horovod"):
-        pytest.skip(reason)
+    skip_without("peft")
     flags = ("--peft", peft, "--lr", 1e-2)
-    one = finetune(folder, f"{peft}-alone", [sys.executable], 4, *flags, model=weights["t5"])[1]
-    for name, (launcher, _, environment, wrapped) in LAUNCHERS.items():
-        output, metrics = finetune(folder, f"{peft}-{name}", launcher(), 2, *flags, model=weights["t5"], **environment)
-        assert wrapped in output
-        for split in metrics:
-            assert metrics[split] == pytest.approx(one[split], rel=1e-4), (name, split)
-        files = {file.name for file in (folder / f"{peft}-{name}" / "best").iterdir()}
-        assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    one = finetune(folder, f"{peft}-{kind}-alone", "alone", *flags, model=weights["t5"])[1]
+    _, metrics = finetune(folder, f"{peft}-{kind}", kind, *flags, model=weights["t5"])
+    assert_same_metrics(metrics, one)
+    files = {file.name for file in (folder / f"{peft}-{kind}" / "best").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp", "zero3"])
-def test_a_classifier_is_trained_alike(folder, weights, name):
+@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
+def test_a_classifier_is_trained_alike(folder, weights, kind):
     """Its token table lies inside the unit of BERT's embeddings, and its weights are counted whole by ZeRO-3."""
-    if reason := missing(*LAUNCHERS[name][1]):
-        pytest.skip(reason)
     settings = dict(model=weights["bert"], data="tsv", settings=CLASSES)
-    one = finetune(folder, f"classes-alone-{name}", [sys.executable], 4, **settings)
-    two = finetune(folder, f"classes-{name}", LAUNCHERS[name][0](), 2, **settings)
-    assert LAUNCHERS[name][3] in two[0]
-    for split in one[1]:
-        assert two[1][split] == pytest.approx(one[1][split], rel=1e-4), split
+    one = finetune(folder, f"classes-alone-{kind}", "alone", **settings)
+    two = finetune(folder, f"classes-{kind}", kind, **settings)
+    assert_same_metrics(two[1], one[1])
     for count in (r"([\d,]+) parameters", r"\ball +([\d,]+) +[\d,]+ "):  # the panel's, and the table's
         counts = {re.search(count, output).group(1) for output, _ in (one, two)}
         assert len(counts) == 1 and counts != {"0"}, counts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp", "zero3"])
-def test_a_folder_is_trained_further_and_the_run_continued(folder, weights, name):
+@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
+def test_a_folder_is_trained_further_and_the_run_continued(folder, weights, kind):
     """Weights from a checkpoint go into a model that has not been cut into slices yet."""
-    if reason := missing(*LAUNCHERS[name][1]):
-        pytest.skip(reason)
     flags = ("--optimize_metric", "loss", "--iters")
-    one = finetune(folder, f"whole-{name}", [sys.executable], 4, *flags, 4, model=weights["t5"])[1]
-    launcher = LAUNCHERS[name][0]()
-    finetune(folder, f"parts-{name}", launcher, 2, *flags, 2, model=weights["t5"])
-    output, two = finetune(folder, f"parts-{name}", launcher, 2, *flags, 4, model=weights["t5"])
+    one = finetune(folder, f"whole-{kind}", "alone", *flags, 4, model=weights["t5"])[1]
+    finetune(folder, f"parts-{kind}", kind, *flags, 2, model=weights["t5"])
+    output, two = finetune(folder, f"parts-{kind}", kind, *flags, 4, model=weights["t5"])
     assert "resumed from" in output
     for split in ("valid", "test"):
         assert two[split] == pytest.approx(one[split], rel=1e-4), split
@@ -165,11 +145,13 @@ def test_a_folder_is_trained_further_and_the_run_continued(folder, weights, name
 @pytest.mark.parametrize("name", ["model", "adapter_model"])
 def test_elastic_runs_on_saved_weights_agree_with_one_row_a_micro_batch(folder, weights, name):
     """MKL's code for other CPUs rounds a product with one row by the addresses of its operands."""
-    flags = ("--gradient_accumulation_steps", 1, "--reproducible", "elastic", "--virtual_ranks", 6)
+    flags = ("--batch_size", 1, "--gradient_accumulation_steps", 1, "--reproducible", "elastic", "--virtual_ranks", 6)
     flags += ("--peft", "lora") if name == "adapter_model" else ()
-    settings = dict(model=weights["bert"], data="tsv", settings=CLASSES, start=run, MKL_ENABLE_INSTRUCTIONS="SSE4_2")
-    finetune(folder, f"rows-alone-{name}", [sys.executable], 1, *flags, **settings)
-    finetune(folder, f"rows-two-{name}", torchrun(), 1, *flags, **settings, **CPU)
-    one, two = (load_file(folder / f"rows-{run}-{name}" / "last" / f"{name}.safetensors") for run in ("alone", "two"))
+    settings = dict(model=weights["bert"], data="tsv", settings=CLASSES, MKL_ENABLE_INSTRUCTIONS="SSE4_2")
+    for kind in ("alone", "ddp"):
+        finetune(folder, f"rows-{kind}-{name}", kind, *flags, **settings, real=True)
+    one, two = (
+        load_file(folder / f"rows-{kind}-{name}" / "last" / f"{name}.safetensors") for kind in ("alone", "ddp")
+    )
     assert one.keys() == two.keys()
     assert [key for key in one if not torch.equal(one[key], two[key])] == []

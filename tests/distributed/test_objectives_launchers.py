@@ -6,14 +6,12 @@ they are split, so that all launchers must log the losses of the uninterrupted r
 """
 
 import json
-import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
-from tests.distributed.test_run_script import CPU, kill_after
+from tests.distributed.launch import ROOT, kill_and_resume, skip_without, start
 from tests.helpers.real_data import DATA, lacking
-from tests.helpers.runs import records
+from tests.helpers.runs import TWO_LAYERS, records
 
 SHARDS = [DATA / "corpus" / f"train-0000{k}-of-00008.jsonl" for k in range(2)]
 T5_VOCAB = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
@@ -33,10 +31,7 @@ BERT = {
     "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 CONFIGS = {
-    "t5": {
-        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "d_model": 32, "d_kv": 8, "d_ff": 64,
-        "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-    },
+    "t5": {**TWO_LAYERS, "vocab_size": 32128},
     "gpt2": {
         "model_type": "gpt2", "vocab_size": 32128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
         "bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -64,12 +59,8 @@ OBJECTIVES = {
     "seqio_prefix_lm": (f"--data_pipeline seqio --task prefix_lm --target_seq_len 64 {T5_MODEL}", SEQIO_PACKAGES),
     "bert": ("--model_cls transformers:BertForPreTraining --model_cfg bert.json", ()),
 }  # fmt: skip
-# how to start, flags that split the 8 rows of a step, environment, packages, what the log says
-LAUNCHERS = {
-    "python": (lambda: [sys.executable], (8, 1), {}, (), "1 worker(s)"),
-    "horovodrun": (horovodrun, (2, 2), {}, ("horovod",), "backend horovod, 2 worker(s)"),
-    "torchrun": (torchrun, (2, 2), CPU, ("accelerate",), "DistributedDataParallel"),
-}
+# backend -> name in the table, rows of a micro-batch and of accumulation that split the 8 rows of a step
+BACKENDS = {"alone": ("python", 8, 1), "horovod": ("horovodrun", 2, 2), "ddp": ("torchrun", 2, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +81,11 @@ def work(tmp_path_factory):
     return folder
 
 
-def command(objective, work, run_dir, split):
+def command(objective, work, run_dir, backend):
     script, data = T5_SCRIPT, ["--data_path", work / "text", "--vocab", T5_VOCAB]
     if objective == "bert":
         script, data = BERT_SCRIPT, ["--data_path", work / "corpus_text_sentence", "--vocab_file", BERT_VOCAB]
-    batch_size, accumulation = split
+    _, batch_size, accumulation = BACKENDS[backend]
     flags = [work / flag if flag.endswith(".json") else flag for flag in OBJECTIVES[objective][0].split()]
     return [
         script, *flags, *data, "--model_path", run_dir, "--working_dir", work, "--input_seq_len", 64, "--batch_size",
@@ -116,8 +107,7 @@ def uninterrupted(work, tmp_path_factory):
     def of(objective):
         if objective not in found:
             folder = tmp_path_factory.mktemp("whole")
-            job = forked([sys.executable], *command(objective, work, folder, (8, 1)), timeout=300)
-            assert job.returncode == 0, job.output[-3000:]
+            start("alone", *command(objective, work, folder, "alone"), timeout=300)
             found[objective] = logged(folder)
         return found[objective]
 
@@ -137,23 +127,18 @@ def mean(values):
     return sum(values) / len(values)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_losses_fall_and_a_killed_run_continues_exactly(objective, launcher, work, uninterrupted, table, tmp_path):
-    start, split, extra, packages, described = LAUNCHERS[launcher]
-    if reason := missing(*packages, *OBJECTIVES[objective][1]):
-        pytest.skip(reason)
+def test_losses_fall_and_a_killed_run_continues_exactly(objective, backend, work, uninterrupted, table, tmp_path):
+    skip_without(*OBJECTIVES[objective][1])
     whole = uninterrupted(objective)
     assert [position[:2] for position in whole] == [(k, 8 * k) for k in range(1, STEPS + 1)]
 
-    arguments = command(objective, work, tmp_path, split)
-    kill_after(start(), arguments, extra, tmp_path / "checkpoints" / f"step_{SAVE_INTERVAL:06d}", timeout=300)
-    at_kill = len((tmp_path / "metrics.jsonl").read_text().splitlines())
-    job = forked(start(), *arguments, timeout=300, **extra)
-    assert job.returncode == 0, job.output[-4000:]
-    assert described in job.output
-    resumed = int(job.output.split("resumed from", 1)[1].split("step ", 1)[1].split(",", 1)[0])
-    assert SAVE_INTERVAL <= resumed <= at_kill < STEPS
+    output = kill_and_resume(
+        backend, command(objective, work, tmp_path, backend), tmp_path, SAVE_INTERVAL, timeout=300
+    )
+    resumed = int(output.split("resumed from", 1)[1].split("step ", 1)[1].split(",", 1)[0])
+    assert SAVE_INTERVAL <= resumed < STEPS
 
     found = logged(tmp_path)
     assert [position[:2] for position in found] == [position[:2] for position in whole]
@@ -161,6 +146,6 @@ def test_losses_fall_and_a_killed_run_continues_exactly(objective, launcher, wor
     difference = max(abs(ours - theirs) for ours, (_, _, theirs) in zip(losses, whole, strict=True))
     shown = "0" if difference == 0 else f"{difference:.0e}"
     first, last = mean(losses[:4]), mean(losses[-4:])
-    table.append([objective, launcher, f"{first:.3f}", f"{last:.3f}", f"step {resumed}", shown])
+    table.append([objective, BACKENDS[backend][0], f"{first:.3f}", f"{last:.3f}", f"step {resumed}", shown])
     assert last < first - 0.5
-    assert difference <= (0 if launcher == "python" else 2e-4)
+    assert difference <= (0 if backend == "alone" else 2e-4)

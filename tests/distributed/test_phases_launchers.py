@@ -1,13 +1,13 @@
 """A run of phases under launchers: killed at a border, and with --reproducible elastic on 1, 2 and 1 workers."""
 
 import json
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launch import ROOT, forked, horovodrun, missing, shim, torchrun
+from tests.distributed import launch
+from tests.distributed.launch import ROOT
 from tests.helpers.runs import TINY, losses, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -45,7 +45,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(launcher, folder, run, kill=(), **changed):
+def start(kind, folder, run, kill=(), **changed):
     script = folder / "killed.py" if kill else ROOT / "run_t5_pretraining.py"
     flags = {
         "data_path": folder / "text.jsonl", "vocab": folder / "vocab.model", "model_cfg": folder / "tiny.json",
@@ -53,8 +53,7 @@ def start(launcher, folder, run, kill=(), **changed):
         "log_interval": 1, "save_interval": 2, "data_n_workers": 1, "data_pipeline": "native", "peak_tflops": 1,
         "phases": tuple(map(json.dumps, PHASES)), **changed,
     }  # fmt: skip
-    job = forked(launcher, script, *kill, *words(**flags))
-    assert job.returncode == 0 or (kill and job.returncode), job.output[-3000:]
+    launch.start(kind, script, *kill, *words(**flags), fails=bool(kill))
 
 
 def check_equal(one, other):
@@ -69,41 +68,35 @@ KILLS = [("_finish", 1), ("save", 2), ("_set_up_model", 1), ("_set_up_model", 2)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "kills"),
+    ("kind", "kills"),
     [
-        pytest.param(torchrun(), KILLS, id="torchrun", marks=pytest.mark.slow),
-        pytest.param(horovodrun(), KILLS, id="horovodrun", marks=pytest.mark.slow),
-        pytest.param(horovodrun(), KILLS[::3], id="horovodrun, twice"),
+        pytest.param("ddp", KILLS, id="ddp", marks=pytest.mark.slow),
+        pytest.param("horovod", KILLS, id="horovod", marks=pytest.mark.slow),
+        pytest.param("horovod", KILLS[::3], id="horovod, twice"),
     ],
 )
-def test_two_workers_killed_at_a_border_end_as_two_that_were_not(launcher, kills, folder):
-    if reason := missing("horovod", "accelerate"):
-        pytest.skip(reason)
-    start(launcher, folder, "whole")
+def test_two_workers_killed_at_a_border_end_as_two_that_were_not(kind, kills, folder):
+    start(kind, folder, "whole")
     for kill in kills:
-        start(launcher, folder, "run", kill)
-    start(launcher, folder, "run")
+        start(kind, folder, "run", kill)
+    start(kind, folder, "run")
     check_equal(folder / "run", folder / "whole")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3"])
-def test_sharded_phases_in_one_command_end_as_in_a_command_each(mode, folder):
-    if reason := missing("accelerate", *([] if mode == "fsdp" else ["deepspeed"])):
-        pytest.skip(reason)
-    start(shim(mode), folder, "whole")
+@pytest.mark.parametrize("kind", ["fsdp", "zero1", "zero2", "zero3"])
+def test_sharded_phases_in_one_command_end_as_in_a_command_each(kind, folder):
+    start(kind, folder, "whole")
     for number in (1, 2, 3):
-        start(shim(mode), folder, "run", phases=tuple(map(json.dumps, PHASES[:number])))
+        start(kind, folder, "run", phases=tuple(map(json.dumps, PHASES[:number])))
     check_equal(folder / "run", folder / "whole")
 
 
 @pytest.mark.slow
 def test_elastic_runs_of_one_two_and_one_workers_have_the_same_bits_over_borders(folder):
-    if reason := missing("horovod", "accelerate"):
-        pytest.skip(reason)
     how = {"reproducible": "elastic", "virtual_ranks": 2}
-    start([sys.executable], folder, "whole", **how)
-    start([sys.executable], folder, "run", ("train_step", 3), **how)
-    start(torchrun(), folder, "run", ("train_step", 5), **how)
-    start([sys.executable], folder, "run", **how)
+    start("alone", folder, "whole", **how)
+    start("alone", folder, "run", ("train_step", 3), **how)
+    start("ddp", folder, "run", ("train_step", 5), **how)
+    start("alone", folder, "run", **how)
     check_equal(folder / "run", folder / "whole")

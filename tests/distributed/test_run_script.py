@@ -1,10 +1,9 @@
-"""run_t5_pretraining.py as users start it: every launcher, the ancestor's flags, killed and started again.
+"""run_t5_pretraining.py as users start it: every launcher, the ancestor's flags, --streaming, killed and resumed.
 
 The runs are without dropout, so that all of them must end with the losses of the plain Python run.
 """
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,44 +14,32 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import T5ForConditionalGeneration
+from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from lm_experiments_tools.checkpoint.manifest import verify
+from lm_experiments_tools.checkpoint.weights import load_weights
+from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.tools.main import main as lmtools
 from tests.distributed.launch import (
+    CPU,
     ROOT,
-    SHIM,
     accelerate_launch,
     environment,
-    forked,
-    horovodrun,
-    missing,
+    kill_after,
+    kill_and_resume,
     run,
+    skip_without,
     slow,
+    start,
     torchrun,
 )
-from tests.helpers.runs import losses
+from tests.helpers.runs import TWO_LAYERS, losses
+from tests.helpers.vocabulary_toys import train_vocabulary
 
 pytestmark = pytest.mark.distributed
 
 SCRIPT = ROOT / "run_t5_pretraining.py"
-CPU = {"ACCELERATE_USE_CPU": "true"}
-
-
-def shipped(file, *shim):
-    """`accelerate launch` with a file of accelerate_configs/; FSDP and ZeRO by the test's way around having no GPU."""
-    options = ("--config_file", str(ROOT / "accelerate_configs" / file), "--num_processes", "2")
-    return [*accelerate_launch(*options, "--main_process_port", "0"), *shim]
-
-
-LAUNCHERS = {
-    "horovod": (horovodrun, ("horovod",), {}, "backend horovod, 2 worker(s)"),
-    "torchrun": (torchrun, ("accelerate",), CPU, "DistributedDataParallel"),
-    "ddp": (lambda: shipped("ddp.yaml"), ("accelerate",), CPU, "DistributedDataParallel"),
-    "fsdp": (lambda: shipped("fsdp.yaml", str(SHIM), "launched"), ("accelerate",), {}, "FSDP"),
-    "zero2": (lambda: shipped("zero2.yaml", str(SHIM), "launched"), ("deepspeed",), {}, "DeepSpeedEngine"),
-    "zero3": (lambda: shipped("zero3.yaml", str(SHIM), "launched"), ("deepspeed",), {}, "DeepSpeedEngine"),
-}
+BACKENDS = ("horovod", "ddp", "fsdp", "zero2", "zero3")
 STEPS = 40
 
 
@@ -61,23 +48,13 @@ def text(tmp_path_factory):
     """Raw text in three shards and a vocabulary trained on it."""
     from pydoc_data.topics import topics
 
-    import sentencepiece
-
     folder = tmp_path_factory.mktemp("text")
     documents = [" ".join(text.split()) for _, text in sorted(topics.items()) if len(text) > 1000]
     for shard in range(3):
         lines = [json.dumps({"text": document}) for document in documents[shard::3]]
         (folder / f"shard_{shard}.jsonl").write_text("\n".join(lines) + "\n")
-    (folder.parent / "plain.txt").write_text("\n".join(documents))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder.parent / "plain.txt"), model_prefix=str(folder.parent / "vocab"), vocab_size=800, pad_id=0,
-        eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    config = {
-        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 1024, "d_model": 32,
-        "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-    }  # fmt: skip
-    (folder.parent / "tiny.json").write_text(json.dumps(config))
+    train_vocabulary(folder.parent / "vocab.model", documents, 800)
+    (folder.parent / "tiny.json").write_text(json.dumps(TWO_LAYERS | {"vocab_size": 1024}))
     return folder
 
 
@@ -96,54 +73,25 @@ def flags(text, run_dir, batch_size=2, accumulation=2):
 def plain_python(text, tmp_path_factory):
     """Losses and last checkpoint of the run on one process, rows 8 x 1."""
     folder = tmp_path_factory.mktemp("plain")
-    job = forked([sys.executable], SCRIPT, *flags(text, folder, 8, 1))
-    assert job.returncode == 0, job.output[-3000:]
+    start("alone", SCRIPT, *flags(text, folder, 8, 1))
     assert [step for step, _ in losses(folder)] == list(range(5, STEPS + 1, 5))
     return folder
 
 
-def kill_after(launcher, arguments, extra, appears: Path, timeout=120):
-    """Start a job and SIGKILL all of its processes as soon as a path exists."""
-    import psutil
-
-    process = subprocess.Popen(
-        [*launcher, *map(str, arguments)], cwd=ROOT, env=environment(**extra), start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    end = time.monotonic() + timeout
-    while not appears.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    family = [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
-    for member in [process, *family]:
-        try:
-            os.kill(member.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait()
-    assert appears.exists(), "the run did not come so far"
-
-
-@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun", "ddp", "fsdp", "zero2", "zero3"))
-def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(name, text, plain_python, tmp_path):
-    launcher, packages, extra, described = LAUNCHERS[name]
-    if reason := missing(*packages):
-        pytest.skip(reason)
+@pytest.mark.parametrize("kind", slow(BACKENDS, *BACKENDS[1:]))
+def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(kind, text, plain_python, tmp_path):
     command = [SCRIPT, *flags(text, tmp_path)]
-    if name == "fsdp":  # its shards must be gathered to generate
+    if kind == "fsdp":  # its shards must be gathered to generate
         command += ["--valid_data_path", text, "--valid_samples", 16, "--valid_interval", 20, "--report"]
-    kill_after(launcher(), command, extra, tmp_path / "checkpoints" / "step_000010")
-    job = forked(launcher(), *command, timeout=200, **extra)
-    assert job.returncode == 0, job.output[-4000:]
-    assert described in job.output
-    assert "resumed from" in job.output
-    if name == "fsdp":
+    kill_and_resume(kind, command, tmp_path)
+    if kind == "fsdp":
         assert (tmp_path / "report.txt").read_text().count("model: [1]") == 3 and (tmp_path / "loss.png").exists()
     expected, found = losses(plain_python), losses(tmp_path)
     assert [step for step, _ in found] == [step for step, _ in expected]
     for (step, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4), step
     assert found[-1][1] < found[0][1] - 0.5  # it learned
-    if name in ("fsdp", "zero2"):
+    if kind in ("fsdp", "zero2"):
         assert lmtools(["export", str(tmp_path / "last"), "--to", str(tmp_path / "exported")]) == 0
         exported, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("exported", "last"))
         assert exported.keys() == saved.keys() and all(torch.equal(exported[key], saved[key]) for key in saved)
@@ -169,8 +117,7 @@ WITHOUT_PYTHON = {
 @pytest.mark.parametrize("launcher", slow(WITHOUT_PYTHON, "accelerate"))
 def test_lmtools_trains_under_launchers_that_start_no_python(launcher, text, plain_python, tmp_path):
     """An installation without a clone has no script to name."""
-    if reason := missing("accelerate"):
-        pytest.skip(reason)
+    skip_without("accelerate")
     if shutil.which("lmtools", path=environment()["PATH"]) is None:
         pytest.skip("lmtools is not installed")
     job = run([*WITHOUT_PYTHON[launcher], "lmtools", "pretrain-t5"], *flags(text, tmp_path), "--iters", 10, **CPU)
@@ -182,12 +129,6 @@ def test_lmtools_trains_under_launchers_that_start_no_python(launcher, text, pla
 
 def test_the_checkpoints_of_a_run_load_with_from_pretrained(plain_python, text):
     """The run's own model, rebuilt by our code from the same files, gives the same logits to the bit."""
-    import torch
-    from transformers import AutoTokenizer, T5ForConditionalGeneration
-
-    from lm_experiments_tools.checkpoint.weights import load_weights
-    from lm_experiments_tools.models.build import build_model, load_model_config
-
     ours = build_model(T5ForConditionalGeneration, load_model_config(text.parent / "tiny.json"), seed=1).eval()
     checkpoints = sorted((plain_python / "checkpoints").glob("step_*"))
     assert checkpoints[-1].name == f"step_{STEPS:06d}" and len(checkpoints) == 3
@@ -201,6 +142,7 @@ def test_the_checkpoints_of_a_run_load_with_from_pretrained(plain_python, text):
         assert torch.equal(theirs, own)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_143(text, tmp_path):
     process = subprocess.Popen(
         [sys.executable, *map(str, [SCRIPT, *flags(text, tmp_path, 8, 1), "--iters", 100000, "--speed", "off"])],
@@ -214,3 +156,35 @@ def test_sigterm_saves_and_exits_143(text, tmp_path):
     assert process.returncode == 143, output[-3000:]
     verify((tmp_path / "last").resolve())
     assert int((tmp_path / "last").resolve().name.removeprefix("step_")) > 10
+
+
+# ---- --streaming
+def streamed(folder, run_dir, batch_size=8, accumulation=1):
+    command = flags(folder, run_dir, batch_size, accumulation)
+    command[command.index("--working_dir") + 1] = run_dir / "work"
+    (run_dir / "work").mkdir()
+    return [SCRIPT, *command, "--streaming", "--streams", 2, "--data_n_workers", 1]
+
+
+@pytest.fixture(scope="module")
+def streamed_alone(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streamed")
+    assert "in 2 streams" in start("alone", *streamed(text, folder))
+    found = losses(folder)
+    assert found[-1][0] == STEPS and found[-1][1] < found[0][1] - 0.5  # it learned
+    return found
+
+
+def test_a_killed_stream_resumed_without_its_cache_ends_with_the_same_losses(text, streamed_alone, tmp_path):
+    command = streamed(text, tmp_path)
+    kill_after("alone", command, tmp_path / "checkpoints" / "step_000010", timeout=120)
+    shutil.rmtree(tmp_path / "work" / ".cache")
+    assert "resumed from" in start("alone", *command)
+    assert losses(tmp_path) == streamed_alone
+
+
+@pytest.mark.slow
+def test_two_workers_that_stream_end_with_the_losses_of_one(text, streamed_alone, tmp_path):
+    start("ddp", *streamed(text, tmp_path, 2, 2), timeout=300)
+    for (step, ours), (_, theirs) in zip(losses(tmp_path), streamed_alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4), step

@@ -6,19 +6,21 @@ import subprocess
 import sys
 
 import pytest
-import sentencepiece
 
-from tests.distributed.launch import ROOT, environment, horovodrun, missing, run, torchrun
-from tests.distributed.test_run_script import CPU, kill_after, losses
+from tests.distributed.launch import ROOT, environment, kill_and_resume, missing, run, start
+from tests.helpers.runs import TWO_LAYERS, losses, records
+from tests.helpers.vocabulary_toys import train_vocabulary
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.slow,
     pytest.mark.skipif(
         missing("t5", "seqio", "tensorflow") is not None, reason="needs the packages t5, seqio and tensorflow"
     ),
 ]
 
-STEPS = 24
+SCRIPT, STEPS = ROOT / "run_t5_pretraining.py", 24
+REAL = {"real": True, "timeout": 240}  # TensorFlow is imported by a process of its own, started from a plain one
 # the script, and then a look at what its process has loaded
 CHECKED = """
 import sys
@@ -60,16 +62,8 @@ def work(tmp_path_factory):
         lines = [json.dumps({"text": document}) for document in documents[shard::3]]
         (folder / "json" / f"shard_{shard}.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "lines" / f"shard_{shard}.txt").write_text("\n".join(documents[shard::3]) + "\n")
-    (folder / "plain.txt").write_text("\n".join(documents))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "plain.txt"), model_prefix=str(folder / "vocab"), vocab_size=800, pad_id=0,
-        eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    config = {
-        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 1024, "d_model": 32,
-        "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
-    }  # fmt: skip
-    (folder / "tiny.json").write_text(json.dumps(config))
+    train_vocabulary(folder / "vocab.model", documents, 800)
+    (folder / "tiny.json").write_text(json.dumps(TWO_LAYERS | {"vocab_size": 1024}))
     (folder / "tasks.py").write_text(TASKS)
     return folder
 
@@ -84,65 +78,44 @@ def flags(work, run_dir, batch_size=8, dropout=0.1, **data):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_killed_and_started_again_it_is_the_uninterrupted_run(work, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     job = run([sys.executable, "-c", CHECKED], *flags(work, whole), timeout=240)
     assert job.returncode == 0, job.output[-3000:]
     assert "seqio worker: " in job.output and "no TensorFlow here" in job.output
     assert "cuda" not in job.output.lower()  # what TensorFlow says at its start is kept out
-    command = [ROOT / "run_t5_pretraining.py", *flags(work, killed)]
-    kill_after([sys.executable], command, {}, killed / "checkpoints" / "step_000008", timeout=240)
-    job = run([sys.executable], *command, timeout=240)
-    assert job.returncode == 0, job.output[-3000:]
-    assert "found example" in job.output
+    assert "found example" in kill_and_resume("alone", [SCRIPT, *flags(work, killed)], killed, 8, **REAL)
     assert losses(killed) == losses(whole) and len(losses(whole)) == STEPS // 4
     assert losses(whole)[-1][1] < losses(whole)[0][1] - 0.5
-
-
-LAUNCHERS = {"horovod": (horovodrun, ("horovod",), {}), "torchrun": (torchrun, ("accelerate",), CPU)}
 
 
 @pytest.fixture(scope="module")
 def plain(work, tmp_path_factory):
     """The run of one process, rows 8 x 1, without dropout."""
     folder = tmp_path_factory.mktemp("plain")
-    job = run([sys.executable], ROOT / "run_t5_pretraining.py", *flags(work, folder, dropout=0.0), timeout=240)
-    assert job.returncode == 0, job.output[-3000:]
+    start("alone", SCRIPT, *flags(work, folder, dropout=0.0), **REAL)
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_two_workers_share_one_seqio_process_and_have_the_losses_of_one(name, work, plain, tmp_path):
-    launcher, packages, extra = LAUNCHERS[name]
-    if reason := missing(*packages):
-        pytest.skip(reason)
-    command = [ROOT / "run_t5_pretraining.py", *flags(work, tmp_path, batch_size=4, dropout=0.0)]
-    kill_after(launcher(), command, extra, tmp_path / "checkpoints" / "step_000008", timeout=240)
-    job = run(launcher(), *command, timeout=240, **extra)
-    assert job.returncode == 0, job.output[-3000:]
-    assert "found example" in job.output and "2 worker(s)" in job.output
+@pytest.mark.parametrize("kind", ["horovod", "ddp"])
+def test_two_workers_share_one_seqio_process_and_have_the_losses_of_one(kind, work, plain, tmp_path):
+    output = kill_and_resume(kind, [SCRIPT, *flags(work, tmp_path, batch_size=4, dropout=0.0)], tmp_path, 8, **REAL)
+    assert "found example" in output and "2 worker(s)" in output
     assert [path.name for path in (tmp_path / "logs").glob("seqio.*")] == ["seqio.rank0.log"]
     for (step, ours), (_, theirs) in zip(losses(tmp_path), losses(plain), strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4), step
 
 
-@pytest.mark.slow
 def test_the_users_own_task_trains_and_validates_on_its_split(work, tmp_path):
-    command = flags(work, tmp_path, task="tasks:denoise", valid_interval=12)
-    job = run([sys.executable], ROOT / "run_t5_pretraining.py", *command, timeout=240)
-    assert job.returncode == 0, job.output[-3000:]
-    assert "seqio Task denoise, 64 inputs + 32 targets" in job.output
-    records = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
-    validated = [r["loss"] for r in records if r["split"] == "valid" and "loss" in r]
-    assert len(validated) == 2 and validated[1] < validated[0]
+    output = start("alone", SCRIPT, *flags(work, tmp_path, task="tasks:denoise", valid_interval=12), **REAL)
+    assert "seqio Task denoise, 64 inputs + 32 targets" in output
+    first, second = (record["loss"] for record in records(tmp_path, "valid"))
+    assert second < first
 
 
 PACKAGES = [name for name in ("deepspeed", "triton") if missing(name) is None]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "lm_experiments_tools.data.seqio.client"]))
 def test_no_order_of_imports_ends_a_training_process(order):
     statements = "\n".join(f"import {name}" for name in order)
@@ -150,7 +123,6 @@ def test_no_order_of_imports_ends_a_training_process(order):
     subprocess.run([sys.executable, "-c", f"{statements}\n{check}"], check=True, env=environment(), cwd=ROOT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "tensorflow"]))
 def test_no_order_of_imports_in_the_users_module_ends_the_worker(order):
     """Whatever the module of a task imports; the worker has seen to triton before."""

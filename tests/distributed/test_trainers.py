@@ -1,10 +1,8 @@
 """`Trainer` and `TrainerAccelerate` by the ancestor's constructors: the same loop, so the same weights."""
 
-import sys
-
 import pytest
 
-from tests.distributed.launch import ROOT, forked, missing, torchrun
+from tests.distributed.launch import skip_without, start
 
 SCRIPT = """
 import sys
@@ -46,11 +44,9 @@ print("equal")
 
 @pytest.mark.distributed
 def test_both_trainers_give_the_weights_of_the_plain_loop(tmp_path):
-    if reason := missing("horovod", "accelerate"):
-        pytest.skip(reason)
+    skip_without("horovod", "accelerate")
     (tmp_path / "script.py").write_text(SCRIPT)
-    job = forked([sys.executable], tmp_path / "script.py", PYTHONPATH=str(ROOT))
-    assert job.returncode == 0 and "equal" in job.output, job.output[-3000:]
+    assert "equal" in start("alone", tmp_path / "script.py")
 
 
 FIRST_BATCHES = """
@@ -92,19 +88,15 @@ train("two", RaggedPairs(2), DistributedSampler(RaggedPairs(2)), rows=1)
 
 @pytest.mark.distributed
 def test_workers_that_read_the_same_rows_are_refused_and_a_short_batch_is_named(tmp_path):
-    if reason := missing("accelerate"):
-        pytest.skip(reason)
     (tmp_path / "script.py").write_text(FIRST_BATCHES)
-    job = forked(torchrun(), tmp_path / "script.py", PYTHONPATH=str(ROOT))
-    assert job.returncode == 0, job.output[-3000:]
+    output = start("ddp", tmp_path / "script.py")
     for rank in range(2):
         refused = "workers 0 and 1 train on the same rows: give the DataLoader a torch.utils.data.DistributedSampler"
-        assert any(f"unsampled {rank} step {step}: {refused}" in job.output for step in (1, 2)), job.output[-3000:]
-        assert f"one by one {rank} step" in job.output
+        assert any(f"unsampled {rank} step {step}: {refused}" in output for step in (1, 2)), output[-3000:]
+        assert f"one by one {rank} step" in output
         for name in ("sampled", "alike", "two"):
-            assert f"{name} {rank}: trained" in job.output, job.output[-3000:]
+            assert f"{name} {rank}: trained" in output, output[-3000:]
     short = "the training data gives 2 rows a batch, but a step takes one batch of batch_size 2 x"
-    assert job.output.count(short) == 1 and "= 4 rows: make the loader with batch_size=args.rows_per_worker()" in (
-        job.output
-    )
-    assert "step 4" in job.output, "a program that sets up no logging sees its run"
+    assert output.count(short) == 1
+    assert "= 4 rows: make the loader with batch_size=args.rows_per_worker()" in output
+    assert "step 4" in output, "a program that sets up no logging sees its run"

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from tests.distributed.launch import ROOT, forked, missing, shim, torchrun
+from tests.distributed.launch import ROOT, start
 from tests.distributed.values_worker import PEAK, train
 from tests.helpers.toys import tiny_t5
 
@@ -37,13 +37,9 @@ def operations(rows: int, inputs: int, targets: int) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_norms_and_the_trace_of_two_workers(name, tmp_path):
-    if reason := missing("accelerate"):
-        pytest.skip(reason)
-    launcher = torchrun() if name == "ddp" else shim("fsdp")
-    job = forked(launcher, WORKER, tmp_path, **({"ACCELERATE_USE_CPU": "true"} if name == "ddp" else {}))
-    assert job.returncode == 0, job.output[-4000:]
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_norms_and_the_trace_of_two_workers(kind, tmp_path):
+    start(kind, WORKER, tmp_path)
     train(tmp_path / "alone", LocalBackend(device=torch.device("cpu")), log_norms=1, log_maxima=3)
     ours, alone = watched(tmp_path / "watched"), watched(tmp_path / "alone")
     assert ours.keys() == alone.keys() and {step for step, _ in ours} == {1, 2, 3}
@@ -58,7 +54,7 @@ def test_norms_and_the_trace_of_two_workers(name, tmp_path):
     done = operations(*shapes[0]) * sum(tokens) / tokens[0]  # the first micro-batch is counted
     assert share_of_peak(tmp_path / "watched") == pytest.approx(done)
     log = (tmp_path / "broken" / "logs" / "rank0.log").read_text()
-    if name == "ddp":
+    if kind == "ddp":
         where = "encoder.block.1.layer.1.DenseReluDense.wo (Linear): its output"
         assert f"step 2, rank 1: first not finite: {where}" in log
         assert log.count("first not finite") == 1

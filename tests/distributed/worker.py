@@ -38,6 +38,8 @@ SLICES = 2  # the data of a step is cut for two workers, whoever they are; one w
 BATCH, ACCUMULATION, STEPS, SAVED_AT, BROKEN = 4, 2, 20, 10, 7
 ARGS = {"batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATION, "clip_grad_norm": 1.0}
 DATA = RaggedPairs(512)
+SPARSE = {"block": 2, "num_sliding_window_blocks": 1}
+BIGBIRD = {"sparse_config_cls": "BigBird", "sparse_attention": SPARSE}
 
 
 def micro_batches(step: int, piece: int) -> list[dict[str, Tensor]]:
@@ -191,7 +193,7 @@ def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
     huggingface.block_sparse_attention = partial(huggingface.block_sparse_attention, backend="gather")
     functional._SHORT = functional._SHORT_DENSE = 0  # so that layers share the bias's table, as for long inputs
-    model = huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", block=2, num_sliding_window_blocks=1)
+    model = huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", **SPARSE)
     setup(backend, model=model)
     return trained_for(4, backend, out, "sparse")
 
@@ -204,8 +206,7 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     functional.forced = "gather"
     functional._SHORT = functional._SHORT_DENSE = 0
     model = tiny_t5(seed=backend.rank)
-    layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
-    own = T5ForConditionalGeneration(T5Config(**{**model.config.to_dict(), **layout}))
+    own = T5ForConditionalGeneration(T5Config(**{**model.config.to_dict(), **BIGBIRD}))
     own.load_state_dict(model.state_dict())
     setup(backend, model=own)
     return trained_for(4, backend, out, "sparse_own")
@@ -217,8 +218,7 @@ def scenario_compiled(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
     from modeling_t5 import T5Config, T5ForConditionalGeneration
 
-    layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
-    config = {**tiny_t5().config.to_dict(), **layout, "num_layers": 1, "num_decoder_layers": 1}
+    config = {**tiny_t5().config.to_dict(), **BIGBIRD, "num_layers": 1, "num_decoder_layers": 1}
     result = {}
     for name in ("eager", "compiled"):
         torch.manual_seed(0)
@@ -242,9 +242,8 @@ def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
             return super().forward(input_ids, attention_mask, labels=input_ids)
 
     functional.forced = "gather"
-    layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
     result: dict[str, Any] = {"before": {}, "steps": {}}
-    for name, settings in {"dense": {}, "sparse": layout}.items():
+    for name, settings in {"dense": {}, "sparse": BIGBIRD}.items():
         torch.manual_seed(backend.rank)
         config = BertConfig(
             vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -373,18 +372,22 @@ def scenario_bf16(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     return {"steps": [train_step(backend, step, max_norm=0.5) for step in range(4)]}
 
 
+def with_fp16_allreduce(backend: Backend) -> Backend:
+    """A backend of the same kind in the same group that sends gradients as fp16."""
+    group = () if backend.name == "horovod" else (backend.accelerator,)
+    return type(backend)(*group, fp16_allreduce=True)
+
+
 def scenario_compressed(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """Gradients sent as fp16."""
-    group = () if backend.name == "horovod" else (backend.accelerator,)
-    compressed = type(backend)(*group, fp16_allreduce=True)
+    compressed = with_fp16_allreduce(backend)
     setup(compressed)
     return trained_for(SAVED_AT, compressed, out, "compressed")
 
 
 def scenario_wide_range(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """Gradients from 1 down to 1e-11 sent as fp16, as far apart as in a real model."""
-    group = () if backend.name == "horovod" else (backend.accelerator,)
-    compressed = type(backend)(*group, fp16_allreduce=True)
+    compressed = with_fp16_allreduce(backend)
     model = nn.Linear(1024, 1, bias=False)
     compressed.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     slope = torch.logspace(0, -11, 1024)

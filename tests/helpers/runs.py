@@ -71,6 +71,10 @@ TINY = {
     "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
 }  # fmt: skip
 
+TWO_LAYERS = {
+    **TINY, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+}  # fmt: skip
+
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 512, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "n_ctx": 64,
     "bos_token_id": 1, "eos_token_id": 1,

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -89,15 +89,20 @@ def _server(python_path: str) -> subprocess.Popen:
     return _servers[os.getpid()]
 
 
-def serve() -> None:
-    """Run the jobs that come on standard input, one JSON object a line, and answer each with its exit code."""
-    for name in PRELOADED:
+def preload(*more: str) -> None:
+    """Import what workers need, before the first fork."""
+    for name in (*PRELOADED, *more):
         with contextlib.suppress(*([ImportError] if name in OPTIONAL else [])):
             importlib.import_module(name)
     from lm_experiments_tools.tracking import run_directory
 
     environment = run_directory.describe_environment()  # lists all installed packages; the same in each job
     run_directory.describe_environment = lambda: dict(environment)
+
+
+def serve() -> None:
+    """Run the jobs that come on standard input, one JSON object a line, and answer each with its exit code."""
+    preload()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints is an answer
     for line in sys.stdin:
@@ -146,29 +151,41 @@ def _signal(alive: Mapping[int, int], number: int) -> None:
         os.kill(pid, number)
 
 
-def _work(job: dict, environment: dict[str, str]) -> None:
-    """Run the script in this forked process; never returns. Workers share the hash seed, unlike real ones."""
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
-            os.dup2(stream, target)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(job["cwd"])
+def _work(job: dict, environment: dict[str, str]) -> NoReturn:
+    """Run the script in this forked process. Workers share the hash seed, unlike real ones."""
+    os.environ.clear()
+
+    def main() -> None:
         sys.modules["numpy"].random.seed()  # the server's state would be that of all workers
         script, *arguments = job["command"]
         sys.argv, sys.orig_argv = [script, *arguments], [sys.executable, script, *arguments]
         sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+
+    work(main, environment, Path(job["log"]), job["cwd"], at_exit=atexit._run_exitfuncs)
+
+
+def work(
+    main: Callable[[], None], environment: Mapping[str, str], log: Path, folder: str | Path,
+    at_exit: Callable[[], None] = lambda: None,
+) -> NoReturn:  # fmt: skip
+    """Be a worker in this forked process: run `main` in a folder, with its output added to a log, and leave."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives its parent
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+            os.dup2(stream, target)
+        os.environ.update(environment)
+        os.chdir(folder)
         try:
-            runpy.run_path(script, run_name="__main__")
+            main()
             code = 0
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)
-        atexit._run_exitfuncs()
+        at_exit()
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1

@@ -12,6 +12,7 @@ from lm_experiments_tools.attention.kernels.choice import choose, force_backend
 from lm_experiments_tools.errors import UserError
 from modeling_bert import BertConfig, BertForMaskedLM
 from modeling_bert.conversion import from_original, to_original
+from tests.helpers.packed_rows import packed_rows
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 40,
@@ -108,36 +109,20 @@ def test_logits_and_gradients_are_the_originals(family, name, attention, fast):
     compare_gradients(ours, theirs)
 
 
-LENGTHS = [[7, 4, 9], [20], [1, 5, 12]]  # of the documents of three rows
-
-
-def packed():
-    """Rows of documents, which end in padding, and the ids of each document with its place."""
-    ids, segments = torch.zeros(2, 3, 21, dtype=torch.long)
-    documents, generator = [], torch.Generator().manual_seed(2)
-    for row, lengths in enumerate(LENGTHS):
-        end = 0
-        for number, length in enumerate(lengths, 1):
-            place = row, slice(end, end + length)
-            ids[place] = torch.randint(3, 61, (length,), generator=generator)
-            segments[place] = number
-            documents.append((place, ids[place][None]))
-            end += length
-    return ids, segments, documents
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "gather"])
 @pytest.mark.parametrize(("family", "name"), [("ModernBert", "published"), ("EuroBert", "grouped queries")])
 def test_documents_of_packed_rows_are_as_the_original_has_them_alone(family, name, attention):
     theirs = original(family, name)
     ours = from_original(theirs.config.to_dict(), theirs.state_dict()).train()
     ours.set_attn_implementation("sdpa" if attention == "sdpa" else "block_sparse")
-    ids, segments, documents = packed()
-    labels = labels_of(ids).masked_fill(segments == 0, -100)
+    rows, documents = packed_rows(lowest=3)
+    segments = rows["segment_ids"]
+    labels = labels_of(rows["input_ids"]).masked_fill(segments == 0, -100)
     with force_backend("gather") if attention == "gather" else contextlib.nullcontext():
-        found = ours(input_ids=ids, segment_ids=segments, labels=labels)
+        found = ours(input_ids=rows["input_ids"], segment_ids=segments, labels=labels)
         (found.loss * (labels != -100).sum()).backward()
-    for place, document in documents:
+    for row, number, document in documents:
+        place = row, segments[row] == number
         with in_double():
             alone = theirs(input_ids=document)
             nn.functional.cross_entropy(alone.logits[0], labels[place], reduction="sum").backward()

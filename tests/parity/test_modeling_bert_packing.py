@@ -10,29 +10,13 @@ import modeling_bert
 from lm_experiments_tools.attention.positions import RotaryPosition
 from modeling_bert.configuration_bert import POSITIONS
 from modeling_bert.packing import positions_of, starts_of
+from tests.helpers.packed_rows import packed_rows
 
 SIZES = dict(
     vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, num_labels=3,
     max_position_embeddings=400, initializer_range=0.2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
 )  # fmt: skip
-LENGTHS = [[7, 4, 9], [20, 2], [1, 1, 1, 5]]  # of the documents of three rows
 IMPLEMENTATIONS = ("eager", "sdpa", "block_sparse")
-
-
-def packed(lengths=LENGTHS, padding=3):
-    """Rows of documents, and (row, number, ids) of each."""
-    generator = torch.Generator().manual_seed(0)
-    width = max(map(sum, lengths)) + padding
-    ids, segments = torch.zeros(2, len(lengths), width, dtype=torch.long)
-    documents = []
-    for row, row_lengths in enumerate(lengths):
-        end = 0
-        for number, length in enumerate(row_lengths, 1):
-            document = torch.randint(1, 60, (1, length), generator=generator)
-            ids[row, end : end + length], segments[row, end : end + length] = document[0], number
-            documents.append((row, number, document))
-            end += length
-    return {"input_ids": ids, "segment_ids": segments, "attention_mask": (segments > 0).long()}, documents
 
 
 def made(name, position="absolute", **changes):
@@ -70,7 +54,7 @@ def test_the_worked_example():
 @pytest.mark.parametrize("position", POSITIONS)
 @torch.no_grad()
 def test_each_document_is_as_alone(position, implementation, is_fast):
-    rows, documents = packed()
+    rows, documents = packed_rows()
     model = made("BertModel", position).eval()
     alone_in = theirs(model).eval() if position == "absolute" else model
     model.set_attn_implementation(implementation)
@@ -86,7 +70,7 @@ def test_each_document_is_as_alone(position, implementation, is_fast):
 @pytest.mark.parametrize("position", ["relative_attention_bias", "rotary", "alibi", "relative_key"])
 def test_at_the_end_of_a_long_row(position):
     """So long that "block_sparse" computes a trained bias piece by piece."""
-    rows, documents = packed([[720, 90]], padding=0)
+    rows, documents = packed_rows([[720, 90]], padding=0)
     model = made("BertModel", position, max_position_embeddings=900).eval()
     alone = model(documents[1][2]).last_hidden_state[0]
     for implementation in IMPLEMENTATIONS:
@@ -98,7 +82,7 @@ def test_at_the_end_of_a_long_row(position):
 @torch.no_grad()
 def test_rotary_positions_begin_again(monkeypatch):
     """Else the angles of far places, which are coarse, would differ from those of near ones."""
-    rows, _ = packed()
+    rows, _ = packed_rows()
     model, offsets = made("BertModel", "rotary").eval(), []
     rotate = RotaryPosition.rotate
     monkeypatch.setattr(RotaryPosition, "rotate", lambda self, q, k, at: offsets.append(at) or rotate(self, q, k, at))
@@ -113,7 +97,7 @@ def test_rotary_positions_begin_again(monkeypatch):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("problem", ["single_label_classification", "regression", "multi_label_classification"])
 def test_loss_and_gradients_of_documents_are_those_of_transformers_padded_batch(problem, implementation):
-    rows, documents = packed()
+    rows, documents = packed_rows()
     num_labels = 1 if problem == "regression" else 3
     generator = torch.Generator().manual_seed(2)
     values = {
@@ -137,7 +121,7 @@ def test_loss_and_gradients_of_documents_are_those_of_transformers_padded_batch(
 @pytest.mark.parametrize("position", ["absolute", "relative_attention_bias", "relative_key_query"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_loss_and_gradients_of_masked_words_are_those_of_the_padded_batch(implementation, position):
-    rows, documents = packed()
+    rows, documents = packed_rows()
     ours = made("BertForMaskedLM", position).double().train()
     other = theirs(ours) if position == "absolute" else made("BertForMaskedLM", position).double().train()
     ours.set_attn_implementation(implementation)
@@ -159,7 +143,7 @@ def compare(found, expected, ours, other):
 
 
 def test_both_tasks_of_pre_training():
-    rows, documents = packed()
+    rows, documents = packed_rows()
     ours = made("BertForPreTraining").double().eval()
     other = theirs(ours)
     pairs = torch.full((3, 4), -100)
@@ -173,7 +157,7 @@ def test_both_tasks_of_pre_training():
 
 @torch.no_grad()
 def test_masked_tokens_of_a_document_are_seen_by_none():
-    rows, documents = packed()
+    rows, documents = packed_rows()
     rows["attention_mask"][0, 8] = 0  # the second token of the second document
     mask = torch.tensor([[1, 0, 1, 1]])
     for position in ("absolute", "rotary"):
@@ -184,7 +168,7 @@ def test_masked_tokens_of_a_document_are_seen_by_none():
 
 
 def test_what_looks_at_the_whole_row_refuses():
-    rows, _ = packed()
+    rows, _ = packed_rows()
     with pytest.raises(ValueError, match="sparse_config_cls='BigBird' lays its blocks over the row"):
         made("BertModel", sparse_config_cls="BigBird", sparse_attention={"block": 16})(**rows)
     with pytest.raises(ValueError, match="give one of the two"):
@@ -196,7 +180,7 @@ def test_what_looks_at_the_whole_row_refuses():
 
 
 def test_weights_and_hidden_states_can_be_looked_at():
-    rows, _ = packed()
+    rows, _ = packed_rows()
     for implementation in IMPLEMENTATIONS:
         model = made("BertModel").eval()
         model.set_attn_implementation(implementation)

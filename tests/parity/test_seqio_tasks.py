@@ -20,6 +20,7 @@ from lm_experiments_tools.data.objectives.span_corruption import corrupt
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
 from tests.helpers.finetuning_toys import write_json
+from tests.helpers.vocabulary_toys import train_vocabulary
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,13 +94,6 @@ add("unprepared", source=seqio.TfdsDataSource("tiny_text:1.0.0", tfds_data_dir=s
 """
 
 
-def train_vocabulary(folder, name, size, text):
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / name), vocab_size=size, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
-        hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-
-
 SENTENCES = {"sentence1": "One text.", "sentence2": "Another."}
 GLUE = {
     "cola": {"sentence": "One text.", "label": 1},
@@ -126,9 +120,8 @@ def folder(tmp_path_factory):
     documents = [" ".join(words[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     documents[5] += " a forged <extra_id_3> sentinel"
     (folder / "docs.json").write_text(json.dumps(documents))
-    (folder / "all.txt").write_text("\n".join(documents))
-    train_vocabulary(folder, "vocab", 600, folder / "all.txt")
-    train_vocabulary(folder, "other", 500, folder / "all.txt")
+    train_vocabulary(folder / "vocab.model", documents, 600)
+    train_vocabulary(folder / "other.model", documents, 500)
     (folder / "tasks.py").write_text(TASKS)
     (folder / "raises.py").write_text("import seqio\n\nNUMBERS = {}\nNUMBERS['absent']\n")
     (folder / "leaves.py").write_text("import sys\nsys.exit('not here')\n")

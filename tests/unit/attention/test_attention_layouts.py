@@ -29,7 +29,6 @@ from lm_experiments_tools.attention.layouts import (
 )
 from lm_experiments_tools.errors import UserError
 from tests.helpers import ROOT
-from tests.helpers.sources import imports_of
 
 # Made by tests/parity/test_attention_deepspeed.py from DeepSpeed 0.19.6 itself.
 GOLDEN = json.loads((ROOT / "tests/golden/attention_layouts.json").read_text())
@@ -380,11 +379,3 @@ class GivingBlocks(SparsityConfig):
 
     def blocks(self, num_blocks):
         return self.layout
-
-
-def test_the_package_needs_only_torch_and_numpy():
-    """Models import it, and it may be used without the rest; transformers and Triton are for those who ask."""
-    for path in (ROOT / "lm_experiments_tools/attention").glob("*.py"):
-        if path.name not in ("huggingface.py", "triton_kernels.py"):
-            packages = {name.partition(".")[0] for name, at_top in imports_of(path.read_text()) if at_top}
-            assert packages - sys.stdlib_module_names <= {"torch", "numpy", "lm_experiments_tools"}, path

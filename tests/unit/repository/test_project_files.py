@@ -45,7 +45,9 @@ def test_citation_names_what_the_project_builds_on():
         assert name in titles
 
 
-def test_links_of_project_files_lead_somewhere():
-    for path in (ROOT / "SECURITY.md", ROOT / "CODE_OF_CONDUCT.md", ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md"):
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
-            assert (path.parent / link).exists(), link
+def test_links_of_pages_lead_somewhere():
+    pages = [page for folder in ("", "docs", "benchmarks", ".github") for page in (ROOT / folder).glob("*.md")]
+    assert len(pages) > 40
+    for page in pages:
+        for link in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page}: {link}"

@@ -56,27 +56,6 @@ def test_files_and_functions_are_short_and_calls_written_out():
     ] == []
 
 
-def parametrized_twice(source: str) -> list[str]:
-    """Tests with two lists of values for one name, at which pytest stops before it runs any test."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
-        lists = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func).endswith("parametrize")]
-        found += [node.name] * (len(lists) > len(set(lists)))
-    return found
-
-
-def test_all_tests_can_be_collected_together():
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    names = [path.name for path in files]
-    assert sorted(set(names)) == sorted(names), "pytest imports files of tests by their names alone"
-    assert not [twice for path in files for twice in parametrized_twice(path.read_text(encoding="utf-8"))]
-    one = '@pytest.mark.parametrize("kind", [1])'
-    assert parametrized_twice(f"{one}\n{one}\ndef test_it(kind): ...") == ["test_it"]
-
-
 def test_docstrings_open_with_a_verb_or_a_noun():
     texts = [text for path in python_files() for text in docstrings(path.read_text(encoding="utf-8"))]
     wrong = [text.partition("\n")[0] for text in texts if opens_wrongly(text)]
