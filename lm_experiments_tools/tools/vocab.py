@@ -38,14 +38,18 @@ class VocabArgs:
             raise UserError(
                 "--lowercase false belongs to --type wordpiece: a SentencePiece vocabulary is always cased."
             )
-        if Path(self.output).exists() and not self.overwrite:
-            raise UserError(
-                f"--output {self.output} exists, and models may depend on it: name another, or give --overwrite."
-            )
 
 
 def run(args: VocabArgs) -> None:
-    """Train and print the size of the result."""
+    """Train and print the size of the result.
+
+    Raises:
+        UserError: there is a vocabulary, or as the training.
+    """
+    if Path(args.output).exists() and not args.overwrite:
+        raise UserError(
+            f"--output {args.output} exists, and models may depend on it: name another, or give --overwrite."
+        )
     from lm_experiments_tools.data.text.train_vocabulary import train_vocab, train_wordpiece
 
     start = time.perf_counter()
