@@ -68,7 +68,7 @@ $(DATA)/corpus/train.jsonl: | $(ENV)
 	$(BIN)/lmtools corpus --output $(DATA)/corpus
 
 $(DATA)/vocab.model: $(DATA)/corpus/train.jsonl
-	$(BIN)/lmtools vocab --input $< --size $(VOCAB_SIZE) --output $@
+	$(BIN)/lmtools vocab --input $< --size $(VOCAB_SIZE) --output $@ --overwrite
 
 $(DATA)/train.idx $(DATA)/valid.idx: $(DATA)/%.idx: $(DATA)/corpus/train.jsonl $(DATA)/vocab.model
 	$(BIN)/lmtools tokenize --input $(DATA)/corpus/$*.jsonl --vocab $(DATA)/vocab.model --output $(DATA)/$* --overwrite
@@ -83,7 +83,7 @@ pretrain: env horovod-if-possible data $(DATA)/start/model.safetensors ## train 
 data-bert: $(DATA)/bert_train_text_sentence.idx $(DATA)/bert_valid_text_sentence.idx ## the same for BERT: WordPiece, sentences
 
 $(DATA)/bert_vocab.txt: $(DATA)/corpus/train.jsonl
-	$(BIN)/lmtools vocab --type wordpiece --input $< --size $(VOCAB_SIZE) --output $@
+	$(BIN)/lmtools vocab --type wordpiece --input $< --size $(VOCAB_SIZE) --output $@ --overwrite
 
 $(DATA)/bert_train_text_sentence.idx $(DATA)/bert_valid_text_sentence.idx: \
 $(DATA)/bert_%_text_sentence.idx: $(DATA)/corpus/train.jsonl $(DATA)/bert_vocab.txt

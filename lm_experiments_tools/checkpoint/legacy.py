@@ -63,7 +63,7 @@ def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, 
                 "not read: convert it to safetensors, or pass --allow_pickle if you trust whoever made it."
             ) from error
         reason = first_line(error)
-        if reason.startswith("Weights only load failed"):
+        if reason.startswith("Weights only load failed") or isinstance(error, KeyError):  # of a memo, in any text
             reason = "not a file of torch.save"
         raise UserError(f"{path} cannot be read ({reason}): it is truncated, corrupt or no checkpoint.") from error
 

@@ -96,17 +96,22 @@ def save_model(
 
 
 def _save_pretrained(path: Path, model: Any, state_dict: dict[str, Tensor] | None, write: WriteTensors) -> None:
-    """`save_pretrained`, which decides what to store under which names, with our writer of tensors.
+    """`save_pretrained`, which decides what to store under which names, with our writer of tensors."""
+    with quiet_saving(), _patched("transformers.modeling_utils", "safe_save_file", write):
+        model.save_pretrained(path, state_dict=state_dict)
 
-    It asks accelerate whether the model is an engine of DeepSpeed. The import of an installed DeepSpeed, which takes
-    seconds, is avoided: without that import there is no engine.
+
+@contextlib.contextmanager
+def quiet_saving() -> Iterator[None]:
+    """`save_pretrained` without progress bars and without an import of DeepSpeed.
+
+    It asks accelerate whether the model is an engine of DeepSpeed. An installed one would be imported for that, which
+    takes seconds and prints; where it has not been imported there is no engine.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_progress_bars())
-        stack.enter_context(_patched("transformers.modeling_utils", "safe_save_file", write))
+    with without_progress_bars(), contextlib.ExitStack() as stack:
         if "deepspeed" not in sys.modules:
             stack.enter_context(_patched("accelerate.utils.other", "is_deepspeed_available", lambda: False))
-        model.save_pretrained(path, state_dict=state_dict)
+        yield
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ _FACTS = "facts of torch: "
 _STEP = f"""
 import importlib.util, json, torch
 from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.models.speed import has_bf16
 backend = LocalBackend()
 model = torch.nn.Linear(8, 8)
 backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -41,7 +42,7 @@ with backend.accumulate(sync=True):
     backend.backward(loss)
 assert backend.clip_and_step().result()[1]
 facts = {{"device": str(backend.device), "cuda": torch.version.cuda, "threads": torch.get_num_threads()}}
-facts["cpu capability"] = torch.backends.cpu.get_cpu_capability()
+facts |= {{"cpu capability": torch.backends.cpu.get_cpu_capability(), "cpu bf16": has_bf16("cpu")}}
 if backend.device.type == "cuda":
     facts["gpu bf16"] = torch.cuda.is_bf16_supported()
     facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -73,14 +73,14 @@ def run(args: ConvertArgs) -> None:
     if not Path(args.source).exists():
         raise UserError(f"--source {args.source}: there is no such file or folder.")
 
-    from lm_experiments_tools.checkpoint.conversion import without_progress_bars
+    from lm_experiments_tools.checkpoint.weights import quiet_saving
     from lm_experiments_tools.models.saved import loaded
     from lm_experiments_tools.tools.hub_folder import difference, example_inputs, logits_of, new_folder
 
     model, folder = _model(args).eval(), Path(args.to)
     cls = type(model)
     with new_folder(folder) as temporary:
-        with without_progress_bars():
+        with quiet_saving():
             model.save_pretrained(temporary, max_shard_size=args.max_shard_size)
         has_tokenizer = _save_tokenizer(args, temporary)
         again = loaded(cls, str(temporary), args.to)

@@ -29,6 +29,7 @@ from packaging.requirements import Requirement
 from lm_experiments_tools.config.flags import POSITIVE, check_groups
 from lm_experiments_tools.files import dump_json, human_bytes
 from lm_experiments_tools.tools.backend_trials import run_trials, trials
+from lm_experiments_tools.tracking.run_directory import describe_environment
 
 _PACKAGE = "lm_experiments_tools"
 _BUILD = "lmtools build-horovod"
@@ -36,8 +37,6 @@ _PACKAGES = (
     "torch", "transformers", "numpy", "tokenizers", "sentencepiece", "tensorboard", "accelerate", "deepspeed",
     "horovod", "triton", "peft", "bitsandbytes", "datasets", "matplotlib",
 )  # fmt: skip
-_CPU_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "bf16", "sve")
-_BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ def _examine(timeout: float) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "backends": {job.name: {"state": job.state, "says": job.says, "seconds": job.seconds} for job in jobs},
         "torch": jobs[0].facts,
-        "cpu": _cpu(),
+        "cpu": describe_environment()["cpu"],
         "gpus": gpus,
         "compilers": {**_compilers(), "C++ for torch.compile": no_cpp or "works"},
         "space": _space(),
@@ -91,8 +90,14 @@ def _report(found: Mapping[str, Any]) -> list[str]:
         took = f"  {trial['seconds']:.1f} s" if trial["state"] == "works" else f": {trial['says']}"
         lines.append(f"  {name:<18} {trial['state']}{took}")
     cpu, torch = found["cpu"], found["torch"] or {}
-    lines += ["", "devices", f"  cpu  {cpu['model']}, {cpu['cores']} cores, {cpu['usable']} threads for this process"]
-    lines += [f"       {'bf16 units' if cpu['bf16'] else 'no bf16 units'}; {' '.join(cpu['units'])}"]
+    lines += [
+        "",
+        "devices",
+        f"  cpu  {cpu['model']}, {cpu['count']} cores, {torch.get('threads', '?')} threads of torch",
+    ]
+    lines += [
+        f"       {'bf16 units' if torch.get('cpu bf16') else 'no bf16 units'}; {torch.get('cpu capability', '?')}"
+    ]
     lines += [
         f"  gpu  {gpu['name']}, {gpu['memory.free']} free of {gpu['memory.total']}, driver {gpu['driver_version']}"
         for gpu in found["gpus"]
@@ -140,22 +145,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> dict[str, object]:
-    """Model, cores, those this process may use, and units for small number formats."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    entries = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", text, re.MULTILINE))
-    flags = set(entries.get("flags", entries.get("Features", "")).split())
-    return {
-        "model": entries.get("model name") or platform.processor() or platform.machine(),
-        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
-        "threads": os.cpu_count(),
-        "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "units": [unit for unit in _CPU_UNITS if unit in flags],
-        "bf16": bool(flags & _BF16_UNITS),
-    }
 
 
 def _gpus() -> list[dict[str, str]]:

@@ -18,9 +18,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from transformers.dynamic_module_utils import get_imports
 
-from lm_experiments_tools.checkpoint.conversion import without_progress_bars
 from lm_experiments_tools.checkpoint.source import CONFIG
-from lm_experiments_tools.checkpoint.weights import copy_tokenizer
+from lm_experiments_tools.checkpoint.weights import copy_tokenizer, quiet_saving
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, dump_json, read_json
 from lm_experiments_tools.models.build import pretrained_config
@@ -111,7 +110,7 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
     # Parameters alone: buffers such as the frequencies of rotary positions would lose digits.
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
-    with without_progress_bars():
+    with quiet_saving():
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     for weight in model.parameters():
         weight.data = weight.data.float()

@@ -5,8 +5,8 @@
     lmtools inspect pretrain-bert --data_path DATA_text_sentence --vocab_file vocab.txt --input_seq_len 128
     lmtools inspect finetune --tokenizer t5-small --data_path train.jsonl --valid_data_path valid.jsonl
 
-The first word names the script whose data is shown: pretrain-t5 (the default), pretrain-bert or finetune. Flags and
-YAML files are those of that script.
+The first word names the script whose data is shown (pretrain-t5, the default, pretrain-bert or finetune, or its file)
+or a YAML file of its settings. Flags are those of that script.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
-from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs, InstructionArgs, LengthArgs, TaskArgs
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
 from lm_experiments_tools.config.objectives import ObjectiveArgs
 from lm_experiments_tools.config.pretraining import DataArgs, MixtureArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models import inherited
+from lm_experiments_tools.tools.scripts import parse_flags_of_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +79,7 @@ SCRIPTS = {"pretrain-t5": InspectT5Args, "pretrain-bert": InspectBertArgs, "fine
 
 def main(argv: Sequence[str]) -> int:
     """Read the script's name and the flags, and print the data; returns 0. Raises UserError."""
-    is_named = bool(argv) and not argv[0].startswith("-")
-    script, *flags = argv if is_named else ["pretrain-t5", *argv]
-    if script not in SCRIPTS:
-        raise UserError(f"lmtools inspect {script}: the first word is one of {', '.join(SCRIPTS)}")
-    args, _ = parse(
-        SCRIPTS[script],
-        flags,
-        description=__doc__,
-        inherit=_INHERIT[script],
-        program=f"lmtools inspect {script}" if is_named else "lmtools inspect",
-    )
+    script, args, _ = parse_flags_of_script("inspect", argv, SCRIPTS, __doc__)
     if script == "finetune":
         from lm_experiments_tools.tools.inspect_finetuning import sections
     elif script == "pretrain-bert":
@@ -105,10 +93,3 @@ def main(argv: Sequence[str]) -> int:
         for name, lines in samples:
             print("\n" + "\n  ".join([name, *lines]))
     return 0
-
-
-_INHERIT = {
-    "pretrain-t5": inherited.of_t5,
-    "pretrain-bert": inherited.of_bert,
-    "finetune": inherited.inherited_settings,
-}

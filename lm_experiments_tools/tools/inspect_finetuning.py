@@ -16,7 +16,7 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.recipes.finetuning import with_new_tokens
 from lm_experiments_tools.recipes.finetuning_data import EvalSplit, FinetuningData, finetuning_data
-from lm_experiments_tools.tools.inspect_samples import Samples
+from lm_experiments_tools.tools.inspect_samples import Rendering, Samples, render_sample
 from lm_experiments_tools.tools.inspect_tokens import Facts
 
 Section = tuple[str, Facts, Samples]
@@ -50,7 +50,7 @@ def _training(args: Any, data: FinetuningData, tokenizer: Any) -> Section:
     epochs = f"; --epochs {args.epochs:g} = {args.epochs * epoch / rows:,.0f} steps" if args.epochs else ""
     what = "rows" if args.packing else "examples"
     steps = f"{epoch:,} {what} = {epoch / rows:,.1f} steps of {rows}{epochs}"
-    samples = _samples(data.train.dataset, min(args.samples, epoch), data.label_names, tokenizer)
+    samples = _samples(args, data.train.dataset, min(args.samples, epoch), data.label_names, tokenizer)
     return "training", [("data", data.objective), ("an epoch", steps)], samples
 
 
@@ -63,49 +63,23 @@ def _evaluation(args: Any, split: EvalSplit, label_names: Sequence[str], tokeniz
             pass
         names = label_names if counts.keys() - {None} else ()
         facts += [("", line) for line in summary(dataset.dataset.encoded, names, counts)]
-    return split.name, facts, _samples(dataset, min(args.samples, len(dataset)), label_names, tokenizer)
+    return split.name, facts, _samples(args, dataset, min(args.samples, len(dataset)), label_names, tokenizer)
 
 
-def _samples(dataset: Any, number: int, label_names: Sequence[str], tokenizer: Any) -> Samples:
-    samples = []
+def _samples(args: Any, dataset: Any, number: int, label_names: Sequence[str], tokenizer: Any) -> Samples:
+    special = {tokenizer.pad_token_id: tokenizer.pad_token, tokenizer.eos_token_id: tokenizer.eos_token}
+    rendering, samples = Rendering(tokenizer.decode, {i: token for i, token in special.items() if token}), []
     for sample in range(number):  # one at a time, so that no row is padded to the length of another
         row = {name: rows[0] for name, rows in dataset.batch(np.array([sample])).items()}
-        samples.append((f"sample {sample}", list(_lines(row, label_names, tokenizer))))
+        label = _label(row, label_names) if args.model_type == "encoder" else None
+        samples.append((f"sample {sample}", render_sample(row, rendering, label)))
     return samples
 
 
-def _lines(row: Mapping[str, np.ndarray], label_names: Sequence[str], tokenizer: Any) -> Iterator[str]:
-    """Ids and text of the input and the label; of each example in a packed row."""
-    packed = "segment_ids" in row or "position_ids" in row
-    for number, (ids, label) in enumerate(_examples(row), 1):
-        head = f"example {number}: " if packed else ""
-        yield f"{head}input_ids {_ids(ids)}"
-        yield f"   {tokenizer.decode(ids.tolist())!r}"
-        if np.ndim(label) and np.issubdtype(label.dtype, np.integer):
-            yield f"{head}labels    {_ids(label)}"
-            yield f"   {tokenizer.decode(label.tolist())!r}"
-        elif np.min(label) == IGNORED_LABEL:
-            yield f"{head}label     none"
-        else:
-            yield f"{head}label     {np.array2string(label)} = {label_text(label, label_names)}"
-
-
-def _examples(row: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(input ids, target ids or label) of each example in a row without padding; of a packed row several."""
-    ids, labels = row["input_ids"], row["labels"]
-    inputs, targets = row.get("attention_mask", np.ones_like(ids)), np.ones_like(labels, np.int64)
-    if "segment_ids" in row:
-        inputs, targets = row["segment_ids"], row.get("decoder_segment_ids")
-    elif "attention_mask" not in row and "position_ids" in row:  # a packed row of a decoder
-        inputs = targets = np.cumsum(row["position_ids"] == 0)
-    for number in range(1, int(inputs.max(initial=0)) + 1):
-        label = labels if targets is not None else labels[number - 1]  # a packed encoder: one entry an example
-        if np.ndim(label) and np.issubdtype(label.dtype, np.integer):
-            label = label[(targets == number) & (label != IGNORED_LABEL)]
-            if not len(label) and "position_ids" in row:  # padding at the end of a packed row
-                continue
-        yield ids[inputs == number], label
-
-
-def _ids(ids: np.ndarray) -> str:
-    return f"({len(ids)}) {' '.join(map(str, ids.tolist()))}"
+def _label(row: Mapping[str, np.ndarray], names: Sequence[str]) -> str:
+    """The label of a row of an encoder; of a packed row those of its examples."""
+    labels = row["labels"] if "segment_ids" in row else [row["labels"]]
+    texts = [
+        f"{np.array2string(label)} = {label_text(label, names)}" for label in labels if np.min(label) != IGNORED_LABEL
+    ]
+    return "; ".join(texts) or "none"

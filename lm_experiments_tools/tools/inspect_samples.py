@@ -138,8 +138,12 @@ def render_predictions(
     return " ".join(words)
 
 
-def render_sample(row: Mapping[str, np.ndarray], rendering: Rendering) -> list[str]:
-    """Lines with every entry of one row of a batch: `input_ids` [length], `labels` [length], and others."""
+def render_sample(row: Mapping[str, np.ndarray], rendering: Rendering, label: str | None = None) -> list[str]:
+    """Lines with every entry of one row of a batch: `input_ids` [length], `labels`, and others.
+
+    Args:
+        label: text of `labels` where they are no ids.
+    """
     inputs, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
     decode, shown = rendering.decode, {**rendering.shown, IGNORED_LABEL: "(ignored)"}
     attended = int(np.asarray(row["attention_mask"]).sum()) if "attention_mask" in row else len(inputs)
@@ -150,8 +154,8 @@ def render_sample(row: Mapping[str, np.ndarray], rendering: Rendering) -> list[s
         lines += [f"target   {predicted} tokens, shown as [input -> target]"]
     else:
         lines += [f"  {render_ids(inputs, decode, shown)}"]
-        lines += [f"target   {len(labels)} tokens, {predicted} of them predicted"]
-        lines += [f"  {render_ids(labels, decode, shown)}"]
+        lines += [f"target   {len(labels)} tokens, {predicted} of them predicted"] if label is None else []
+        lines += [f"  {render_ids(labels, decode, shown)}" if label is None else f"label    {label}"]
     for name in sorted(set(row) - {"input_ids", "labels"}):
         value = np.asarray(row[name])
         if value.ndim:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lm_experiments_tools.errors import UserError
@@ -29,6 +30,8 @@ class VocabArgs:
     """Text to train on, drawn from all over the input."""
     character_coverage: float = 0.9995
     """SentencePiece: share of the characters in the vocabulary; the rest becomes <unk>."""
+    overwrite: bool = False
+    """Replace a vocabulary that is there."""
 
     def __post_init__(self) -> None:
         if self.type == "sentencepiece" and not self.lowercase:
@@ -38,7 +41,15 @@ class VocabArgs:
 
 
 def run(args: VocabArgs) -> None:
-    """Train and print the size of the result."""
+    """Train and print the size of the result.
+
+    Raises:
+        UserError: there is a vocabulary, or as the training.
+    """
+    if Path(args.output).exists() and not args.overwrite:
+        raise UserError(
+            f"--output {args.output} exists, and models may depend on it: name another, or give --overwrite."
+        )
     from lm_experiments_tools.data.text.train_vocabulary import train_vocab, train_wordpiece
 
     start = time.perf_counter()
@@ -58,4 +69,5 @@ def run(args: VocabArgs) -> None:
     print(
         f"{summary.size:,} ids from {summary.sample_bytes / 1e6:.1f} MB of text in {seconds:.1f} s "
         f"({summary.sample_bytes / 1e6 / seconds:.1f} MB/s): {summary.path}"
+        + (f"; {summary.rejected}" if summary.rejected.count else "")
     )

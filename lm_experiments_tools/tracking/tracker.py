@@ -195,6 +195,7 @@ class ConsoleLine:
 
     def __init__(self, total_steps: int | None, *, start_step: int = 0, stream: IO[str] | None = None):
         self.total_steps = total_steps
+        self._first: tuple[int, float] | None = None
         stream = sys.stderr if stream is None else stream
         self._bar = None
         if total_steps and stream.isatty() and os.environ.get("TERM") != "dumb":
@@ -220,8 +221,15 @@ class ConsoleLine:
         if numbers.get("skipped_updates"):
             parts.append(f"skipped {numbers['skipped_updates']:.0f}")
         if "seconds_per_step" in numbers and self.total_steps:
-            parts.append(f"eta {_duration(numbers['seconds_per_step'] * max(self.total_steps - step, 0))}")
+            left = max(self.total_steps - step, 0)
+            parts.append(f"eta {_duration(left * self._seconds_per_step(step, numbers['seconds_per_step']))}")
         return " | ".join(parts)
+
+    def _seconds_per_step(self, step: int, measured: float) -> float:
+        """Of a step since the first line, validation and checkpoints included; for that line the `measured` ones."""
+        now = time.monotonic()
+        first, start = self._first = self._first or (step, now)
+        return (now - start) / (step - first) if step > first else measured
 
     def advance(self, step: int) -> None:
         if self._bar is not None:

@@ -145,7 +145,8 @@ class RejectedRecords:
             self._file.close()
 
     def __str__(self) -> str:
-        return f"{self.count} bad lines left out (the first: {self.first}), listed in {self.path}"
+        listed = f", listed in {self.path}" if self.path is not None else ""
+        return f"{self.count} bad lines left out (the first: {self.first}){listed}"
 
 
 def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:

@@ -10,6 +10,7 @@ WordPiece: a vocab.txt, one piece a line, that begins with `[PAD]`, `[UNK]`, `[C
 import hashlib
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,12 +39,13 @@ _THREADS = 1  # a constant, because the subwords depend on it; more are not fast
 
 @dataclass(frozen=True)
 class VocabSummary:
-    """The trained vocabulary, and how much text it was trained on."""
+    """The trained vocabulary, how much text it was trained on, and the records of the sample that were left out."""
 
     path: Path
     size: int
     sample_bytes: int
     sha256: str
+    rejected: RejectedRecords
 
 
 def train_vocab(
@@ -68,12 +70,12 @@ def train_vocab(
     if num_pieces < _NUM_SPECIAL + 1:
         raise UserError(f"a vocabulary of {size} ids has only {extra_ids} sentinels; give a larger size")
     sampler = _Sampler(inputs, text_key, sample_bytes)
-    content = _train(sampler, num_pieces, character_coverage)
+    content = _train(sampler, num_pieces, extra_ids, character_coverage)
     output_model = Path(output_model)
     output_model.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output_model, _with_sentinels(content, extra_ids))
     vocabulary = Vocabulary.load(output_model, extra_ids)
-    return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256)
+    return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256, sampler.rejected)
 
 
 def train_wordpiece(
@@ -117,7 +119,7 @@ def train_wordpiece(
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(f"{piece}\n" for piece in sorted(vocab, key=vocab.__getitem__)).encode()
     write_atomic(output, content)
-    return VocabSummary(output, size, sampler.num_bytes, hashlib.sha256(content).hexdigest())
+    return VocabSummary(output, size, sampler.num_bytes, hashlib.sha256(content).hexdigest(), sampler.rejected)
 
 
 def _wordpiece_characters(tokenizer: "BertWordPieceTokenizer", lines: list[str]) -> tuple[list[str], list[str]]:
@@ -139,7 +141,7 @@ class _Sampler:
 
     def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
         self._inputs, self._text_key, self._limit = inputs, text_key, limit
-        self.num_bytes, self._rejected = 0, RejectedRecords(NO_LIMIT)
+        self.num_bytes, self.rejected = 0, RejectedRecords(NO_LIMIT)
 
     def __iter__(self) -> Iterator[str]:
         shards = plan_shards(self._inputs, _SHARD_BYTES, max(_MAX_SHARDS, 2 * self._limit // _SHARD_BYTES))
@@ -154,7 +156,7 @@ class _Sampler:
                 self.num_bytes += len(line.encode())
                 yield line
         if not self.num_bytes:
-            raise no_documents(self._inputs, self._rejected)
+            raise no_documents(self._inputs, self.rejected)
 
     def _lines_of(self, shard: Shard) -> Iterator[str]:
         for item in read_shard(shard, self._text_key):
@@ -162,7 +164,7 @@ class _Sampler:
                 yield from _short_lines(item.value)
                 continue
             # only the first one is reported
-            self._rejected.reject(*((shard.path, item) if self._rejected.count else locate(shard, item)))
+            self.rejected.reject(*((shard.path, item) if self.rejected.count else locate(shard, item)))
 
 
 def _short_lines(text: str) -> Iterator[str]:
@@ -176,7 +178,7 @@ def _short_lines(text: str) -> Iterator[str]:
             yield line
 
 
-def _train(lines: _Sampler, num_pieces: int, character_coverage: float) -> bytes:
+def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage: float) -> bytes:
     import io
 
     import sentencepiece
@@ -199,7 +201,11 @@ def _train(lines: _Sampler, num_pieces: int, character_coverage: float) -> bytes
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rpartition("] ")[2]
-        raise UserError(f"{num_pieces} subwords cannot be trained on {lines.num_bytes} bytes: {reason}") from None
+        if limit := re.search(r"(<=|required_chars. \d+ vs) (\d+)", reason):  # of subwords; --size has sentinels too
+            reason = f"give --size at {'most' if limit[1] == '<=' else 'least'} {int(limit[2]) + extra_ids}"
+        raise UserError(
+            f"{num_pieces} subwords and {extra_ids} sentinels cannot be trained on {lines.num_bytes} bytes: {reason}"
+        ) from None
     return model.getvalue()
 
 

@@ -15,7 +15,6 @@ from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import LabelWords, number_in
 from lm_experiments_tools.evaluation.predictions import PIECE_BYTES, Predictions, TextDecoder
-from lm_experiments_tools.files import replacing
 from lm_experiments_tools.metrics.labels import UNKNOWN, label_metrics
 from tests.helpers.evaluation_toys import END, TEXTS, args_of, generated, indices, lines_of, sentences
 
@@ -269,11 +268,3 @@ def test_the_same_examples_are_shown_each_time(decode, caplog):
         "  prediction cats", "  reference  cats", "  reference  dogs"
     ]  # fmt: skip
     assert lines[1].startswith("  source     long") and len(lines[1]) < 330
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path):
-    (tmp_path / "a").write_text("old")
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as file:
-        file.write(b"half")
-        raise KeyboardInterrupt
-    assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.tokens import checked
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -233,14 +233,6 @@ def test_a_sample_is_a_function_of_its_number(data, settings):
         parts = [next(loader) for loader in ranks]
         for name, values in batch.items():
             assert torch.equal(torch.stack([part[name] for part in parts], dim=1).flatten(0, 1), values)
-
-
-def test_validation_reads_each_sample_once(data):
-    samples = dataset(data)
-    read = [
-        row for rank in range(2) for batch in ValidLoader(samples, 7, rank, 2) for row in batch["input_ids"].tolist()
-    ]
-    assert sorted(read)[-len(samples) :] == sorted(samples.batch(np.arange(len(samples)))["input_ids"].tolist())
 
 
 def test_a_block_of_unknown_tokens_alone_predicts_nothing(tmp_path):

@@ -59,13 +59,6 @@ def test_the_worked_example():
     assert masked.astype(int).tolist() == [[0, 0, 0, 1, 0, 1, 1, 1, 0]]
 
 
-def test_rows_without_a_word_are_left_as_they_are():
-    """A block of [UNK] or of separators alone: no turn to look at."""
-    nothing, words = np.zeros((2, 6), bool), np.zeros((0, 2), np.uint64)
-    masked = choose_masked(nothing, nothing, np.array([1, 1]), words, ngram_probabilities(3))
-    assert masked.shape == (2, 6) and not masked.any()
-
-
 @pytest.mark.parametrize(("length", "rate"), [(12, 0.3), (60, 0.15), (60, 0.9), (200, 0.15), (200, 0.5)])
 def test_a_batch_follows_the_rule_turn_by_turn(length, rate):
     rng = np.random.default_rng(length)
@@ -95,19 +88,6 @@ def test_a_row_does_not_depend_on_those_beside_it():
         here = slice(row, row + 1)
         alone = choose_masked(maskable[here], starts[here], budget[here], words[:, here], law)
         np.testing.assert_array_equal(alone[0], together[row])
-
-
-def test_words_are_masked_wholly_and_nothing_else():
-    rng = np.random.default_rng(1)
-    maskable, starts = random_rows(rng, 50, 100)
-    budget = np.full(50, 15)
-    masked = choose_masked(
-        maskable, starts, budget, rng.integers(0, 1 << 32, (100, 50), np.uint64), ngram_probabilities(3)
-    )
-    assert not (masked & ~maskable).any() and (masked.sum(axis=1) <= budget).all()
-    for row in range(50):
-        for word in words_of(maskable[row], starts[row]):
-            assert masked[row, word].all() or not masked[row, word].any()
 
 
 def test_a_word_ends_where_text_ends():

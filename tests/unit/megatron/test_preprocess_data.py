@@ -14,10 +14,8 @@ from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from megatron import preprocess_data as module
 from megatron.sentences import SentenceSplitter
-from megatron.tokenizers import build_tokenizer
 from tests.helpers import ROOT
 from tests.helpers.preprocessing import PIECES, SEP, command, run, start, write_lines
-from tests.helpers.real_data import DATA, lacking
 from tests.helpers.token_toys import read_documents
 
 
@@ -308,16 +306,3 @@ def test_megatrons_own_package_and_ours_are_imported_side_by_side():
     out, err = process.communicate(timeout=60)
     core, ours = out.split()
     assert "site-packages" in core and Path(ours) == ROOT / "megatron" / "sentences.py", err
-
-
-def test_real_corpus_equals_the_ancestors_rules(folder):
-    source, vocab = DATA / "corpus" / "wikitext2_test.jsonl", DATA / "vocabs" / "bert-base-uncased" / "vocab.txt"
-    if reason := lacking(source, vocab):
-        pytest.skip(reason)
-    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()[:3]]
-    write_lines(folder / "in" / "data.jsonl", records)
-    run(folder, "--split-sentences", "--vocab-file", vocab)
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab)
-    options = {"split_sentences": True, "split_tokens": False, "append_eod": False}
-    expected = ancestor(records, "text", tokenizer, SentenceSplitter(), **options)
-    assert read_documents(f"{folder}/out/x_text_sentence") == expected and sum(map(len, expected)) > 100

@@ -166,32 +166,31 @@ def test_truncated_weights_are_an_error_message(t5, tokenizer, tmp_path, capsys)
     assert f"{tmp_path}: it cannot be read as T5ForConditionalGeneration (Error" in capsys.readouterr().err
 
 
-def test_a_text_beyond_the_positions_of_a_model_is_refused(tokenizer, tmp_path, capsys):
-    config = BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=8,
-    )  # fmt: skip
-    for part in (BertModel(config), tokenizer):
-        part.save_pretrained(tmp_path)
-    command = ["attention", "--model", str(tmp_path), "--output", str(tmp_path / "m.npz"), "--text"]
-    capsys.readouterr()
-    assert main([*command, TEXT]) == 2
-    assert "--text of 13 tokens is more than the 8 positions of the model" in capsys.readouterr().err
-    assert main([*command, "a cat sat"]) == 0
+TINY_BERT = BertConfig(
+    vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+    max_position_embeddings=8,
+)  # fmt: skip
+TINY_BART = BartConfig(
+    vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=8,
+)  # fmt: skip
 
 
-def test_a_target_beyond_the_positions_of_a_decoder_is_refused(tokenizer, tmp_path, capsys):
-    config = BartConfig(
-        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=8,
-    )  # fmt: skip
-    model = BartForConditionalGeneration(config)
-    for part in (model, tokenizer):
+@pytest.mark.parametrize(
+    ("cls", "config", "flag", "flags"),
+    [
+        (BertModel, TINY_BERT, "text", {}),
+        (BartForConditionalGeneration, TINY_BART, "target", {"text": "a cat sat"}),
+    ],
+)
+def test_a_text_beyond_the_positions_of_a_model_is_refused(tokenizer, tmp_path, capsys, cls, config, flag, flags):
+    for part in (cls(config), tokenizer):
         part.save_pretrained(tmp_path)
-    flags = words(model=tmp_path, text="a cat sat", target=TEXT, output=tmp_path / "m.npz")
+    flags = {"model": tmp_path, "output": tmp_path / "m.npz", **flags}
     capsys.readouterr()
-    assert main(["attention", *flags]) == 2
-    assert "--target of 13 tokens is more than the 8 positions of the model" in capsys.readouterr().err
+    assert main(["attention", *words(**flags, **{flag: TEXT})]) == 2
+    assert f"--{flag} of 13 tokens is more than the 8 positions of the model" in capsys.readouterr().err
+    assert main(["attention", *words(**flags, **{flag: "a cat sat"})]) == 0
 
 
 def test_numbers_of_layers_and_heads():

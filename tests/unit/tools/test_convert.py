@@ -52,23 +52,15 @@ def test_files_of_the_ancestors(tmp_path, program):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("word1")["input_ids"]
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_arrays_of_t5x(tmp_path, gated):
+@pytest.mark.parametrize(("gated", "dtype"), [(False, "float32"), (True, "float32"), (False, "bfloat16")])
+def test_arrays_of_t5x(tmp_path, gated, dtype):
     model = source_model(gated)
-    write_t5x(model, tmp_path / "checkpoint")
+    write_t5x(model, tmp_path / "checkpoint", dtype)
+    model = model.to(getattr(torch, dtype)).float()
     (tmp_path / "checkpoint" / "checkpoint").write_bytes(b"msgpack")
     command = ["convert", str(tmp_path / "checkpoint"), "--to", str(tmp_path / "out"), "--model_cfg"]
     assert main([*command, configuration(tmp_path, gated)]) == 0
     torch.testing.assert_close(logits(T5ForConditionalGeneration.from_pretrained(tmp_path / "out")), logits(model))
-
-
-def test_arrays_of_t5x_in_bfloat16(tmp_path):
-    model = source_model()
-    write_t5x(model, tmp_path / "checkpoint", "bfloat16")
-    command = ["convert", str(tmp_path / "checkpoint"), "--to", str(tmp_path / "out"), "--model_cfg"]
-    assert main([*command, configuration(tmp_path)]) == 0
-    rounded = model.bfloat16().float()
-    torch.testing.assert_close(logits(T5ForConditionalGeneration.from_pretrained(tmp_path / "out")), logits(rounded))
 
 
 def test_what_is_damaged_or_of_another_model_is_a_sentence(tmp_path, capsys):
@@ -90,7 +82,9 @@ def test_what_is_damaged_or_of_another_model_is_a_sentence(tmp_path, capsys):
     (arrays / "target.encoder.encoder_norm.scale").rename(arrays / "target.encoder.visual.scale")
     assert main([*command, config]) == 2 and "a T5 has no such weight" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    (tmp_path / "text.pth").write_text("hello, some words")
     for words, message in (
+        (["convert", str(tmp_path / "text.pth"), "--to", "x", "--model_cfg", config], "(not a file of torch.save)"),
         (["convert"], "name weights and the new folder"),
         (["convert", "nothing.pth", "--to", "x", "--model_cfg", "t5-small"], "nothing.pth: there is no such file"),
         (["convert", config, "--to", str(tmp_path / "x")], "--model_cfg is required"),
@@ -106,40 +100,21 @@ def test_a_folder_with_a_configuration_is_not_said_to_have_none(tmp_path, capsys
     assert main(["convert", str(model), "--to", str(to), "--model_cfg", f"{model}/config.json"]) == 0
 
 
-T5GEMMA, MODERNBERT = {"model_type": "t5gemma"}, {"model_type": "modernbert"}
-
-
 @pytest.mark.parametrize(
-    ("config", "flags", "message"),
+    ("kind", "flags", "message"),
     [
-        (
-            T5GEMMA,
-            ["--model_type", "modernbert"],
-            "--model_type cannot be combined with a source of model type t5gemma",
-        ),
-        (T5GEMMA, ["--model_type", "t5gemma"], "--model_type cannot be combined with a source of model type t5gemma"),
-        (T5GEMMA, ["--tile", "modernbert-large"], "--tile cannot be combined with a source of model type t5gemma"),
-        (T5GEMMA, ["--model_cls", "modeling_bert:BertModel"], "--model_cls cannot be combined with a source"),
-        (
-            {"model_type": "t5gemma2"},
-            ["--model_type", "eurobert"],
-            "with a source of model type t5gemma2: leave it out",
-        ),
-        (
-            {"model_type": "t5"},
-            ["--model_type", "t5gemma", "--tile", "X"],
-            "--tile cannot be combined with --model_type",
-        ),
-        (MODERNBERT, ["--model_cls", "modeling_bert:BertModel"], "--model_cls cannot be combined with a source"),
-        (MODERNBERT, ["--model_type", "t5gemma"], "has model type modernbert: name a T5."),
-        (
-            {"model_type": "lm_experiments_bert"},
-            ["--model_type", "t5gemma"],
-            "has model type lm_experiments_bert: name a T5.",
-        ),
+        ("t5gemma", "--model_type modernbert", "--model_type cannot be combined with a source of model type t5gemma"),
+        ("t5gemma", "--model_type t5gemma", "--model_type cannot be combined with a source of model type t5gemma"),
+        ("t5gemma", "--tile modernbert-large", "--tile cannot be combined with a source of model type t5gemma"),
+        ("t5gemma", "--model_cls modeling_bert:BertModel", "--model_cls cannot be combined with a source"),
+        ("t5gemma2", "--model_type eurobert", "with a source of model type t5gemma2: leave it out"),
+        ("t5", "--model_type t5gemma --tile X", "--tile cannot be combined with --model_type"),
+        ("modernbert", "--model_cls modeling_bert:BertModel", "--model_cls cannot be combined with a source"),
+        ("modernbert", "--model_type t5gemma", "has model type modernbert: name a T5."),
+        ("lm_experiments_bert", "--model_type t5gemma", "has model type lm_experiments_bert: name a T5."),
     ],
 )
-def test_flags_that_a_conversion_does_not_read_are_refused(config, flags, message, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["convert", str(tmp_path), "--to", str(tmp_path / "out"), *flags]) == 2
+def test_flags_that_a_conversion_does_not_read_are_refused(kind, flags, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert main(["convert", str(tmp_path), "--to", str(tmp_path / "out"), *flags.split()]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

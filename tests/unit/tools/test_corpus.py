@@ -252,13 +252,17 @@ def test_vocabulary_sample_is_bounded_and_long_lines_count(tmp_path):
 def test_vocabulary_that_does_not_fit_its_text_is_one_sentence(tmp_path):
     data = tmp_path / "d.txt"
     data.write_text("a few words of text\n" * 20)
-    for size, message in [
-        (32000, r"31900 subwords cannot be trained on \d+ bytes"),
-        (103, "give a larger size"),
-        (110, "10 (pieces|subwords)"),
-    ]:
-        with pytest.raises(UserError, match=message):
+    for size, message in [(32000, "at most"), (110, "at least")]:
+        with pytest.raises(
+            UserError, match=rf"{size - 100} subwords and 100 sentinels .* give --size {message} \d+"
+        ) as e:
             train_vocab([str(data)], size, tmp_path / "v.model")
+        limit = int(str(e.value).split()[-1])
+        assert train_vocab([str(data)], limit, tmp_path / "limit.model").size == limit
+        with pytest.raises(UserError):
+            train_vocab([str(data)], limit + (1 if size > limit else -1), tmp_path / "v.model")
+    with pytest.raises(UserError, match="give a larger size"):
+        train_vocab([str(data)], 103, tmp_path / "v.model")
     data.write_text("\n\n")
     with pytest.raises(UserError, match=r"no document in .*d\.txt"):
         train_vocab([str(data)], 200, tmp_path / "v.model")

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import sys
 import time
 
@@ -113,9 +112,5 @@ def test_what_is_missing_is_named_with_the_command_of_its_extra(told, monkeypatc
 
 
 def test_the_machine_is_as_the_system_says():
-    cpu = doctor._cpu()
-    assert cpu["threads"] == os.cpu_count() and cpu["cores"] >= 1 and cpu["model"]
-    flags = open("/proc/cpuinfo").read()
-    assert all(unit in flags for unit in cpu["units"])
     assert doctor._space()["memory"].endswith(tuple("B"))
     assert doctor._compilers().keys() == {"g++", "nvcc", "mpirun", "cmake"}

@@ -33,18 +33,18 @@ def test_labels_lengths_and_examples_of_a_classification_are_shown(look, tmp_pat
     assert "9 of 12 sources (75.0%) are longer than --input_seq_len 3" in text and "are <unk>, unknown" in text
     assert "an epoch   12 examples = 3.0 steps of 4; --epochs 3 = 9 steps" in text
     assert "tokens at 50 / 90 / 99 / 100 %: sources 3 / 3 / 3 / 3" in text
-    assert "input_ids (3) 4 2 1" in text and "'w1 <unk> </s>'" in text  # of validation, the longest first
+    assert "    w1 <unk> </s>\n  label    2 = pos\n" in text  # of validation, the longest first
     assert not (tmp_path / "runs").exists() and text.count("sample 0") == 2
 
 
-def test_the_examples_of_a_packed_row_are_shown_apart(look, tmp_path):
+def test_a_packed_row_is_shown_with_its_examples(look, tmp_path):
     write_json(tmp_path / "a.jsonl", pairs(6))
     code, text = look(
         "--data_path", "a.jsonl", "--packing", "--input_seq_len", "64", "--target_seq_len", "32", "--samples", "2"
     )
-    assert code == 0 and "example 1: input_ids (" in text and "example 2: labels    (" in text
-    first = pairs(6)
-    shown = [line.strip() for line in text.splitlines() if line.strip().startswith("'w")]
-    assert {f"'{row[side]} </s>'" for row in first for side in row} >= set(shown) and len(shown) >= 4
+    assert code == 0 and "segment_ids: 1 x " in text and "decoder_segment_ids: 1 x " in text
+    sides = [" ".join(line.split()) for line in text.splitlines() if line.startswith("    w")]
+    shown = [part.strip() for line in sides for part in line.partition(" <pad>")[0].partition(" (ig")[0].split("</s>")]
+    assert {row[side] for row in pairs(6) for side in row} >= {*shown} - {""} and len(shown) > 6
     code, text = look("--input_seq_len", "64")
     assert code == 2 and "there is nothing to inspect: give --data_path" in text

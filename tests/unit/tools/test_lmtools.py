@@ -45,6 +45,11 @@ def test_several_inputs_and_flags_reach_the_tokenizer(tmp_path, capsys):
     model, prefix = str(tmp_path / "v.model"), str(tmp_path / "t")
     vocab = ["vocab", "--input", a, b, "--size", "115", "--output", model, "--text_key", "body"]
     assert main(vocab) == 0
+    assert re.search(
+        r"115 ids .*; 40 bad lines left out \(the first: \S+[ab].jsonl:2: no key 'body'", capsys.readouterr().out
+    )
+    assert main(vocab) == 2 and main([*vocab, "--overwrite"]) == 0
+    assert f"--output {model} exists" in capsys.readouterr().err
     command = ["tokenize", "--input", a, b, "--vocab", model, "--output", prefix, "--text_key", "body", "--append_eos"]
     assert main([*command, "--max_bad_lines", "40"]) == 0
     assert "40 documents" in capsys.readouterr().out.splitlines()[-1]

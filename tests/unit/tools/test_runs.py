@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from lm_experiments_tools.files import dump_json
+from lm_experiments_tools.metrics import lower_is_better
 from lm_experiments_tools.tools.compare import differences, read_run
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.tracking.tracker import _POSITION
@@ -61,7 +62,7 @@ def test_tables_show_what_the_runs_logged_and_only_settings_that_differ(folder, 
 
 
 def test_a_folder_of_validation_and_the_loss_before_training_are_shown(tmp_path, capsys):
-    record = {"split": "valid", **dict.fromkeys(_POSITION, 0), "metrics": ["loss"]}
+    record = {**dict.fromkeys(_POSITION, 0), "split": "valid", "metrics": ["loss"]}
     lines = [json.dumps({**record, "step": step, "loss": loss}) for step, loss in ((0, 5.5), (2, 1.5), (4, 2.5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "config.json").write_text(json.dumps({"validate_only": True, "iters": 4}))
@@ -122,45 +123,18 @@ def test_older_settings_and_other_machines_are_told_apart(copied):
     assert found["lr"] == [0.001, 0.5] and found["COMMIT"][1] == "abc" and "model_path" not in found
 
 
-def test_the_best_value_is_the_highest_of_what_rises(copied):
-    lines = [
-        {
-            "step": s,
-            "split": "valid",
-            "samples": s,
-            "tokens": s,
-            "time": s,
-            "bleu": b,
-            "loss": s,
-            "metrics": ["bleu", "loss"],
-        }
-        for s, b in ((1, 3.0), (2, 5.0), (3, None), (4, 4.0))
-    ]
+def test_the_best_value_is_that_of_the_metrics_direction(copied):
+    position = {**dict.fromkeys(_POSITION, 0), "split": "valid", "metrics": ["bleu", "loss"]}
+    lines = [{**position, "step": s, "bleu": b, "loss": s} for s, b in ((1, 3.0), (2, 5.0), (3, None), (4, 4.0))]
     (copied / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = read_run(copied / "a")
     assert (run.best("bleu")["step"], run.best("loss")["step"], run.last("bleu", "valid")) == (2, 1, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "best"),
-    [
-        *(
-            (name, 1)
-            for name in ("colours/bits_per_byte", "rmse", "brier", "edit_distance", "wiki/word_perplexity/none")
-        ),
-        *(
-            (name, 3)
-            for name in ("accuracy", "rougeL/task_error_detection", "f1_tokens", "errors/acc/none", "gen_len")
-        ),
-    ],
-)
-def test_the_best_value_is_the_lowest_of_what_falls(copied, name, best):
-    lines = [
-        {"step": s, "split": "valid", "samples": s, "tokens": s, "time": s, name: s, "metrics": [name]}
-        for s in (1, 2, 3)
-    ]
-    (copied / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_run(copied / "a").best(name)["step"] == best
+def test_the_direction_of_a_value_is_told_by_the_registry_or_its_name():
+    low = ("colours/bits_per_byte", "rmse", "brier", "edit_distance", "wiki/word_perplexity/none")
+    high = ("accuracy", "rougeL/task_error_detection", "f1_tokens", "errors/acc/none", "gen_len")
+    assert all(map(lower_is_better, low)) and not any(map(lower_is_better, high))
 
 
 def test_states(copied):

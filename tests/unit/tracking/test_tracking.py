@@ -18,6 +18,7 @@ import torch
 
 from lm_experiments_tools.errors import UserError, os_sentence
 from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.tracking import tracker as tracker_module
 from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
 
 # tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
@@ -130,25 +131,16 @@ def test_what_a_start_writes_again_at_its_first_step_is_there_once(tmp_path):
     assert scalars(tmp_path)["loss/iterations/train"][1:] == [(2, 7.0)]
 
 
-def test_torn_last_line_is_set_aside(tmp_path):
-    with Tracker(tmp_path, rank=0) as tracker:
-        for step in (1, 2, 3):
-            log_step(tracker, step)
-    file = tmp_path / "metrics.jsonl"
-    file.write_bytes(file.read_bytes()[:-20])
-    with Tracker(tmp_path, rank=0, start_step=2) as tracker:
-        log_step(tracker, 3)
-    assert [record["step"] for record in strict_lines(file)] == [1, 2, 3]
-
-
-def test_torn_event_file_is_read_on(tmp_path):
-    with Tracker(tmp_path, rank=0) as tracker:
-        for step in (1, 2, 3):
-            log_step(tracker, step)
-    (events,) = tmp_path.glob("events*")
-    events.write_bytes(events.read_bytes()[:-7])
-    with Tracker(tmp_path, rank=0, start_step=2) as tracker:
-        log_step(tracker, 3)
+@pytest.mark.parametrize(("torn", "size"), [("metrics.jsonl", 20), ("events*", 7)])
+def test_a_torn_end_of_a_file_is_written_again(tmp_path, torn, size):
+    for start, steps in ((0, (1, 2, 3)), (2, (3,))):
+        with Tracker(tmp_path, rank=0, start_step=start) as tracker:
+            for step in steps:
+                log_step(tracker, step)
+        if start == 0:
+            (file,) = tmp_path.glob(torn)
+            file.write_bytes(file.read_bytes()[:-size])
+    assert [record["step"] for record in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert [step for step, _ in scalars(tmp_path)["loss/iterations/train"]] == [1, 2, 3]
 
 
@@ -247,6 +239,13 @@ def test_console_line():
 def test_eta(seconds, text):
     line = ConsoleLine(2, stream=io.StringIO()).format("train", 1, {}, {"seconds_per_step": seconds})
     assert line.endswith(f"eta {text}")
+
+
+def test_eta_counts_what_passes_between_steps_too(monkeypatch):
+    console, clock = ConsoleLine(100, stream=io.StringIO()), iter((50.0, 80.0))
+    monkeypatch.setattr(tracker_module, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    lines = [console.format("train", step, {}, {"seconds_per_step": 1.0}) for step in (10, 20)]
+    assert [line.rpartition("eta ")[2] for line in lines] == ["1m30s", "4m00s"]  # 10 steps in 30 s: a validation
 
 
 def test_bar_only_on_a_terminal_and_no_colour_when_asked(monkeypatch):
