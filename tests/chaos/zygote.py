@@ -28,7 +28,7 @@ PRELOADED = (
     "torch.distributed",
     "lm_experiments_tools.backends.accelerate",
     "lm_experiments_tools.backends.horovod",
-    "lm_experiments_tools.recipes.t5_data",
+    "lm_experiments_tools.recipes.t5",
     "lm_experiments_tools.recipes.t5_sources",
     "lm_experiments_tools.training.trainer",
     "modeling_t5",
