@@ -38,60 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: list[Source] = []
     inherit = partial(inherited_settings, found=found)
     args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=inherit, resolve=SPEED)
-    if args.plan:
-        from lm_experiments_tools.planning.show import show_run
-
-        return show_run(args, origins)
-    args.check_used()
-    args = args.resolved(origins)
-
+    if not args.plan:
+        args.check_used()
+        args = args.resolved(origins)
     # imported after parsing, so that --help and a mistyped flag answer at once
-    from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.backends.collective import on_all
-    from lm_experiments_tools.checkpoint.source import ModelFiles
-    from lm_experiments_tools.models.pretrained import pretrained_model
-    from lm_experiments_tools.models.speed import choose_speed
-    from lm_experiments_tools.models.tokenizers import load_tokenizer
-    from lm_experiments_tools.planning.finders import find_or_train
-    from lm_experiments_tools.recipes.common import (
-        close_run,
-        optimizer_from_args,
-        seed_worker,
-        show_run,
-        start_run,
-    )
-    from lm_experiments_tools.recipes.finetuning import (
-        evaluate_last,
-        finetuning_loop,
-        save_tokenizer,
-        show_inherited,
-        show_summary,
-        with_new_tokens,
-    )
-    from lm_experiments_tools.recipes.finetuning_data import finetuning_data
+    from lm_experiments_tools.recipes.finetuning import Finetuning
 
-    args, origins = choose_speed(args, origins, found)
-    args, folder = args.while_finding()
-    backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
-    run = start_run(args, backend)
-    show_inherited(args, origins)
-    files = ModelFiles(args, found)
-    tokenizer = on_all(backend, lambda: load_tokenizer(args, files))
-    data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
-    if data.train is not None:
-        args = args.with_epochs(data.train.samples_per_epoch, backend.world_size)
-    model = on_all(backend, lambda: pretrained_model(args, tokenizer, data.label_names, files))
-    show_summary(backend, model)
-    optimizer = optimizer_from_args(args, model)
-    seed_worker(args.seed, backend.rank)
-    tokenizer_dir = save_tokenizer(args, backend, tokenizer, data)
-    trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
-    show_run(args, origins, run, backend, backend.unwrap(), data)
-    if find_or_train(trainer, origins, folder, data):
-        return
-    evaluate_last(trainer, data)
-    trainer.save_metrics(args.model_path)
-    close_run(backend, data)
+    Finetuning(args, origins, found).run()
 
 
 if __name__ == "__main__":

@@ -32,9 +32,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models.build import load_model_config
-from lm_experiments_tools.recipes import common, t5_data
+from lm_experiments_tools.models.from_args import model_from_args, model_source, optimizer_from_args
+from lm_experiments_tools.recipes import t5
 from lm_experiments_tools.recipes.report import filled_right
 from lm_experiments_tools.recipes.t5_sources import T5Sources
+from lm_experiments_tools.training.losses import MODEL_LOSS, with_bytes
 from lm_experiments_tools.training.trainer import TrainingLoop
 
 RATES = {"ours": [1e-2, 2e-2, 4e-2], "trainer": [5e-5, 1e-3, 4e-3], "nanot5": [1e-2, 2e-2, 4e-2]}
@@ -75,13 +77,13 @@ class Job:
 def opened(args: T5PretrainingArgs, weights: dict[str, torch.Tensor] | None = None) -> tuple[TrainingLoop, Any]:
     """Our loop as run_t5_pretraining.py makes it, optionally with weights, and its data."""
     backend = get_backend(args)
-    source = common.model_source(args, backend)
-    data = t5_data.pretraining_data(args, backend, T5Sources(args), source.kind)
-    model = common.model_from_args(args, source, data.vocabulary.size)
+    source = model_source(args, backend)
+    data = t5.pretraining_data(args, backend, T5Sources(args), source.kind)
+    model = model_from_args(args, source, data.vocabulary.size)
     if weights is not None:
         model.load_state_dict(weights, strict=False)  # tied embeddings have one name in some
-    loss = t5_data.pretraining_loss(args, backend, model, data.vocabulary)
-    optimizer = common.optimizer_from_args(args, model)
+    loss = with_bytes(MODEL_LOSS, data.vocabulary.token_bytes, model)
+    optimizer = optimizer_from_args(args, model)
     return TrainingLoop(args, backend, model, optimizer, data.train, data.valid, loss=loss), data
 
 

@@ -56,9 +56,10 @@ def ours(shape: Shape, batches: Batches, precision: str, speed: str = "auto", **
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.models.from_args import model_from_args, model_source, optimizer_from_args
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.modules.inspection import forward_names
-    from lm_experiments_tools.recipes import common
+    from lm_experiments_tools.recipes.common import labels_alone
     from lm_experiments_tools.training.losses import MODEL_LOSS, bert_loss
     from lm_experiments_tools.training.trainer import TrainingLoop
 
@@ -82,13 +83,12 @@ def ours(shape: Shape, batches: Batches, precision: str, speed: str = "auto", **
     args = (T5PretrainingArgs if shape.is_t5 else BertPretrainingArgs)(**values)
     args, _ = choose_speed(args, dict.fromkeys(values, "given"))
     backend = get_backend(args)
-    source = common.model_source(args, backend)
-    model = common.model_from_args(args, source, source.config.vocab_size)
+    source = model_source(args, backend)
+    model = model_from_args(args, source, source.config.vocab_size)
     loss = MODEL_LOSS
     if not shape.is_t5:
-        most = common.labels_alone(args, backend, model, lambda rows: rows * args.most_predictions())
-        loss = bert_loss(use_nsp=True, most_labels=most)
-    optimizer = common.optimizer_from_args(args, model)
+        loss = bert_loss(use_nsp=True, most_labels=labels_alone(args, backend, model))
+    optimizer = optimizer_from_args(args, model)
     options = {"return_logits": False} if "return_logits" in forward_names(model) else None
     loader = DataLoader(batches, batch_size=None)
     TrainingLoop(args, backend, model, optimizer, loader, loss=loss, forward_kwargs=options).train()

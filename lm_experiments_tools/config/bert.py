@@ -136,8 +136,9 @@ class BertObjectiveArgs:
         return max(1, round(self.mlm_prob * self.input_seq_len))
 
     def highest_rate(self) -> float:
-        """The highest fraction of tokens to predict at any time."""
-        return max(filter(None, (self.mlm_prob, self.mlm_prob_end, self.valid_mlm_prob)))
+        """Upper bound of the fraction of tokens to predict; with whole words their number varies more."""
+        rate = max(filter(None, (self.mlm_prob, self.mlm_prob_end, self.valid_mlm_prob)))
+        return min(1.0, rate * (1.5 if self.whole_word else 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,24 +15,22 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from lm_experiments_tools.config import restart
-from lm_experiments_tools.config.flags import Flag, describe, flags_of, help_groups
+from lm_experiments_tools.config.flags import COMMAND_LINE, DEFAULT, Flag, describe, flags_of, help_groups
 from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.lengths import Tokens
-from lm_experiments_tools.config.settings import read_setting
+from lm_experiments_tools.config.settings import Setting, read_settings
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
 from lm_experiments_tools.names import resolve_name
 
 Args = TypeVar("Args")
 
-COMMAND_LINE = "command line"
-DEFAULT = "default"
 BASE = "base"  # in YAML: the files that this one changes
 _BASE = Flag(BASE, tuple[str, ...], (), object)
 SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `resolve` of the scripts: a name, because it imports torch
@@ -47,13 +45,6 @@ class ConfigArgs:
     list of files, are read before it, from where it lies."""
     print_config: bool = False
     """Print the merged settings, with the origin of each that is not the default, as YAML and exit."""
-
-
-class Setting(NamedTuple):
-    """A value and its origin."""
-
-    value: Any
-    origin: str
 
 
 def parse(
@@ -108,8 +99,7 @@ def parse(
             args, origins = resolve_name(resolve)(args, origins)
         _print(to_yaml(args, origins), end="")
         sys.exit(0)
-    is_run = sys.excepthook is _report_crash and hasattr(args, "model_path")  # a training script under `run_main`
-    if is_run and "torch" not in sys.modules and launcher_rank() == 0:
+    if resolve is not None and "torch" not in sys.modules and launcher_rank() == 0:
         _print("settings are read; loading torch")  # which takes seconds; on stdout: stderr is for errors
     return args, origins
 
@@ -263,17 +253,8 @@ def _read_yaml(
     called = f"{origin}: base {path}" if origin else f"--config {path}"
     if os.path.realpath(path) in above:
         raise UserError(f"{called} leads back to itself.")
-    inherited: dict[str, Setting] = {}
-    settings: dict[str, Setting] = {}
-    for key, value in _yaml_items(path, called):
-        origin = f"{path} line {key.start_mark.line + 1}"
-        name = str(key.value).replace("-", "_")
-        flag = _BASE if name == BASE else flags.get(name)
-        if flag is None:
-            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(name, flags)}")
-        if name in settings:
-            raise UserError(f"{origin}: {name} is set a second time, after {settings[name].origin}.")
-        settings[name] = Setting(read_setting(flag, value, origin), origin)
+    items, inherited = _yaml_items(path, called), {}
+    settings = read_settings(items, {**flags, BASE: _BASE}, lambda key: f"{path} line {key.start_mark.line + 1}")
     names, origin = settings.pop(BASE, Setting((), ""))
     for name in names:
         base = os.path.normpath(os.path.join(os.path.dirname(path), name))

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.flags import (
+    COMMAND_LINE,
     COUNT,
+    DEFAULT,
     DROPOUT,
     HARMLESS,
     NOT_NEGATIVE,
@@ -25,7 +27,6 @@ from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.metrics import is_own, lower_is_better, metrics_of, usual_metrics, values_of
 
-DEFAULT_ORIGIN, COMMAND_LINE = "default", "command line"  # as in cli.py, without its imports
 TASKS_OF = {
     "encoder": ("classification", "multi_label", "regression"),
     "encoder-decoder": ("text_to_text", "classification", "regression", "instructions"),
@@ -443,9 +444,9 @@ class FinetuningArgs(
         if not self.data_path and not self.validate_only:
             raise UserError("--data_path is missing: name the training data, such as train.jsonl or train.tsv.")
         args, origins = self, origins or {}
-        length = [origins.get(name, DEFAULT_ORIGIN) for name in ("iters", "epochs")]
-        if self.epochs is not None and length[0] != DEFAULT_ORIGIN:
-            if length[1] != DEFAULT_ORIGIN and (length[0] == COMMAND_LINE) == (length[1] == COMMAND_LINE):
+        length = [origins.get(name, DEFAULT) for name in ("iters", "epochs")]
+        if self.epochs is not None and length[0] != DEFAULT:
+            if length[1] != DEFAULT and (length[0] == COMMAND_LINE) == (length[1] == COMMAND_LINE):
                 raise UserError("--iters and --epochs exclude each other: both say how long to train.")
             if length[1] != COMMAND_LINE:
                 args = replace(self, epochs=None)

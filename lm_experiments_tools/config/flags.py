@@ -24,6 +24,7 @@ from lm_experiments_tools.errors import UserError
 
 Rule = TypeVar("Rule")
 HARMLESS = "harmless"  # a resumed run may change the flag: it alters neither model, data nor the updates made so far
+COMMAND_LINE, DEFAULT = "command line", "default"  # origins of a setting
 LENGTH = "length"  # a number of updates that may also be given in tokens
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")

@@ -212,6 +212,10 @@ class ObjectiveArgs:
         known = dict(list(parameters_of(resolve_name(self.objective().builder)).items())[2:])
         return checked_options(f"--task {self.task}", options, known, {})
 
+    def highest_rate(self) -> float:
+        """mlm: the fraction of tokens to predict."""
+        return self.mlm_probability
+
     def ends_documents(self) -> bool:
         """True if documents of raw text are to end with EOS."""
         return self.append_eos and self.objective().parts_documents

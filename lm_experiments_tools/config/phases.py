@@ -9,8 +9,7 @@ import yaml
 from lm_experiments_tools.config.flags import HARMLESS, at_least, check_conflict, flags_of, is_given, needs
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.options import read_options
-from lm_experiments_tools.config.settings import read_setting
-from lm_experiments_tools.config.suggestions import suggestion
+from lm_experiments_tools.config.settings import read_settings
 from lm_experiments_tools.config.training import IN_RUN_DIRECTORY
 from lm_experiments_tools.errors import UserError
 
@@ -107,21 +106,22 @@ def _settings(args_class: type, text: str, said: str) -> dict[str, Any]:
         raise UserError(f"{said} is not valid YAML ({' '.join(str(error).split())}).") from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{said} must be a mapping, such as {{iters: 1000, lr: 1e-4}}.")
-    settings: dict[str, Any] = {}
-    for key, value in node.value:
-        name = str(key.value).replace("-", "_")
-        if name == "tokens" and isinstance(value, yaml.ScalarNode):
-            name, value = "iters", yaml.ScalarNode(value.tag, f"{value.value.removesuffix('tok')}tok", style="'")
-        if name in settings:
-            raise UserError(f"{said}: {key.value} is set a second time.")
-        if name not in flags:
-            raise UserError(f"{said}: unknown setting {key.value!r}{suggestion(name, allowed)}")
-        if name not in allowed:
+    items = [_as_length(key, value) for key, value in node.value]
+    for name in (str(key.value).replace("-", "_") for key, _ in items):
+        if name in flags and name not in allowed:
             raise UserError(f"{said}: {name} cannot change between phases: set it for the whole run.")
-        settings[name] = read_setting(allowed[name], value, said)
+    settings = read_settings(items, allowed, lambda key: said)
     if "iters" not in settings:
         raise UserError(f"{said} has no length: give iters (updates) or tokens.")
-    return settings
+    return {name: setting.value for name, setting in settings.items()}
+
+
+def _as_length(key: yaml.Node, value: yaml.Node) -> tuple[yaml.Node, yaml.Node]:
+    """`tokens: N` as `iters: Ntok`."""
+    if key.value != "tokens" or not isinstance(value, yaml.ScalarNode):
+        return key, value
+    length = f"{value.value.removesuffix('tok')}tok"
+    return yaml.ScalarNode(key.tag, "iters"), yaml.ScalarNode(value.tag, length, style="'")
 
 
 def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:

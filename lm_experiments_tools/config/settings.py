@@ -2,12 +2,43 @@
 
 import json
 import typing
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import yaml
 
 from lm_experiments_tools.config.flags import NULL_WORDS, Flag, describe
+from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import UserError
+
+
+class Setting(NamedTuple):
+    """A value and its origin."""
+
+    value: Any
+    origin: str
+
+
+def read_settings(
+    items: Iterable[tuple[yaml.Node, yaml.Node]], flags: Mapping[str, Flag], origin_of: Callable[[yaml.Node], str]
+) -> dict[str, Setting]:
+    """The values of a YAML mapping by flag.
+
+    Args:
+        origin_of: what error messages about a key begin with.
+
+    Raises:
+        UserError: an unknown name, one that is set twice, or a value of another type.
+    """
+    settings: dict[str, Setting] = {}
+    for key, value in items:
+        origin, name = origin_of(key), str(key.value).replace("-", "_")
+        if name not in flags:
+            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(name, flags)}")
+        if name in settings:
+            raise UserError(f"{origin}: {name} is set a second time, after {settings[name].origin}.")
+        settings[name] = Setting(read_setting(flags[name], value, origin), origin)
+    return settings
 
 
 def read_setting(flag: Flag, node: yaml.Node, origin: str) -> Any:

@@ -19,12 +19,12 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import add_adapter, check_peft
 from lm_experiments_tools.models.build import enable_checkpointing
 from lm_experiments_tools.models.freezing import freeze
+from lm_experiments_tools.models.from_args import model_from_args, model_source, most_labels, optimizer_from_args
 from lm_experiments_tools.models.pretrained import untrained_model
 from lm_experiments_tools.models.speed import choose_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS, pick_labelled, spread_labels
+from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS, pick_labelled
 from lm_experiments_tools.planning.trace import Prepared
-from lm_experiments_tools.recipes import common
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs
@@ -71,15 +71,15 @@ def prepare(args: ExperimentArgs, device: str) -> Prepared:
         if scored is not None and pick_labelled(model, source, tried=False) is not None:
             scored = None
         batch = _batch(model, args, source, target, scored)
-    optimizer = common.optimizer_from_args(args, model)
+    optimizer = optimizer_from_args(args, model)
     dtype = next((dtype for name, dtype in _DTYPES.items() if getattr(args, name)), None)
     return Prepared(model, optimizer, batch, dtype)
 
 
 def _model(args: ExperimentArgs) -> nn.Module:
     if not isinstance(args, FinetuningArgs):
-        source = common.model_source(args, LocalBackend(Precision(), torch.device("cpu")))
-        return common.model_from_args(args, source, 0)
+        source = model_source(args, LocalBackend(Precision(), torch.device("cpu")))
+        return model_from_args(args, source, 0)
     model = untrained_model(args)
     if args.gradient_checkpointing:
         enable_checkpointing(model)
@@ -108,9 +108,7 @@ def _num_scored(args: ExperimentArgs, model: nn.Module) -> int | None:
     masked = hasattr(args, "most_predictions") or getattr(args, "task", "") == "mlm"
     if isinstance(args, FinetuningArgs) or not masked or args.mlm_positions == "all" or args.distill_from:
         return None
-    if hasattr(args, "most_predictions"):
-        return common.most_labels(args)(args.batch_size)
-    return spread_labels(args.batch_size * args.input_seq_len, args.mlm_probability)
+    return most_labels(args)(args.batch_size)
 
 
 def _batch(model: nn.Module, args: ExperimentArgs, source: int, target: int, scored: int | None) -> dict[str, Any]:

@@ -6,58 +6,41 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
-from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.lengths import in_updates
-from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.config.phases import phases_of
-from lm_experiments_tools.errors import UserError, first_line
-from lm_experiments_tools.models.build import (
-    build_model,
-    check_vocabulary,
-    enable_checkpointing,
-    load_model_config,
-    num_parameters,
-    pretrained_config,
-    set_dropout,
-    set_z_loss,
-)
-from lm_experiments_tools.models.freezing import train_only
-from lm_experiments_tools.models.speed import check_agreement, describe_speed, speed_up
-from lm_experiments_tools.modules.inspection import forward_names_of
-from lm_experiments_tools.modules.labelled_head import pick_labelled, spread_labels
-from lm_experiments_tools.modules.user_classes import get_cls_by_name
-from lm_experiments_tools.names import nearest_names
-from lm_experiments_tools.optimizers import build_optimizer
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import num_parameters
+from lm_experiments_tools.models.from_args import make_optimizer, most_labels
+from lm_experiments_tools.models.speed import check_agreement, describe_speed
+from lm_experiments_tools.modules.labelled_head import pick_labelled
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
 from lm_experiments_tools.training.distillation import Predict, distilled, predictor
 from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
-    from lm_experiments_tools.data.loader import TrainSource
+    from lm_experiments_tools.data.loader import TrainSource, ValidSource
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.training.losses import Loss
     from lm_experiments_tools.training.phases import Phase
-    from lm_experiments_tools.training.trainer import TrainingLoop
+
+    PretrainingArgs = BertPretrainingArgs | T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +78,52 @@ def _check_optimization(args: ExperimentArgs) -> None:
         args = replace(args, iters=10**9)
     rules = [(f"rule {i}", options) for i, (_, options) in enumerate(args.group_rules())]  # each matches a toy
     names = ["layer.0.weight", *(pattern for pattern, _ in rules)]
-    LearningRate(args, _optimizer(args, [(name, nn.Parameter(torch.zeros(2, 2))) for name in names], rules))
+    LearningRate(args, make_optimizer(args, [(name, nn.Parameter(torch.zeros(2, 2))) for name in names], rules))
 
 
 class RunData(Protocol):
-    """Data of a run, as `t5_data`, `bert_data` and `finetuning_data` return it."""
+    """Data of a run: `PretrainingData` or `finetuning_data.FinetuningData`."""
 
     train: TrainSource | None
     objective: str
+
+
+@dataclass
+class PretrainingData:
+    """Data of a pre-training run.
+
+    Attributes:
+        vocabulary, vocabulary_size: BERT's is a tokenizer; every id is below the size.
+        train: this worker's endless batches; None with `--validate_only`, unless they bring the validation data.
+        valid, valid_tokens: this worker's part of the validation examples, and the documents they are cut from; None
+            without `--valid_data_path`.
+        tokenizer_dir: Hugging Face tokenizer files of the vocabulary; None for a run that saves nothing.
+        objective: the objective and the size of the data, for the log.
+    """
+
+    vocabulary: Any
+    vocabulary_size: int
+    train: TrainSource | None
+    valid: ValidSource | None
+    valid_tokens: IndexedDataset | None
+    tokenizer_dir: Path | None
+    objective: str
+
+
+def warn_of_data(args: PretrainingArgs, data: PretrainingData) -> None:
+    """Warn of validation text that is also trained on, and of fewer rows than one micro-batch."""
+    if data.train is None or args.validate_only:
+        return
+    for path in args.data_path if args.valid_data_path is not None else ():
+        if Path(args.valid_data_path).resolve().is_relative_to(Path(path).resolve()):
+            logger.warning(
+                "--valid_data_path %s is part of --data_path %s: the model is validated on text that it trains on",
+                args.valid_data_path,
+                path,
+            )
+    rows = data.train.samples_per_epoch
+    if rows is not None and rows < args.batch_size:
+        logger.warning("--data_path has %d rows, fewer than --batch_size %d: name more text", rows, args.batch_size)
 
 
 def show_run(
@@ -163,102 +184,12 @@ def seed_worker(seed: int, rank: int) -> None:
     torch.manual_seed(seed * 1000003 + rank)
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """The model that the flags name: `--model_cls`, its class and its configuration. Made by `model_source`."""
-
-    name: str
-    cls: type
-    config: PreTrainedConfig
-
-    @property
-    def may_be_decoder(self) -> bool:
-        """True for a class whose loss is of next tokens if the configuration has `is_decoder`."""
-        return getattr(self.cls, "has_causal_loss", False)
-
-    @property
-    def kind(self) -> ModelKind:
-        """By the configuration's `is_encoder_decoder`; of the others, decoders are those that can generate, and our
-        BERT with `is_decoder`."""
-        if getattr(self.config, "is_encoder_decoder", False):
-            return "encoder-decoder"
-        if self.may_be_decoder and self.config.is_decoder:
-            return "decoder"
-        return "decoder" if hasattr(self.cls, "can_generate") and self.cls.can_generate() else "encoder"
-
-
-def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
-    """Import the class and read the configuration, once a run; every worker calls it.
-
-    Without a configuration (for `lmtools inspect`) it is the class's default one.
-
-    Raises:
-        UserError: class or configuration is not available.
-    """
-    return on_all(backend, lambda: _model_source(args))
-
-
-def _model_source(args: ExperimentArgs) -> ModelSource:
-    model_cls = get_cls_by_name(args.model_cls)
-    config_cls = getattr(model_cls, "config_class", None)
-    is_named = args.model_cfg or args.base_model or args.init_checkpoint
-    config = config_cls() if config_cls is not None and not is_named else _config(args, config_cls)
-    for name, value in read_options("model_options", getattr(args, "model_options", ())).items():
-        if not hasattr(config, name):
-            near = nearest_names(name, config.to_dict()) or "."
-            raise UserError(f"--model_options {name}: {type(config).__name__} has no such value{near}")
-        setattr(config, name, value)
-    return ModelSource(args.model_cls, model_cls, config)
-
-
-def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
-
-    if args.model_cfg is not None:
-        return load_model_config(args.model_cfg, config_cls)
-    if args.base_model is not None:
-        if (Path(args.base_model) / "config.json").is_file():
-            verify_model(Path(args.base_model), ["config.json"])
-        try:
-            return pretrained_config(args.base_model, config_cls)
-        except (OSError, ValueError, StrictDataclassError) as error:
-            reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
-            raise UserError(f"--base_model {args.base_model}: its configuration cannot be read ({reason}).") from error
-    path = Path(args.init_checkpoint) / "config.json"
-    if not path.is_file():
-        raise UserError(f"--init_checkpoint {path.parent} has no config.json: give --model_cfg.")
-    verify_model(path.parent, [path.name])
-    return load_model_config(path, config_cls, trusted=False)
-
-
-def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: int) -> nn.Module:
-    """Build the model with random weights, equal on all workers.
-
-    Raises:
-        UserError: a model without a loss, or whose embedding is smaller than the vocabulary.
-    """
-    if args.dropout_rate is not None:
-        set_dropout(source.config, args.dropout_rate)
-    if args.z_loss is not None:
-        set_z_loss(source.config, args.z_loss)
-    check_vocabulary(source.config, vocabulary_size)
-    if "labels" not in forward_names_of(source.cls):
-        raise UserError(f"--model_cls {source.name} takes no labels: choose a class such as {type(args).model_cls}.")
-    model = build_model(source.cls, source.config, seed=args.seed)
-    train_only(model, getattr(args, "trained", ()))
-    if args.gradient_checkpointing:
-        enable_checkpointing(model)
-    speed_up(model, args)
-    return model
-
-
 def labels_alone(
-    args: BertPretrainingArgs | T5PretrainingArgs,
+    args: PretrainingArgs,
     backend: Backend,
     model: nn.Module,
-    most_labels: Callable[[int], int],
 ) -> Callable[[int], int] | None:
-    """`--mlm_positions`: `most_labels` if only masked positions are scored, else None.
+    """`--mlm_positions`: the `most_labels` of a `Loss` if only masked positions are scored, else None.
 
     Raises:
         UserError: this was requested, and the model's head needs all positions.
@@ -271,12 +202,10 @@ def labels_alone(
         raise UserError(f"--mlm_positions labels: {args.model_cls} scores all positions: {reason}.")
     if reason is not None and backend.is_main:
         logger.info("all positions are scored, not only those with a label: %s", reason)
-    return most_labels if reason is None else None
+    return most_labels(args) if reason is None else None
 
 
-def distilled_loss(
-    args: BertPretrainingArgs | T5PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss
-) -> Loss:
+def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss) -> Loss:
     """`loss`, with the divergence from the predictions of `--distill_from` where there is one.
 
     Raises:
@@ -299,37 +228,6 @@ def distilled_loss(
     return distilled(loss, on_all(backend, opened), args.distill_weight, backend.autocast)
 
 
-def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
-    """Upper bound of the masked tokens of that many rows; with whole words of plain text their number varies more."""
-    if args.packing == SENTENCES:
-        return lambda rows: rows * args.most_predictions()
-    rate = min(1.0, args.highest_rate() * (1.5 if args.whole_word else 1.0))
-    return lambda rows: spread_labels(rows * args.input_seq_len, rate)
-
-
-def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
-    """The optimizer that the flags describe, over the trainable parameters; None with `--validate_only`."""
-    return None if args.validate_only else _optimizer(args, model, args.group_rules())
-
-
-def _optimizer(
-    args: ExperimentArgs,
-    model: nn.Module | Iterable[tuple[str, Tensor]],
-    rules: Sequence[tuple[str, Mapping[str, Any]]],
-) -> Optimizer:
-    return build_optimizer(
-        model,
-        name=args.optimizer,
-        lr=args.lr,
-        weight_decay=args.weight_decay,
-        scale_parameter=args.scale_parameter,
-        relative_step=args.relative_step,
-        warmup_init=args.warmup_init,
-        extra=read_options("optimizer_options", args.optimizer_options),
-        rules=rules,
-    )
-
-
 def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
     """Write the tokenizer's files below the run directory; returns their folder, None for a run that saves nothing."""
     if args.model_path is None or args.validate_only:
@@ -342,14 +240,6 @@ def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path]
 
     on_all(backend, write, only_main=True)
     return folder
-
-
-def train_or_validate(trainer: TrainingLoop) -> None:
-    """Train, or with `--validate_only` validate once, where there is validation data."""
-    if not trainer.args.validate_only:
-        trainer.train()
-    elif trainer.valid_dataloader is not None:
-        trainer.validate(trainer.valid_dataloader)
 
 
 def close_run(backend: Backend, data: RunData) -> None:

@@ -39,9 +39,8 @@ from lm_experiments_tools.config.finetuning import (
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
 from lm_experiments_tools.data.examples.dataset import encode_examples
-from lm_experiments_tools.data.examples.examples import Example, LabelFields, t5_text
+from lm_experiments_tools.data.examples.examples import Example, t5_text
 from lm_experiments_tools.data.examples.python_rows import as_source, as_sources
-from lm_experiments_tools.data.examples.rows import BadRows, converted, read_rows, resolve
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.predictions import TextDecoder, labels_above, thresholds_of
 from lm_experiments_tools.metrics.metric import GivenFunction
@@ -51,14 +50,14 @@ from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.speed import choose_speed, fast_process
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
-from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
+from lm_experiments_tools.recipes.common import show_run, start_run
 from lm_experiments_tools.recipes.finetuning import (
     evaluate_last,
     evaluated,
     finetuning_loop,
-    save_tokenizer,
     saved_task,
     show_inherited,
+    training_loop,
     with_new_tokens,
     write_task,
 )
@@ -221,10 +220,7 @@ class FineTuner:
         per_epoch = data.train.samples_per_epoch
         args = args.with_epochs(per_epoch, self.backend.world_size)
         data.train.seek(0 if args.model_path else self._epochs * per_epoch)
-        tokenizer_dir = save_tokenizer(args, self.backend, self.tokenizer, data)
-        seed_worker(args.seed, self.backend.rank)
-        optimizer = optimizer_from_args(args, self.model)
-        loop = finetuning_loop(args, self.backend, self.model, optimizer, data, self.tokenizer, tokenizer_dir)
+        loop = training_loop(args, self.backend, self.model, data, self.tokenizer)
         if args.model_path is not None:
             self._run_folders.add(Path(args.model_path).resolve())
         if self.args.resume_path() is not None:
@@ -365,12 +361,8 @@ class FineTuner:
             return args.text_fields
         if not args.data_path and "sentence_names" in self.files.task:
             return tuple(self.files.task["sentence_names"])
-        bad = BadRows(args.max_bad_lines, quiet=True)
-        named = LabelFields(as_text=args.model_type == "encoder-decoder")
-        for path in args.data_path:
-            rows = read_rows(resolve(path, "train"), bad)
-            for names in converted(rows, lambda row: named.texts_of(row.fields), bad):
-                return names
+        if args.data_path:
+            return self.data.sentence_names
         raise UserError("the names of the sentences' fields are unknown: give text_fields or data_path to FineTuner.")
 
     def _answers(self, rows: dict[str, np.ndarray], options: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, read_manifest
-from lm_experiments_tools.checkpoint.source import CONFIG, TASK_FILE
+from lm_experiments_tools.checkpoint.source import CONFIG, TASK_FILE, ModelFiles
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.data.text.token_bytes import pretrained_token_bytes
 from lm_experiments_tools.errors import UserError
@@ -24,8 +24,13 @@ from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
 from lm_experiments_tools.files import dump_json, write_atomic
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
+from lm_experiments_tools.models.from_args import optimizer_from_args
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.recipes import common
+from lm_experiments_tools.recipes.common import save_tokenizer, seed_worker, show_run, start_run
+from lm_experiments_tools.recipes.finetuning_data import FinetuningData, finetuning_data
+from lm_experiments_tools.recipes.recipe import Recipe
 from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.training.generators import preserved_random_state
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS, with_bytes
@@ -36,7 +41,6 @@ if TYPE_CHECKING:
 
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.finetuning import FinetuningArgs
-    from lm_experiments_tools.recipes.finetuning_data import FinetuningData
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +52,36 @@ _PACKING_CLASSES = {
 _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at most, in OpenAI-GPT by 5e-3
 
 
+class Finetuning(Recipe):
+    """A run of run_finetuning.py."""
+
+    data: FinetuningData
+
+    def train(self) -> None:
+        args, backend = self.args, self.backend
+        run = start_run(args, backend)
+        show_inherited(args, self.origins)
+        files = ModelFiles(args, self.sources)
+        tokenizer = on_all(backend, lambda: load_tokenizer(args, files))
+        self.data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
+        if self.data.train is not None:
+            args = args.with_epochs(self.data.train.samples_per_epoch, backend.world_size)
+        model = on_all(backend, lambda: pretrained_model(args, tokenizer, self.data.label_names, files))
+        for line in str(summary(model)).splitlines() if backend.is_main else ():  # before a backend shards it
+            logger.info("%s", line)
+        self.trainer = training_loop(args, backend, model, self.data, tokenizer)
+        show_run(args, self.origins, run, backend, backend.unwrap(), self.data)
+        self.find_or_train()
+
+    def finish(self) -> None:
+        evaluate_last(self.trainer, self.data)
+        self.trainer.save_metrics(self.args.model_path)
+
+
 def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> FinetuningArgs:
     """The arguments with the tokens of `--peft new_tokens`, if any, before the prefix."""
     new = new_token_prefix(tokenizer)
     return replace(args, prefix=new + args.prefix) if new and args.task != "instructions" else args
-
-
-def save_tokenizer(
-    args: FinetuningArgs, backend: Backend, tokenizer: PreTrainedTokenizerBase, data: FinetuningData
-) -> Path | None:
-    """The folder with tokenizer and task for every checkpoint; None for a run that saves nothing."""
-
-    def write(folder: Path) -> None:
-        tokenizer.save_pretrained(folder)
-        write_task(folder, saved_task(args, data))
-
-    return common.save_tokenizer(args, backend, write)
 
 
 def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
@@ -84,13 +102,6 @@ def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
     for name, origin in origins.items():
         if origin.endswith((TASK_FILE, CONFIG)) and is_given(args, name):
             logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
-
-
-def show_summary(backend: Backend, model: nn.Module) -> None:
-    """Log the parameters by part, before a backend shards them."""
-    if backend.is_main:
-        for line in str(summary(model)).splitlines():
-            logger.info("%s", line)
 
 
 def finetuning_loop(
@@ -141,6 +152,21 @@ def finetuning_loop(
         collect=collect if args.task != "causal_lm" and args.metric_names() else None,
     )
     return loop
+
+
+def training_loop(
+    args: FinetuningArgs, backend: Backend, model: nn.Module, data: FinetuningData, tokenizer: PreTrainedTokenizerBase
+) -> TrainingLoop:
+    """`finetuning_loop` with an optimizer, whose checkpoints have tokenizer and task."""
+
+    def write(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+        write_task(folder, saved_task(args, data))
+
+    optimizer = optimizer_from_args(args, model)
+    seed_worker(args.seed, backend.rank)
+    tokenizer_dir = save_tokenizer(args, backend, write)
+    return finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:

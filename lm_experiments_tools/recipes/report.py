@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-    from lm_experiments_tools.recipes.bert_data import BertPretrainingData
-    from lm_experiments_tools.recipes.t5_data import PretrainingData
+    from lm_experiments_tools.recipes.common import PretrainingData
     from lm_experiments_tools.training.trainer import TrainingLoop
 
 NUM_EXAMPLES = 3
@@ -137,13 +136,9 @@ def _first_blank(ids: Sequence[int], vocabulary: Vocabulary) -> str:
 
 
 class WrittenExamples:
-    """The first `number` rows of a validation with what the model writes for them (training.metrics.Collector).
+    """The first `number` rows of a validation with what the model writes for them (training.metrics.Collector)."""
 
-    Args:
-        trainer: returns the loop, which does not exist yet.
-    """
-
-    def __init__(self, trainer: Callable[[], TrainingLoop], split: str, vocabulary: Vocabulary, number: int) -> None:
+    def __init__(self, trainer: TrainingLoop, split: str, vocabulary: Vocabulary, number: int) -> None:
         self.trainer, self.split, self.vocabulary, self.number = trainer, split, vocabulary, number
         self.rows: list[tuple[list[int], list[int]]] = []
 
@@ -156,7 +151,7 @@ class WrittenExamples:
 
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Show rank 0's rows; every worker generates, because a sharded model needs all of them."""
-        trainer, examples = self.trainer(), []
+        trainer, examples = self.trainer, []
         for number, (source, target) in enumerate(backend.broadcast(self.rows)):
             ids = torch.tensor([source], device=backend.device)
             written = _generate(trainer, ids, max_new_tokens=len(target) + 1)[0, 1:].tolist()
@@ -238,9 +233,9 @@ def fill_in_examples(
     return examples
 
 
-def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> list[tuple[str, str, str]]:
+def fill_in_masked_words(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
     """`fill_in_examples` of a masked language model, which fills in each subword by itself."""
-    tokenizer, backend = data.tokenizer, trainer.backend
+    tokenizer, backend = data.vocabulary, trainer.backend
     backend.model.eval()
     examples = []
     for window in _windows(data.valid_tokens):

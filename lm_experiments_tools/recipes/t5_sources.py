@@ -76,7 +76,8 @@ class T5Sources:
         self._prefixes: dict[str, str | None] = {}
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
-        self.vocabulary = load_vocabulary(self._named() if args.vocab else self._recorded())
+        named = args.vocab if args.vocab in (None, "", BYTES) else self._from_anywhere(args.vocab)
+        self.vocabulary = load_vocabulary(named or self._recorded())
         if is_given(args, "append_eos") and len(self._records) == len(set(paths)):
             raise UserError(f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized.")
         for path, record in self._records.items():
@@ -95,7 +96,11 @@ class T5Sources:
             UserError: files that are damaged, or text that cannot be tokenized.
         """
         if path not in self._opened:
-            self._opened[path] = self._tokenized(path) if self.prefix(path) is None else self._indexed(path)
+            if self.prefix(path) is None:
+                end = self._args.ends_documents()
+                self._opened[path] = tokenized(path, self.vocabulary, self._args, append_eos=end)
+            else:
+                self._opened[path] = self._indexed(path)
         return self._opened[path]
 
     def add(self, tokens: IndexedDataset) -> str:
@@ -114,15 +119,9 @@ class T5Sources:
             )
         return open_checked(prefix, record)
 
-    def _tokenized(self, path: str) -> IndexedDataset:
-        return tokenized(path, self.vocabulary, self._args, append_eos=self._args.ends_documents())
-
     def _from_anywhere(self, path: str) -> str:
         """The same file for a process that has entered `--working_dir` and for one that has not."""
         return os.path.join(self._folder, path)
-
-    def _named(self) -> str:
-        return self._args.vocab if self._args.vocab == BYTES else self._from_anywhere(self._args.vocab)
 
     def _recorded(self) -> Path:
         """The vocabulary that made the token file of the first data path."""

@@ -20,15 +20,15 @@ from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.pipeline import EncodedWriter
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder
-from lm_experiments_tools.recipes.bert_data import (
+from lm_experiments_tools.models.from_args import model_source
+from lm_experiments_tools.recipes.bert import (
     bert_datasets,
     bert_tokenizer,
     document_datasets,
     open_documents,
     open_sentences,
 )
-from lm_experiments_tools.recipes.common import model_source
-from lm_experiments_tools.recipes.t5_data import pretraining_data
+from lm_experiments_tools.recipes.t5 import pretraining_data
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.tools.inspect_samples import Rendering, Samples, training_section
 from lm_experiments_tools.tools.inspect_tokens import Facts, TokenSource, open_source, token_facts

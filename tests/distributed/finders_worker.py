@@ -1,4 +1,4 @@
-"""One job of test_finders.py: both finders on two workers, of which each can hold another number of rows.
+"""One job of test_finder_workers.py: both finders on two workers, of which each can hold another number of rows.
 
 argv: the folder that is written to; FULL_AT=ROWS_OF_RANK_0,ROWS_OF_RANK_1 in the environment.
 """
@@ -11,8 +11,8 @@ import torch
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.config.training import ExperimentArgs
-from lm_experiments_tools.planning.finders import find_micro_batch
-from lm_experiments_tools.recipes.finders import find_lr
+from lm_experiments_tools.recipes.lr_finder import find_lr
+from lm_experiments_tools.recipes.micro_batch_finder import find_micro_batch
 from lm_experiments_tools.tracking.run_directory import setup_logging
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lm_experiments_tools.errors import UserError
 from tests.helpers import ROOT
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -24,10 +25,30 @@ def words(**flags: Any) -> list[str]:
     return line
 
 
+def refused(start: Callable[..., Any], sentence: str, *args: Any, **flags: Any) -> None:
+    """Check that a start raises UserError of one line that matches."""
+    with pytest.raises(UserError, match=sentence) as error:
+        start(*args, **flags)
+    assert "\n" not in str(error.value)
+
+
+def write_text(folder: Path, name: str = "text.jsonl", pairs: int = 40) -> Path:
+    """Write 40 documents of so many pairs of words, which `numbered_words_vocabulary` knows."""
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(pairs))}) for i in range(40)]
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return folder / name
+
+
+def write_toys(folder: Path) -> None:
+    """Write text.jsonl and the configurations tiny.json (of a T5), gpt2.json and bert.json."""
+    write_text(folder)
+    for name, config in (("tiny", TINY), ("gpt2", GPT2), ("bert", BERT)):
+        (folder / f"{name}.json").write_text(json.dumps(config))
+
+
 def tiny_run(folder: Path, model: Mapping[str, Any], **flags: Any) -> dict[str, Any]:
     """Flags of a small pre-training run, whose text, vocabulary and model configuration are written to a folder."""
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    write_text(folder)
     (folder / "tiny.json").write_text(json.dumps(model))
     return {
         "data_path": folder / "text.jsonl", "vocab": numbered_words_vocabulary(folder), "batch_size": 4, "lr": 1e-3,
@@ -65,6 +86,12 @@ def scored_tokens(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> list[int]
     monkeypatch.setattr(torch.nn.Linear, "forward", counting)
     return scored
 
+
+# Flags of a run in a folder of `write_toys`, all but the vocabulary's.
+T5_RUN = {
+    "data_path": "text.jsonl", "model_cfg": "tiny.json", "input_seq_len": 32, "target_seq_len": 16, "batch_size": 4,
+    "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1, "backend": "local", "data_pipeline": "native",
+}  # fmt: skip
 
 TINY = {
     "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 16, "d_kv": 8,

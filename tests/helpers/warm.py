@@ -34,7 +34,7 @@ PRELOADED = (
     "accelerate",
     "horovod.torch",
     "lm_experiments_tools.recipes.finetuner",
-    "lm_experiments_tools.recipes.t5_data",
+    "lm_experiments_tools.recipes.t5",
     "lm_experiments_tools.training.trainer",
     "lm_experiments_tools.backends.accelerate",
     "modeling_t5",

@@ -33,6 +33,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.examples.rows import BadRows, read_rows
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.models.build import build_model, load_model_config
+from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.recipes import common
@@ -164,7 +165,7 @@ def combinations(count, tmp_path, monkeypatch):
             outcomes["parsed"] += 1
             common._check_optimization(args)
             if args_class is not FinetuningArgs:
-                common.model_source(args, LocalBackend())
+                model_source(args, LocalBackend())
             outcomes["taken"] += 1
         except (UserError, RunError) as error:
             sentence(error)

@@ -9,8 +9,8 @@ from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.planning.estimate import estimate_memory
-from lm_experiments_tools.recipes.common import model_source
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.tools import attention, convert
 from megatron.tokenizers import build_tokenizer

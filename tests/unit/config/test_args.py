@@ -209,12 +209,6 @@ def test_precision_options_are_the_precision_groups_fields_without_horovods():
     assert options["fp16"] is True and options["min_loss_scale"] == 2.0
 
 
-def test_groups_hold_every_field_once():
-    names = [name for group in help_groups(T5PretrainingArgs) for name in group.__annotations__]
-    assert sorted(names) == sorted(field.name for field in dataclasses.fields(T5PretrainingArgs))
-    assert len(names) == len(set(names))
-
-
 def test_the_flags_that_a_resumed_run_may_change_are_these():
     harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
     assert " ".join(sorted(frozenset.union(*harmless))) == (

@@ -5,24 +5,15 @@ import random
 import subprocess
 import sys
 import textwrap
-import typing
-from typing import Literal
 
 import pytest
 import yaml
 
 from lm_experiments_tools.config import cli
-from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import flags_of
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 
-SCRIPTS = {
-    "run_t5_pretraining": T5PretrainingArgs,
-    "run_bert_pretraining": BertPretrainingArgs,
-    "run_finetuning": FinetuningArgs,
-}
 REQUIRED = ["--data_path", "tokens", "--model_cfg", "t5-small", "--lr", "1e-3"]
 
 # Every flag of the ancestor's T5 scripts, as its users write them; a list of command lines, since some exclude others.
@@ -125,6 +116,7 @@ def test_yaml_values_take_the_type_of_the_field(write_yaml, text, name, value):
 
 
 def test_flag_forms():
+    assert "--data_path is missing" in refusal(required=["--lr", "1"])
     assert parse("--batch-size", "3")[0].batch_size == 3
     assert parse("--batch_size=3")[0].batch_size == 3
     assert parse("--batch_size", "3", "--batch_size", "4")[0].batch_size == 4, "the last one wins"
@@ -205,10 +197,6 @@ def test_yaml_in_another_encoding_is_refused(tmp_path):
     assert "not UTF-8" in refusal("--config", str(path))
     path.write_bytes(b"vocab: a\x00b")
     assert "not valid YAML" in refusal("--config", str(path))
-
-
-def test_missing_required_flag_is_named():
-    assert "--data_path is missing" in refusal(required=["--lr", "1"])
 
 
 def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
@@ -324,49 +312,21 @@ def typo(name: str, rng: random.Random) -> str:
     return name[:at] + name[at + 1] + name[at] + name[at + 2 :]
 
 
-def wrong_value(annotation: object, rng: random.Random) -> str | None:
-    """A text that the type refuses; None if it takes every text."""
-    options = set(typing.get_args(annotation)) - {type(None)} or {annotation}
-    if str in options:
-        return None
-    if typing.get_origin(annotation) is Literal or any(typing.get_origin(option) is Literal for option in options):
-        return rng.choice(["o9", "AUTO", "-", "1"])
-    if annotation is bool:
-        return rng.choice(["maybe", "2", "tru"])
-    return rng.choice(["abc", "1.5.2", "1e", "0x1", "1,5", "[1]", "--", "1 2"])
-
-
-def test_five_hundred_random_edits_never_start_a_run_and_never_show_a_traceback(tmp_path):
-    rng = random.Random(0)
-    fields, flags = typing.get_type_hints(T5PretrainingArgs), flags_of(T5PretrainingArgs)
-    names = list(fields)
+def test_three_hundred_typos_are_refused_with_the_flag_that_was_meant(tmp_path):
+    rng, flags = random.Random(0), flags_of(T5PretrainingArgs)
     num_typos = num_right = 0
-    for case in range(500):
-        in_yaml = rng.random() < 0.5
-        name = rng.choice(names)
-        if rng.random() < 0.6:
-            written, value = typo(name, rng), rng.choice(["1", "x", "true"])
-            other = written.replace("-", "_")
-            if other in flags or other.removeprefix("no_") in flags:
-                continue  # the slip made another flag's name, or none at all
-            num_typos += 1
-        else:
-            written, value = name, wrong_value(fields[name], rng)
-            if value is None:
-                continue
-        if in_yaml:
-            path = tmp_path / f"{case}.yaml"
-            path.write_text(f"seed: 3\n{written}: '{value}'\n")
-            required = [word for word in REQUIRED if word not in ("--lr", "1e-3")] if name == "lr" else REQUIRED
-            sentence = refusal("--config", str(path), required=required)
-        else:
-            sentence = refusal(f"--{written}={value}")
-        if written != name:
-            num_right += sentence.endswith(f" {name}?") or sentence.endswith(f" --{name}?")
-        else:
-            assert name in sentence, sentence
-    assert num_typos > 200
-    assert num_right >= 0.95 * num_typos, f"{num_right} of {num_typos} suggestions right"
+    for case in range(300):
+        name = rng.choice(list(flags))
+        written = typo(name, rng)
+        other = written.replace("-", "_")
+        if other in flags or other.removeprefix("no_") in flags:
+            continue  # the slip made another flag's name, or none at all
+        path = tmp_path / f"{case}.yaml"
+        path.write_text(f"seed: 3\n{written}: 'x'\n")
+        sentence = refusal("--config", str(path)) if case % 2 else refusal(f"--{written}=x")
+        num_typos += 1
+        num_right += sentence.endswith((f" {name}?", f" --{name}?"))
+    assert num_typos > 250 and num_right >= 0.95 * num_typos, f"{num_right} of {num_typos} suggestions right"
 
 
 def test_random_bytes_as_yaml_never_show_a_traceback(tmp_path):

@@ -89,18 +89,16 @@ def test_help_of_one_group(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("topic", "words"),
+    ("topic", "sentence"),
     [
-        ("optimiser", ["--help optimiser", "did you mean --help optimizer?"]),
-        ("itres", ["did you mean --help iters?"]),
-        ("qqqqq", ["--help qqqqq is neither", "there are all, data, mixture"]),
+        ("optimiser", "--help optimiser .*did you mean --help optimizer?"),
+        ("itres", "did you mean --help iters?"),
+        ("qqqqq", "--help qqqqq is neither .*there are all, data, mixture"),
     ],
 )
-def test_help_about_what_does_not_exist(topic, words):
-    with pytest.raises(UserError) as error:
+def test_help_about_what_does_not_exist(topic, sentence):
+    with pytest.raises(UserError, match=sentence):
         cli.parse(T5PretrainingArgs, ["--help", topic])
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_where_help_is_asked_for():
@@ -109,12 +107,14 @@ def test_where_help_is_asked_for():
 
 
 @pytest.mark.parametrize("args_class", SCRIPTS.values())
-def test_every_flag_is_in_one_group_and_every_number_has_a_unit(args_class, capsys, monkeypatch):
+def test_every_flag_is_in_one_group_with_a_sentence_and_every_number_has_a_unit(args_class, capsys, monkeypatch):
     names = [name for group in help_groups(args_class) for name in inspect.get_annotations(group)]
     assert sorted(names) == sorted(field.name for field in dataclasses.fields(args_class))
     text = shown(args_class, capsys, monkeypatch, "all")
     assert text.count("(default: ") + text.count("(required)") >= len(names) + 2  # those of --config
     for name, kind in typing.get_type_hints(args_class).items():
+        after_flag = text.split(f"--{name} " if kind is not bool else f"--no_{name} ", 1)[1]
+        assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], name
         if {int, float} & {kind, *typing.get_args(kind)}:
             assert name in UNITS, f"--{name} is a number: name its unit in config/help.py"
             assert f"--{name} {UNITS[name].upper()} " in text, name
@@ -131,33 +131,6 @@ def test_evaluate_shows_its_own_flags_and_what_matters(capsys, monkeypatch):
     assert "did you mean --help checkpoints?" in capsys.readouterr().err
 
 
-def test_changed_default_of_a_script_is_shown_and_used(capsys):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ShortRunArgs(T5PretrainingArgs):
-        iters: int = 7
-
-    assert cli.parse(ShortRunArgs, REQUIRED)[0].iters == 7
-    with pytest.raises(SystemExit) as stop:
-        cli.parse(ShortRunArgs, ["--help", "run"])
-    assert stop.value.code == 0 and "(default: 7)" in capsys.readouterr().out
-
-
-def help_words(args_class, capsys, monkeypatch):
-    """The text of `--help` with one blank between words: each flag, then its help, then (default: ...)."""
-    monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
-    with pytest.raises(SystemExit):
-        cli.parse(args_class, ["--help", "all"])
-    return " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("args_class", SCRIPTS.values())
-def test_every_field_has_a_help_line(args_class, capsys, monkeypatch):
-    words = help_words(args_class, capsys, monkeypatch)
-    for name, kind in typing.get_type_hints(args_class).items():
-        after_flag = words.split(f"--{name} " if kind is not bool else f"--no_{name} ", 1)[1]
-        assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], name
-
-
 def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypatch):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class MoreArgs:
@@ -169,7 +142,7 @@ def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypat
     class ChangedArgs(FinetuningArgs, MoreArgs):
         num_beams: int = 4
 
-    words = help_words(ChangedArgs, capsys, monkeypatch)
+    words = shown(ChangedArgs, capsys, monkeypatch, "all")
     assert "--model_cls STR Model class, as module:Class. None: transformers' class for --model_type" in words
     assert "--optimize_metric is better. None: as the metric is. (default: None)" in words
     assert "down to a multiple of this. None: never. (default: 8)" in words

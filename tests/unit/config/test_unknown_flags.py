@@ -53,17 +53,7 @@ def test_a_name_of_transformers_leads_to_the_flag_of_this_script(script, written
 
 
 def test_flags_of_the_ancestor_are_reported_at_once_with_what_they_are_called_here():
-    old = [
-        "--task_name",
-        "qmsum",
-        "--input_prefix",
-        "a b",
-        "--lr",
-        "1e-3",
-        "--source_prefix=c",
-        "--data_n_workers",
-        "2",
-    ]
+    old = "--task_name qmsum --input_prefix ab --lr 1e-3 --source_prefix=c --data_n_workers 2".split()
     with pytest.raises(UserError) as error:
         cli.parse(FinetuningArgs, old)
     sentence = str(error.value)

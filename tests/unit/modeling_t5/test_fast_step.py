@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import modeling_t5
-from lm_experiments_tools.recipes.t5_data import without_full_masks
+from lm_experiments_tools.recipes.t5 import without_full_masks
 from modeling_t5 import fast_step
 from tests.helpers.t5_pair import SIZES, T5_1_1, batch, pair
 

@@ -16,9 +16,9 @@ from lm_experiments_tools.models.build import (
     num_parameters,
     pretrained_config,
 )
+from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.models.presets import list_presets
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
-from lm_experiments_tools.recipes.common import model_source
 from modeling_bert import BertConfig
 from modeling_t5 import T5Config
 

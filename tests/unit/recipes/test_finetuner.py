@@ -17,6 +17,7 @@ from lm_experiments_tools.recipes import finetuning_data as data_module
 from tests.helpers import ROOT
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
+from tests.helpers.runs import words
 
 LENGTHS = {"input_seq_len": 32, "target_seq_len": 16}
 
@@ -46,12 +47,7 @@ def sets(folder):
 
 
 def by_script(path, **flags):
-    words = [
-        str(part)
-        for name, value in flags.items()
-        for part in ([f"--{name}"] if value is True else [f"--{name}", value])
-    ]
-    command = [sys.executable, ROOT / "run_finetuning.py", *words, "--model_path", path]
+    command = [sys.executable, ROOT / "run_finetuning.py", *words(**flags, model_path=path)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     return json.loads((path / "metrics.json").read_text())
 
@@ -123,15 +119,15 @@ def test_an_encoder_predicts_labels_by_name(folder):
 
 
 @pytest.mark.parametrize(
-    "settings, words",
+    "settings, sentence",
     [
         ({"learning_rate": 1}, "'learning_rate': here it is called lr"),
         ({"task": "causal_lm"}, "--task causal_lm is not for --model_type encoder-decoder"),
         ({"from_pretrained": "no/such/folder"}, "no such file or folder"),
     ],
 )
-def test_impossible_settings_are_sentences(folder, settings, words):
-    with pytest.raises(UserError, match=words):
+def test_impossible_settings_are_sentences(folder, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
         FineTuner(**{"from_pretrained": folder / "t5", **settings})
 
 
@@ -314,13 +310,13 @@ def test_texts_that_the_task_has_not_are_refused(folder):
     plain = FineTuner(folder / "t5", **LENGTHS)
     classes = FineTuner(folder / "t5", task="classification", label_names=("0", "1"), **LENGTHS)
     named = FineTuner(folder / "t5", task="classification", label_names=("0", "1"), text_fields=("a", "b"), **LENGTHS)
-    for tuner, texts, words in (
+    for tuner, texts, sentence in (
         (plain, ["w1", ("w1", "w2")], "text 1 .* has 2 parts, not 1"),
         (plain, ["w1", " "], "text 1 .* is empty"),
         (classes, ["w1"], "give text_fields"),
         (named, ["w1"], "text 0 .* has 1 parts, not 2"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=sentence):
             tuner.predict(texts)
     assert plain.predict([]) == []
 

@@ -7,7 +7,7 @@ import transformers
 import modeling_t5
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.common import ModelSource, model_from_args
+from lm_experiments_tools.models.from_args import ModelSource, model_from_args
 
 SIZE = {"vocab_size": 50, "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 2, "d_kv": 4, "dropout_rate": 0.0}
 SIZE |= {"decoder_start_token_id": 0, "pad_token_id": 0}

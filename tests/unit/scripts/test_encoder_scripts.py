@@ -10,7 +10,7 @@ import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.errors import UserError
 from tests.helpers.bert_toys import TINY, make_bert_data
-from tests.helpers.runs import losses, words
+from tests.helpers.runs import losses, words, write_text
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 SIZES = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
@@ -30,7 +30,7 @@ GEMMA = {
     "vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
-ENCODER_DECODERS = {
+WRITERS = {
     "transformers:UMT5ForConditionalGeneration": {"model_type": "umt5", **T5},
     "transformers:T5ForConditionalGeneration": {"model_type": "t5", **T5, "feed_forward_proj": "gated-gelu"},
     "transformers:T5GemmaForConditionalGeneration": {
@@ -41,14 +41,17 @@ ENCODER_DECODERS = {
         "decoder_self_attention_layer": "modeling_t5:T5MergedAttention", "qk_norm": True, "num_key_value_heads": 1,
         "local_attention": 4, "encoder_local_attention": [1, 2], "post_norms": True, "dropout_rate": 0.1,
     },
+    "transformers:GPTNeoXForCausalLM": {  # a decoder, whose output layer is `embed_out` in files, `lm_head` in memory
+        "model_type": "gpt_neox", "vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 1, "use_cache": False,
+        "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout": 0.1,
+    },
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = make_bert_data(tmp_path_factory.mktemp("data"))
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    write_text(folder)
     (folder / "words").mkdir()
     numbered_words_vocabulary(folder / "words")
     return folder
@@ -95,18 +98,21 @@ def test_an_encoder_trains_on_megatrons_data_and_resumes_exactly(start, model_cl
     assert any(not torch.equal(before[name], parts[name]) for name in parts)
 
 
-@pytest.mark.parametrize("model_cls", ENCODER_DECODERS)
-def test_an_encoder_decoder_trains_and_resumes_exactly(start, data, model_cls):
+@pytest.mark.parametrize("model_cls", WRITERS)
+def test_a_model_that_writes_trains_and_resumes_exactly_and_is_started_from(start, data, model_cls):
     is_byt5 = model_cls == "transformers:T5ForConditionalGeneration"  # T5 v1.1 on bytes
     vocab = "bytes" if is_byt5 else next((data / "words").glob("*.model"))
-    flags = {"target_seq_len": 16, "vocab": vocab}
-    config = ENCODER_DECODERS[model_cls]
+    is_decoder = model_cls == "transformers:GPTNeoXForCausalLM"
+    flags = {"vocab": vocab, **({"task": "causal_lm"} if is_decoder else {"target_seq_len": 16})}
+    config = WRITERS[model_cls]
     start["t5"](model_cls, config, model_path="whole", iters=4, **flags)
     assert_learned("whole", 4)
     start["t5"](model_cls, config, model_path="parts", iters=2, **flags)
     start["t5"](model_cls, config, model_path="parts", iters=4, **flags)
     whole, parts = weights("whole"), weights("parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    start["t5"](model_cls, config, model_path="next", init_checkpoint="parts/last", reset_iteration=True, **flags)
+    assert_learned("next")
 
 
 def test_a_causal_encoder_trains_left_to_right_and_then_masked(start, data):

@@ -19,6 +19,7 @@ from run_finetuning import main
 from tests.distributed.launch import ROOT, environment
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy
+from tests.helpers.runs import losses, words
 
 pytest.importorskip("rouge_score")
 
@@ -45,9 +46,7 @@ def start(folder, run, **changed):
         "lr": 1e-2, "input_seq_len": 32, "backend": "local", **changed,
     }  # fmt: skip
     flags |= {} if "model_type" in changed else {"target_seq_len": 16}
-    flags = {name: value for name, value in flags.items() if value is not None}
-    words = [[f"--{name}", *(value if isinstance(value, tuple) else (value,))] for name, value in flags.items()]
-    main([str(word) for some in words for word in some if word is not True])
+    main(words(**flags))
     return json.loads((run / "metrics.json").read_text())
 
 
@@ -144,15 +143,12 @@ def test_without_any_best_checkpoint_the_last_is_evaluated(folder, tmp_path, cap
 
 def test_early_stopping(folder, tmp_path):
     start(folder, tmp_path / "run", iters=50, valid_interval=1, lr=0.3, early_stopping_patience=2, metrics="none")
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert max(steps) < 50
+    assert losses(tmp_path / "run")[-1][0] < 50
 
 
 def test_epochs_are_passes_over_the_data(folder, tmp_path):
-    words = ["--from_pretrained", folder / "encoder-decoder", "--data_path", folder / "train.jsonl", "--batch_size", 4]
-    main([*map(str, words), "--epochs", "1.5", "--model_path", str(tmp_path / "run"), "--log_interval", "5"])
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert max(steps) == 15  # 40 examples, 4 a step
+    start(folder, tmp_path / "run", iters=None, epochs=1.5, metrics="none")
+    assert losses(tmp_path / "run")[-1][0] == 15  # 40 examples, 4 a step
 
 
 def test_the_command_line_beats_a_file_also_where_names_differ():
@@ -236,22 +232,16 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_a_sentence(folder, tmp_path, monkeypatch, name):
     monkeypatch.chdir(folder)
-    changed, words = REFUSED[name]
+    changed, sentence = REFUSED[name]
     with pytest.raises(UserError) as error:
         start(folder, tmp_path / "run", **changed)
-    assert words in str(error.value)
+    assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_refusal_ends_with_code_2_and_no_traceback(folder):
-    command = [
-        sys.executable,
-        ROOT / "run_finetuning.py",
-        "--from_pretrained",
-        "no/such/model",
-        "--data_path",
-        "x.tsv",
-    ]
+    flags = ["--from_pretrained", "no/such/model", "--data_path", "x.tsv"]
+    command = [sys.executable, ROOT / "run_finetuning.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=folder, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

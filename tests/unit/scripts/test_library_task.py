@@ -27,15 +27,8 @@ def write_corpus(folder: Path) -> Path:
 
 
 def run(corpus: Path, output: Path, *flags: str) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        ROOT / "scripts" / "make_library_task.py",
-        "--corpus",
-        corpus,
-        "--output",
-        output,
-        *flags,
-    ]
+    script = [sys.executable, ROOT / "scripts" / "make_library_task.py"]
+    command = [*script, "--corpus", corpus, "--output", output, *flags]
     return subprocess.run(command, text=True, capture_output=True)
 
 

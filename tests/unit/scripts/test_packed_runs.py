@@ -2,12 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
-import torch
 
 from lm_experiments_tools.errors import UserError
-from modeling_bert import BertForSequenceClassification
 from run_finetuning import main
 from tests.helpers.finetuning_toys import pairs, read, write_json
 from tests.helpers.pretrained_toys import save_toy, toy_tokenizer
@@ -101,19 +98,3 @@ def test_a_layout_of_blocks_is_refused(folder, tmp_path):
     run |= {"from_pretrained": None, "model_cfg": tmp_path / "sparse.json", "tokenizer": folder / "encoder"}
     with pytest.raises(UserError, match="--packing: .*takes no packed rows: sparse_config_cls='BigBird'"):
         main(words(**data, **run, batch_size=4, packing=True, model_path=tmp_path / "run"))
-
-
-def test_accuracy_of_packed_rows_is_that_of_padded_ones(folder):
-    data, run = settings(folder, "encoder", "classification")
-    model = BertForSequenceClassification.from_pretrained(run["from_pretrained"]).eval()
-    accuracy = {}
-    for packing in (False, True):
-        dataset = read(toy_tokenizer(), **data, packing=packing).train.dataset
-        batch = {name: torch.from_numpy(values) for name, values in dataset.batch(np.arange(len(dataset))).items()}
-        batch.pop("example", None)
-        with torch.no_grad():
-            said = model(**batch).logits.argmax(-1)
-        valid = batch["labels"] >= 0
-        assert valid.sum() == 40
-        accuracy[packing] = (said == batch["labels"])[valid].sum().item()
-    assert accuracy[True] == accuracy[False] and 0 < accuracy[True] < 40

@@ -13,7 +13,7 @@ from lm_experiments_tools.training.trainer import TrainingLoop
 from run_bert_pretraining import main as pretrain_bert
 from run_t5_pretraining import main
 from tests.helpers.bert_toys import make_bert_data
-from tests.helpers.runs import BERT, TINY, records, words
+from tests.helpers.runs import T5_RUN, TINY, records, words, write_text, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 DECAY = {"lr_scheduler": "warmup_stable_decay", "num_warmup_steps": 0}
@@ -39,10 +39,8 @@ class Killed(BaseException):
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     numbered_words_vocabulary(folder)
-    for name, number in (("text", 40), ("other", 17)):
-        lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(number))}) for i in range(40)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "bert.json").write_text(json.dumps(BERT))
+    write_toys(folder)
+    write_text(folder, "other.jsonl", pairs=17)
     (folder / "tiny.json").write_text(json.dumps(TINY | {"dropout_rate": 0.1}))
     return folder
 
@@ -58,12 +56,11 @@ def work(inputs, monkeypatch):
 def start(run="run", phases=None, **changed):
     texts = None if phases is None else tuple(map(json.dumps, phases))
     flags = {
-        "data_path": "text.jsonl", "valid_data_path": "text.jsonl", "vocab": "vocab.model", "model_cfg": "tiny.json",
-        "model_path": run, "input_seq_len": 32, "target_seq_len": 16, "batch_size": 4, "lr": 1e-2, "log_interval": 1,
-        "valid_interval": 3, "save_interval": 2, "keep_checkpoints": 20, "save_best": True, "data_n_workers": 1,
-        "backend": "local", "data_pipeline": "native", "peak_tflops": 1, "phases": texts, **changed,
+        **T5_RUN, "valid_data_path": "text.jsonl", "vocab": "vocab.model", "model_path": run, "lr": 1e-2,
+        "valid_interval": 3, "save_interval": 2, "keep_checkpoints": 20, "save_best": True, "peak_tflops": 1,
+        "phases": texts,
     }  # fmt: skip
-    main(words(**flags))
+    main(words(**{**flags, "iters": None, **changed}))
 
 
 def kill_after(monkeypatch, name, number):
@@ -223,7 +220,7 @@ def test_lengths_in_tokens_are_updates_of_the_global_batch(work):
         ([{"lr": 1e-3}], {}, "phase 1 has no length"),
         ([{"iters": 1}, {"iters": 1, "seed": 3}], {}, "phase 2: seed cannot change between phases"),
         ([{"iters": 1, "mask_rate": 0.3}], {}, "phase 1: unknown setting 'mask_rate'"),
-        ([{"iters": 1, "tokens": "5k"}], {}, "phase 1: tokens is set a second time"),
+        ([{"iters": 1, "tokens": "5k"}], {}, "phase 1: iters is set a second time"),
         ([{"iters": "many"}], {}, "phase 1: iters takes .*, not 'many'"),
         ([{"iters": 1, "noise_density": 2}], {}, "phase 1: --noise_density is 2.0"),
         ([{"iters": 1}, {"iters": 1, "lr_scheduler": "linaer"}], {}, "phase 2: --lr_scheduler linaer is unknown"),

@@ -5,24 +5,21 @@ import logging
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from transformers import T5ForConditionalGeneration
 
-from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.streaming import stream
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes import t5_data as pretraining
+from lm_experiments_tools.recipes import t5 as pretraining
 from lm_experiments_tools.recipes.report import WrittenExamples
 from lm_experiments_tools.tracking.tracker import Tracker
-from lm_experiments_tools.training.micro_batches import split_batch
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
-from tests.helpers.runs import BERT, GPT2, TINY, losses, scored_tokens, words
+from tests.helpers import runs
+from tests.helpers.runs import BERT, T5_RUN, TINY, losses, scored_tokens, words, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 OBJECTIVES = {
@@ -46,28 +43,18 @@ def vocab(tmp_path_factory):
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
-    """A folder with text and a small model's configuration, as the current one."""
+    """A folder with text and configurations of small models, as the current one."""
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
-    for name, config in (("tiny", TINY), ("gpt2", GPT2), ("bert", BERT)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    write_toys(tmp_path)
     return tmp_path
 
 
 def start(vocab, **changed):
-    flags = {
-        "data_path": "text.jsonl", "vocab": vocab, "model_path": "run", "model_cfg": "tiny.json", "input_seq_len": 32,
-        "target_seq_len": 16, "batch_size": 4, "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1,
-        "backend": "local", "data_pipeline": "native", **changed,
-    }  # fmt: skip
-    main(words(**flags))
+    main(words(**{**T5_RUN, "vocab": vocab, "model_path": "run", **changed}))
 
 
 def refused(vocab, sentence, **changed):
-    with pytest.raises(UserError, match=sentence) as error:
-        start(vocab, **changed)
-    assert "\n" not in str(error.value)
+    runs.refused(start, sentence, vocab, **changed)
 
 
 def test_text_is_tokenized_once_and_trained_on(work, vocab):
@@ -78,24 +65,6 @@ def test_text_is_tokenized_once_and_trained_on(work, vocab):
     assert json.loads((work / "run" / "metrics.json").read_text())["train"]["loss"] > 0
 
 
-def test_a_vocabulary_larger_than_the_embedding(work, vocab):
-    (work / "small.json").write_text(json.dumps({**TINY, "vocab_size": 64}))
-    refused(vocab, "vocabulary has .* but the model's embedding only 64 rows", model_cfg="small.json")
-
-
-def test_an_empty_dataset(work, vocab):
-    (work / "empty.jsonl").write_text("")
-    refused(vocab, "empty.jsonl", data_path="empty.jsonl")
-
-
-def test_no_such_data(work, vocab):
-    refused(vocab, "nowhere", data_path="nowhere/at_all.jsonl")
-
-
-def test_no_vocabulary(work, vocab):
-    refused(None, r"--vocab is missing.*")
-
-
 def test_raw_text_takes_the_vocabulary_that_lies_where_the_ancestors_default_says(work, vocab):
     (work / "vocabs").mkdir()
     (work / "vocabs" / "sentencepiece.model").write_bytes(vocab.read_bytes())
@@ -103,30 +72,9 @@ def test_raw_text_takes_the_vocabulary_that_lies_where_the_ancestors_default_say
     assert (work / "run" / "last").exists()
 
 
-def test_targets_that_do_not_fit(work, vocab):
-    refused(vocab, "targets", target_seq_len=4)
-
-
 def test_other_settings_in_the_same_run_directory(work, vocab):
     start(vocab)
     refused(vocab, "holds a run with other settings: .*lr", lr=5e-3)
-
-
-def test_a_checkpoint_that_is_not_one(work, vocab):
-    refused(vocab, "nothing.pth", init_checkpoint="nothing.pth")
-    (work / "junk.pth").write_bytes(b"not a checkpoint")
-    refused(vocab, "junk.pth", init_checkpoint="junk.pth")
-
-
-def test_a_checkpoint_of_another_size(work, vocab):
-    start(vocab)
-    (work / "wide.json").write_text(json.dumps({**TINY, "d_model": 24}))
-    refused(vocab, "--allow_partial_checkpoint", model_cfg="wide.json", model_path="run2", init_checkpoint="run/last")
-
-
-def test_an_unknown_schedule_and_optimizer(work, vocab):
-    refused(vocab, "linear", lr_scheduler="liner", num_warmup_steps=1)
-    refused(vocab, "AdamW", optimizer="AdmW")
 
 
 def test_broken_lines_are_put_aside_by_file_and_line(work, vocab, caplog):
@@ -153,20 +101,6 @@ def test_a_model_class_from_the_users_own_file(work, vocab, capsys, monkeypatch)
     assert capsys.readouterr().out.count("my own forward") == 3  # two steps, and the count for mfu
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(work, vocab, caplog):
-    caplog.set_level("INFO")
-    start(vocab, iters=3, save_interval=1)
-    newest = work / "run" / "checkpoints" / "step_000003" / "model.safetensors"
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    caplog.clear()
-    start(vocab, iters=4, save_interval=1)
-    assert "step_000003" in caplog.text and "model.safetensors" in caplog.text
-    assert "resumed from" in caplog.text and "step 2," in caplog.text
-    assert (work / "run" / "last").resolve().name == "step_000004"
-
-
 def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, vocab, monkeypatch):
     start(vocab, valid_data_path="text.jsonl", valid_interval=2)
     trained = json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"]
@@ -176,14 +110,6 @@ def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, voca
     start(vocab, valid_data_path="text.jsonl", valid_interval=2, validate_only=True)
     assert json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"] == pytest.approx(trained, rel=1e-6)
     assert sorted(p.name for p in (work / "run" / "checkpoints").iterdir()) == before
-
-
-def test_the_record_of_a_continued_run_is_whole(work, vocab):
-    """--model_path is relative here, as users write it."""
-    start(vocab, iters=2)
-    start(vocab, iters=4)
-    assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
-    assert not (work / "run" / "metrics.superseded.jsonl").exists()
 
 
 def test_a_base_may_be_a_preset_from_any_folder(work, vocab):
@@ -220,23 +146,6 @@ def test_optimizer_state_of_other_shapes_is_refused(work, vocab):
     start(vocab, allow_partial_checkpoint=True, reset_optimizer=True, **changed)
 
 
-def test_a_model_without_loss_is_refused(work, vocab):
-    refused(vocab, "takes no labels", model_cls="transformers:T5Model")
-
-
-def test_validating_random_weights_is_refused(work, vocab):
-    refused(vocab, "weights would be random", valid_data_path="text.jsonl", validate_only=True)
-
-
-def test_a_causal_model_that_sees_what_it_shall_predict_is_refused(work, vocab):
-    flags = {**OBJECTIVES["causal_lm of a decoder"], "model_cls": "transformers:BertLMHeadModel"}
-    refused(vocab, "sees the tokens it is to predict; set is_decoder", **{**flags, "model_cfg": "bert.json"})
-
-
-def test_a_working_directory_that_is_none(work, vocab):
-    refused(vocab, "--working_dir", working_dir="nowhere")
-
-
 def test_generation_on_validation_is_measured(work, vocab):
     start(vocab, valid_data_path="text.jsonl", use_generate_on_valid=True, iters=1)
     value = json.loads((work / "run" / "metrics.json").read_text())["valid"]["generation_accuracy"]
@@ -252,6 +161,7 @@ def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
     found = [loss for _, loss in losses("whole")]
     assert losses("half") == losses("whole") and len(found) == 20
     assert sum(found[-5:]) < 0.85 * sum(found[:5])
+    assert not (work / "half" / "metrics.superseded.jsonl").exists()
     weights = [(work / run / "last" / "model.safetensors").read_bytes() for run in ("whole", "half")]
     assert weights[0] == weights[1]
 
@@ -281,12 +191,6 @@ def test_rows_are_shown_as_transformers_writes_them_and_losses_stay(work, vocab,
         assert lines[1:] == [f"  {name:<11}{text}" for name, text in zip(names, texts, strict=True)]
 
 
-def test_rows_that_cannot_be_shown(work, vocab):
-    refused(vocab, "--show_valid_examples needs validation data", show_valid_examples=2)
-    flags = {"valid_data_path": "text.jsonl", "show_valid_examples": 2, **OBJECTIVES["causal_lm"]}
-    refused(vocab, "--show_valid_examples .*has none of its own", **flags)
-
-
 @pytest.mark.parametrize("objective", ["prefix_lm", "ul2", "causal_lm", "causal_lm of a decoder"])
 def test_the_report_shows_what_the_model_makes_of_held_out_text(work, vocab, objective):
     start(vocab, **OBJECTIVES[objective], iters=1, valid_data_path="text.jsonl", report=True)
@@ -299,25 +203,6 @@ def test_the_report_shows_what_the_model_makes_of_held_out_text(work, vocab, obj
             together = text + truth.removeprefix("  true:  ")
             assert together.replace(" ", "") in (work / "text.jsonl").read_text().replace(" ", "")
             assert text.strip() not in guess
-
-
-def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
-    """Rows of different lengths: the mean over all rows is the mean of the parts, weighted by our count of labels."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in GPT2.items() if k not in ("model_type", "n_ctx")})).eval()
-    source = SimpleNamespace(tokens=np.arange(10, 75, dtype=np.uint16), fingerprint="x")
-    data = CausalLMDataset(source, 32, eos_id=1, pad_id=0, vocab_size=512)
-    batch = {
-        name: torch.from_numpy(values) for name, values in data.batch(np.arange(3)).items()
-    }  # 31 + 31 + 3 targets
-    parts = split_batch(batch, 1, set(batch), torch.device("cpu")).micro_batches
-    assert sorted(part.weight for part in parts) == [3, 31, 31]
-    with torch.no_grad():
-        mean = sum(model(**part.inputs).loss * part.weight for part in parts) / 65
-        torch.testing.assert_close(model(**batch).loss, mean)
 
 
 def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
@@ -390,17 +275,6 @@ def test_tokens_whose_documents_run_into_each_other_are_named_with_the_remedy(wo
     )
 
 
-def test_an_objective_wants_its_kind_of_model(work, vocab):
-    causal, masked = OBJECTIVES["causal_lm of a decoder"], OBJECTIVES["mlm"]
-    kinds = "is for encoder-decoders, .*"
-    refused(vocab, f"prefix_lm {kinds}GPT2LMHeadModel is of kind decoder", **{**causal, "task": "prefix_lm"})
-    refused(vocab, f"ul2 {kinds}BertForMaskedLM is of kind encoder", **{**masked, "task": "ul2"})
-    t5 = "mlm is for encoders, .*T5ForConditionalGeneration is of kind encoder-decoder"
-    refused(vocab, t5, task="mlm", target_seq_len=None)
-    refused(vocab, "causal_lm is for decoders and encoder-decoders", **{**masked, "task": "causal_lm"})
-    refused(vocab, "--input_seq_len 65 is more than the model's 64 positions", **causal, input_seq_len=65)
-
-
 def test_masked_lm_scores_masked_positions_only(work, vocab, monkeypatch):
     scored = scored_tokens(monkeypatch, BERT["vocab_size"])
     masked = OBJECTIVES["mlm"]
@@ -411,12 +285,35 @@ def test_masked_lm_scores_masked_positions_only(work, vocab, monkeypatch):
     assert dict(losses("run")) == pytest.approx(dict(losses("all")), rel=1e-5)
 
 
-def test_exit_codes_of_the_real_process(work, vocab):
-    """One sentence on stderr, code 2, no traceback."""
-    command = [sys.executable, str(ROOT / "run_t5_pretraining.py"), "--data_path", "text.jsonl", "--itres", "5"]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert "--iters" in ended.stderr and "Traceback" not in ended.stderr and ended.stderr.count("\n") == 1
+CAUSAL, MASKED = OBJECTIVES["causal_lm of a decoder"], OBJECTIVES["mlm"]
+VALID = {"valid_data_path": "text.jsonl"}
+REFUSED = [
+    ({"model_cfg": "small.json"}, "vocabulary has .* but the model's embedding only 64 rows"),
+    ({"data_path": "empty.jsonl"}, "empty.jsonl"),
+    ({"data_path": "nowhere/at_all.jsonl"}, "nowhere"),
+    ({"vocab": None}, "--vocab is missing"),
+    ({"target_seq_len": 4}, "targets"),
+    ({"init_checkpoint": "nothing.pth"}, "nothing.pth"),
+    ({"init_checkpoint": "empty.jsonl"}, "empty.jsonl"),
+    ({"model_cls": "transformers:T5Model"}, "takes no labels"),
+    ({**VALID, "validate_only": True}, "weights would be random"),
+    ({"working_dir": "nowhere"}, "--working_dir"),
+    ({"show_valid_examples": 2}, "--show_valid_examples needs validation data"),
+    ({**VALID, "show_valid_examples": 2, **OBJECTIVES["causal_lm"]}, "--show_valid_examples .*has none of its own"),
+    ({**CAUSAL, "model_cls": "transformers:BertLMHeadModel", "model_cfg": "bert.json"}, "sees the tokens it is to"),
+    ({**CAUSAL, "task": "prefix_lm"}, "prefix_lm is for encoder-decoders, .*GPT2LMHeadModel is of kind decoder"),
+    ({**MASKED, "task": "ul2"}, "ul2 is for encoder-decoders, .*BertForMaskedLM is of kind encoder"),
+    ({"task": "mlm", "target_seq_len": None}, "mlm is for encoders, .*T5.* is of kind encoder-decoder"),
+    ({**MASKED, "task": "causal_lm"}, "causal_lm is for decoders and encoder-decoders"),
+    ({**CAUSAL, "input_seq_len": 65}, "--input_seq_len 65 is more than the model's 64 positions"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
+def test_bad_input_is_one_sentence(work, vocab, flags, sentence):
+    (work / "small.json").write_text(json.dumps({**TINY, "vocab_size": 64}))
+    (work / "empty.jsonl").write_text("")
+    refused(flags.get("vocab", vocab), sentence, **{name: flags[name] for name in flags.keys() - {"vocab"}})
 
 
 @pytest.mark.parametrize(
@@ -483,7 +380,9 @@ def test_the_first_words_come_before_torch_is_loaded(work, vocab):
     flags = ["--data_path", "nowhere.jsonl", "--vocab", vocab, "--model_cfg", "tiny.json", "--lr", "1"]
     command = [sys.executable, "-X", "importtime", str(ROOT / "run_t5_pretraining.py"), *map(str, flags)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    lines = subprocess.run(command, env=environment(), text=True, **streams).stdout.splitlines()
+    ended = subprocess.run(command, env=environment(), text=True, **streams)
+    assert ended.returncode == 2 and "Traceback" not in ended.stdout
+    lines = ended.stdout.splitlines()
     said = next(i for i, line in enumerate(lines) if line.startswith("settings are read"))
     imported = {line.split("|")[-1].strip() for line in lines[:said]}
     assert "yaml" in imported and not imported & {"torch", "numpy", "transformers"}

@@ -9,7 +9,7 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
 from run_t5_pretraining import main
-from tests.helpers.runs import losses, words
+from tests.helpers.runs import T5_RUN, losses, words
 from tests.helpers.tokenizer_toys import TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -33,20 +33,13 @@ def work(tmp_path, monkeypatch):
 
 
 def start(vocab, **changed):
-    flags = {
-        "data_path": "text.jsonl", "vocab": vocab, "model_path": "run", "model_cfg": "t5.json", "input_seq_len": 64,
-        "target_seq_len": 64, "batch_size": 4, "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1,
-        "backend": "local", **changed,
-    }  # fmt: skip
-    main(words(**flags))
+    lengths = {"input_seq_len": 64, "target_seq_len": 64, "data_pipeline": None}
+    main(words(**{**T5_RUN, **lengths, "vocab": vocab, "model_path": "run", "model_cfg": "t5.json", **changed}))
 
 
 OF_BERT = {
-    "task": "mlm",
-    "target_seq_len": None,
-    "model_cls": "transformers:BertForMaskedLM",
-    "model_cfg": "bert.json",
-}
+    "task": "mlm", "target_seq_len": None, "model_cls": "transformers:BertForMaskedLM", "model_cfg": "bert.json",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

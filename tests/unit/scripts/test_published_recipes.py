@@ -20,8 +20,8 @@ from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models import inherited
 from lm_experiments_tools.models.build import build_model, load_model_config
+from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.names import resolve_name
-from lm_experiments_tools.recipes.common import model_source
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.distributed.launch import slow
 from tests.helpers import ROOT

@@ -17,9 +17,9 @@ from lm_experiments_tools.attention import huggingface
 from lm_experiments_tools.models.presets import list_presets
 from tests.helpers.bert_toys import TINY as TINY_BERT
 from tests.helpers.bert_toys import make_bert_data
+from tests.helpers.runs import T5_RUN, losses, words, write_text
 from tests.helpers.runs import TINY as TINY_T5
-from tests.helpers.runs import losses, words
-from tests.unit.scripts.test_pretraining_script import vocab  # noqa: F401 - a fixture
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 LAYOUT = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 4, "num_sliding_window_blocks": 1}}
 
@@ -56,23 +56,19 @@ def assert_loads_sparse(model_cls: type, layouts: list[Any]) -> None:
     assert not torch.allclose(sparse, model(input_ids=ids, **({"labels": ids} if sparse.dim() == 0 else {}))[0])
 
 
-def test_t5_trains_block_sparsely_resumes_and_loads(tmp_path, monkeypatch, vocab, layouts):  # noqa: F811
+def test_t5_trains_block_sparsely_resumes_and_loads(tmp_path, monkeypatch, layouts):
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    write_text(tmp_path)
     values = {**TINY_T5, "base": str(list_presets()["t5-small-bigbird"]), **LAYOUT, "dropout_rate": 0.0}
     (tmp_path / "sparse.json").write_text(json.dumps(values))
-    flags = {
-        "data_path": "text.jsonl", "vocab": vocab, "model_cfg": "sparse.json", "input_seq_len": 64,
-        "target_seq_len": 32, "data_n_workers": 1, "data_pipeline": "native", "save_interval": 2,
-        "model_cls": "transformers:T5ForConditionalGeneration",
-    }  # fmt: skip
-    logged = run(run_t5_pretraining.main, iters=4, **flags)
+    flags = {**T5_RUN, "vocab": numbered_words_vocabulary(tmp_path), "model_cfg": "sparse.json", "input_seq_len": 64}
+    flags |= {"target_seq_len": 32, "lr": 1e-2, "model_cls": "transformers:T5ForConditionalGeneration"}
+    logged = run(run_t5_pretraining.main, **{**flags, "iters": 4})
     assert len(logged) == 4 and logged[-1] < logged[0]
     names = [type(layout).__name__ for layout in layouts]
     step = ["BigBirdSparsityConfig", "NoneType", "NoneType"]  # encoder, decoder, cross-attention
     assert names == step * (1 + 4)  # the first to count for mfu
-    assert run(run_t5_pretraining.main, iters=5, **flags)[:4] == logged
+    assert run(run_t5_pretraining.main, **{**flags, "iters": 5})[:4] == logged
     assert_loads_sparse(T5ForConditionalGeneration, layouts)
 
 

@@ -18,7 +18,7 @@ import run_t5_pretraining
 from lm_experiments_tools.models import speed
 from tests.helpers.bert_toys import make_bert_data
 from tests.helpers.finetuning_toys import pairs, write_json
-from tests.helpers.runs import BERT, TINY, words
+from tests.helpers.runs import T5_RUN, TINY, words, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 
@@ -26,19 +26,14 @@ from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 def work(tmp_path, monkeypatch):
     """A folder with text and configurations, one of T5 1.1, as the current one."""
     monkeypatch.chdir(tmp_path)
-    numbered_words_vocabulary(tmp_path).rename("v.model")
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    Path("text.jsonl").write_text("\n".join(lines) + "\n")
+    numbered_words_vocabulary(tmp_path)
+    write_toys(tmp_path)
     Path("t5.json").write_text(json.dumps({**TINY, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}))
-    Path("bert.json").write_text(json.dumps(BERT))
     return tmp_path
 
 
 SETTINGS = {"lr": 1e-3, "iters": 2, "log_interval": 1, "backend": "local", "batch_size": 4}
-T5 = {
-    "data_path": "text.jsonl", "vocab": "v.model", "model_cfg": "t5.json", "input_seq_len": 32, "target_seq_len": 16,
-    "data_n_workers": 1, "data_pipeline": "native", **SETTINGS,
-}  # fmt: skip
+T5 = {**T5_RUN, "vocab": "vocab.model", "model_cfg": "t5.json"}
 
 
 def settings(run):

@@ -29,7 +29,7 @@ from lm_experiments_tools.data.seqio.client import SeqioLoader, WorkerProcess, s
 from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.recipes.t5_data import pretraining_data
+from lm_experiments_tools.recipes.t5 import pretraining_data
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from tests.distributed.launch import environment
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary

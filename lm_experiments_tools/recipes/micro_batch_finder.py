@@ -11,7 +11,7 @@ import itertools
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -23,69 +23,16 @@ from lm_experiments_tools.backends.backend import PendingStep
 from lm_experiments_tools.errors import RunError, UserError, first_line
 from lm_experiments_tools.modules.devices import synchronize
 from lm_experiments_tools.planning.fit import USABLE, is_out_of_memory, largest_size, limit_memory, memory_of
-from lm_experiments_tools.planning.show import watched
-from lm_experiments_tools.recipes.common import close_run, show_run, train_or_validate
-from lm_experiments_tools.recipes.finders import find_lr, only_steps, write_found
+from lm_experiments_tools.recipes.lr_finder import only_steps, write_found
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.recipes.common import ModelSource, RunData
-    from lm_experiments_tools.tracking.run_directory import RunDirectory
-    from lm_experiments_tools.training.phases import Phase
     from lm_experiments_tools.training.trainer import TrainingLoop
 
 _FLAG = "--find_micro_batch"
 _NUM_BATCHES = 4  # of which the largest is tried
 _NUM_TIMED = 3  # steps of each size
 _NUM_SLOWER = 3  # sizes below the fastest that are timed
-
-
-def train_phases(
-    phases: Sequence[tuple[Phase, ModelSource]],
-    build: Callable[[Phase, ModelSource], tuple[TrainingLoop, Any]],
-    origins: Mapping[str, str],
-    run: RunDirectory | None,
-    folder: str | None,
-    backend: Backend,
-) -> tuple[TrainingLoop, Any] | None:
-    """Train the phases that are left; returns trainer and data of the last one, None after `--find_...`.
-
-    Args:
-        build: trainer and data of a phase, at the position of the newest checkpoint.
-        run: records the start of the first of them.
-        folder: run directory of the run to come.
-    """
-    first, last = phases[0][0], phases[-1][0]
-    for phase, source in phases:
-        trainer, data = build(phase, source)
-        show_run(phase.args, origins, run if phase is first else None, backend, backend.unwrap(), data, phase)
-        if find_or_train(trainer, origins, folder, data):
-            return None
-        if phase is last:
-            return trainer, data
-        if data.train is not None:
-            data.train.close()
-        backend.forget()
-        del trainer, data  # freed before the next ones are built
-
-
-def find_or_train(trainer: TrainingLoop, origins: Mapping[str, str], folder: str | None, data: RunData) -> bool:
-    """Train or validate; or run `--find_lr` or `--find_micro_batch`, close the run, and return True.
-
-    Args:
-        folder: run directory of the run to come.
-    """
-    args, backend = trainer.args, trainer.backend
-    if not args.finds():
-        with watched(args, origins, backend):
-            train_or_validate(trainer)
-        return False
-    if args.find_micro_batch:
-        find_micro_batch(trainer, folder)
-    else:
-        find_lr(trainer, folder)
-    close_run(backend, data)
-    return True
 
 
 def find_micro_batch(trainer: TrainingLoop, folder: str | None) -> int:

@@ -1,11 +1,11 @@
-"""Loaders, loss and metrics of a T5 pre-training run, and checks that its model can learn the objective."""
+"""T5 pre-training, and that of other models with other objectives (`--task`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +23,11 @@ from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_vocabulary
-from lm_experiments_tools.modules.labelled_head import spread_labels
-from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
-from lm_experiments_tools.training.losses import MODEL_LOSS, Loss, with_bytes
+from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
+from lm_experiments_tools.recipes.recipe import Pretraining
+from lm_experiments_tools.recipes.report import WrittenExamples, filled_right, t5_examples, write_report
+from lm_experiments_tools.training.losses import MODEL_LOSS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,13 +35,12 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-    from lm_experiments_tools.recipes.common import ModelSource
+    from lm_experiments_tools.models.from_args import ModelSource
     from lm_experiments_tools.recipes.t5_sources import T5Sources
+    from lm_experiments_tools.training.phases import Phase
 
 logger = logging.getLogger(__name__)
-
 _EXAMPLE_OF = {
     "encoder-decoder": "transformers:T5ForConditionalGeneration",
     "decoder": "transformers:GPT2LMHeadModel",
@@ -47,24 +48,53 @@ _EXAMPLE_OF = {
 }
 
 
-@dataclass
-class PretrainingData:
-    """Data of a run.
+class T5Pretraining(Pretraining):
+    """A run of run_t5_pretraining.py.
 
-    Attributes:
-        train: this worker's endless batches; None with `--validate_only`, unless they bring the validation data.
-        valid, valid_tokens: this worker's part of the validation examples, and the documents they are cut from; None
-            without `--valid_data_path`.
-        tokenizer_dir: Hugging Face tokenizer files of the vocabulary; None for a run that saves nothing.
-        objective: the objective and the size of the data, for the log.
+    Args:
+        sources: returns those of each phase, or raises UserError; called by all workers at the same time.
     """
 
-    vocabulary: Vocabulary
-    train: TrainSource | None
-    valid: ValidSource | None
-    valid_tokens: IndexedDataset | None
-    tokenizer_dir: Path | None
-    objective: str
+    def __init__(
+        self, args: T5PretrainingArgs, origins: Mapping[str, str], sources: Callable[[], Sequence[T5Sources]]
+    ) -> None:
+        super().__init__(args, origins)
+        self._sources = sources
+
+    @cached_property
+    def data_sources(self) -> Sequence[T5Sources]:
+        """Vocabulary and data paths of each phase. Every worker reads them first at the same time."""
+        return on_all(self.backend, self._sources)
+
+    def check(self, args: T5PretrainingArgs, source: ModelSource) -> None:
+        vocabulary = self.data_sources[0].vocabulary
+        check_model(args, source, vocabulary.size)
+        if not args.through_seqio():
+            context = ObjectiveContext(args, vocabulary, source.kind, args.seed)
+            on_all(self.backend, lambda: check_objective(context))
+
+    def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
+        return pretraining_data(phase.args, self.backend, self.data_sources[phase.number], source.kind)
+
+    def loop_options(self, args: T5PretrainingArgs, source: ModelSource, model: nn.Module) -> dict[str, Any]:
+        check_causality(args, model)
+        loss = MODEL_LOSS
+        if args.task == "mlm":
+            loss = replace(loss, most_labels=labels_alone(args, self.backend, model))
+        takes_no_logits = "return_logits" in forward_names(model) and args.distill_from is None
+        number, vocabulary = args.show_valid_examples, self.data.vocabulary
+        return {
+            "batch_transform_fn": without_full_masks(model),
+            "batch_metrics_fn": pretraining_metrics,  # none of logits, which modeling_t5 then need not hold whole
+            "forward_kwargs": {"return_logits": False} if takes_no_logits else None,
+            "generate_kwargs": {"do_sample": False},
+            "loss": distilled_loss(args, self.backend, model, source.kind, loss),
+            "collect": (lambda split: WrittenExamples(self.trainer, split, vocabulary, number)) if number else None,
+        }
+
+    def report(self) -> None:
+        trainer, data = self.trainer, self.data
+        write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))
 
 
 def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,18 +127,54 @@ def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mappin
     return transform
 
 
-def pretraining_loss(args: T5PretrainingArgs, backend: Backend, model: nn.Module, vocabulary: Vocabulary) -> Loss:
-    """The model's own loss, for masked language models on masked positions only where the head can do so."""
-    loss = with_bytes(MODEL_LOSS, vocabulary.token_bytes, model)
-    if args.task != "mlm":
-        return loss
-    tokens, probability = args.input_seq_len, args.mlm_probability
-    return replace(
-        loss,
-        most_labels=labels_alone(args, backend, model, lambda rows: spread_labels(rows * tokens, probability)),
-    )
+def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: int) -> None:
+    """Refuse a model that cannot learn the objective.
+
+    Raises:
+        UserError: another kind of model is needed, or one with more positions or a larger embedding.
+    """
+    kind, kinds = model.kind, args.objective().models
+    if not args.is_registered_task() and kind not in kinds:
+        example = f"choose a class such as {_EXAMPLE_OF[kinds[0]]}"
+        is_one_key_away = model.may_be_decoder and "decoder" in kinds
+        advice = "set is_decoder to true in its configuration" if is_one_key_away else example
+        raise UserError(
+            f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, --model_cls {args.model_cls} is "
+            f"of kind {kind}: {advice}, or another --task."
+        )
+    check_vocabulary(model.config, vocabulary_size)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and args.input_seq_len > positions:
+        raise UserError(
+            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions "
+            "(max_position_embeddings)."
+        )
 
 
+def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
+    """Refuse a decoder that sees the tokens it is to predict, as BERT's LM head does unless told not to.
+
+    Raises:
+        UserError: the prediction at the first position changes with a later token.
+    """
+    if "decoder" not in args.objective().models or getattr(model.config, "is_encoder_decoder", False):
+        return
+    ids = torch.arange(num_tokens)[None]
+    other = ids.clone()
+    other[0, -1] = 0
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        first, second = (model(input_ids=row)["logits"][0, 0] for row in (ids, other))
+    model.train(training)
+    if not torch.equal(first, second):
+        raise UserError(
+            f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it is to predict; set is_decoder to "
+            "true in its configuration, or choose a class such as transformers:GPT2LMHeadModel."
+        )
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
 def pretraining_data(
     args: T5PretrainingArgs, backend: Backend, sources: T5Sources, model_kind: ModelKind
 ) -> PretrainingData:
@@ -157,7 +223,7 @@ def pretraining_data(
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))
     objective = f"{objective}, vocabulary {vocabulary.size:,}"
-    return PretrainingData(vocabulary, train, valid, valid_tokens, tokenizer_dir, objective)
+    return PretrainingData(vocabulary, vocabulary.size, train, valid, valid_tokens, tokenizer_dir, objective)
 
 
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
@@ -174,56 +240,3 @@ def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDa
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
     rows = args.rows_per_worker() * backend.shares
     return ValidLoader(dataset, rows, backend.rank, backend.world_size, num_samples=args.valid_samples)
-
-
-def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: int) -> None:
-    """Refuse a model that cannot learn the objective.
-
-    Raises:
-        UserError: another kind of model is needed, or one with more positions or a larger embedding.
-    """
-    kind, kinds = model.kind, args.objective().models
-    if not args.is_registered_task() and kind not in kinds:
-        example = f"choose a class such as {_EXAMPLE_OF[kinds[0]]}"
-        is_one_key_away = model.may_be_decoder and "decoder" in kinds
-        advice = "set is_decoder to true in its configuration" if is_one_key_away else example
-        raise UserError(
-            f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, --model_cls {args.model_cls} is "
-            f"of kind {kind}: {advice}, or another --task."
-        )
-    check_vocabulary(model.config, vocabulary_size)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and args.input_seq_len > positions:
-        raise UserError(
-            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions "
-            "(max_position_embeddings)."
-        )
-
-
-def check_examples(args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind) -> None:
-    """Refuse settings that the objective refuses, before there are any tokens. Raises UserError."""
-    if not args.through_seqio():
-        check_objective(ObjectiveContext(args, vocabulary, model_kind, args.seed))
-
-
-def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
-    """Refuse a decoder that sees the tokens it is to predict, as BERT's LM head does unless told not to.
-
-    Raises:
-        UserError: the prediction at the first position changes with a later token.
-    """
-    if "decoder" not in args.objective().models or getattr(model.config, "is_encoder_decoder", False):
-        return
-    ids = torch.arange(num_tokens)[None]
-    other = ids.clone()
-    other[0, -1] = 0
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        first, second = (model(input_ids=row)["logits"][0, 0] for row in (ids, other))
-    model.train(training)
-    if not torch.equal(first, second):
-        raise UserError(
-            f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it is to predict; set is_decoder to "
-            "true in its configuration, or choose a class such as transformers:GPT2LMHeadModel."
-        )

@@ -11,11 +11,10 @@ from torch import nn
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.finders import find_lr, read_range_test
+from lm_experiments_tools.recipes.lr_finder import find_lr, read_range_test
 from lm_experiments_tools.training.trainer import TrainingLoop
 from run_t5_pretraining import main
-from tests.helpers.runs import TINY, losses, words
-from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+from tests.helpers.runs import TINY, losses, tiny_run, words
 
 
 class Bowl(nn.Module):
@@ -119,21 +118,16 @@ def test_flags_that_cannot_be_meant_are_refused(settings, sentence):
 
 def test_a_run_after_both_finders_has_the_bits_of_one_without(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
-    Path("text.jsonl").write_text("\n".join(lines) + "\n")
-    Path("tiny.json").write_text(json.dumps(TINY))
-    flags = {
-        "data_path": "text.jsonl", "vocab": numbered_words_vocabulary(tmp_path), "model_cfg": "tiny.json",
-        "input_seq_len": 32, "target_seq_len": 16, "batch_size": 4, "iters": 4, "log_interval": 1,
-        "data_n_workers": 1, "backend": "local", "data_pipeline": "native", "save_interval": 2,
-    }  # fmt: skip
-    main(words(**flags, lr=1e-3, model_path="plain"))
-    main(words(**flags, model_path="found", find_lr=20))
-    main(words(**flags, lr=1e-3, model_path="found", find_micro_batch=True))
+    flags = tiny_run(tmp_path, TINY, target_seq_len=16, iters=4, backend="local")
+    main(words(**flags, model_path="plain"))
+    main(words(**{**flags, "lr": None}, model_path="found", find_lr=20))
+    main(words(**flags, model_path="found", find_micro_batch=True))
     assert sorted(path.name for path in Path("found").iterdir()) == ["find_lr.json", "find_micro_batch.json"]
-    main(words(**flags, lr=1e-3, model_path="found"))
+    main(words(**flags, model_path="found"))
     assert losses("found") == losses("plain")
     weights = [next(Path(run, "last").resolve().glob("*.safetensors")).read_bytes() for run in ("plain", "found")]
     assert weights[0] == weights[1]
-    main(words(**flags, model_path="found", find_lr=20))  # beside a run that has ended, which stays as it is
+    main(
+        words(**{**flags, "lr": None}, model_path="found", find_lr=20)
+    )  # beside a run that has ended, which stays as it is
     assert next(Path("found", "last").resolve().glob("*.safetensors")).read_bytes() == weights[0]

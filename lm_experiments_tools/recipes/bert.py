@@ -1,4 +1,4 @@
-"""Loaders, metrics and checks of a BERT pre-training run."""
+"""BERT pre-training: masked words, and pairs of sentences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import glob
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +27,23 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
+from lm_experiments_tools.models.packed_rows import prepare
 from lm_experiments_tools.modules.inspection import forward_names_of
-from lm_experiments_tools.recipes.common import save_tokenizer
+from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
+from lm_experiments_tools.recipes.recipe import Pretraining
+from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
 from lm_experiments_tools.recipes.t5_sources import tokenized
+from lm_experiments_tools.training.losses import bert_loss
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
-    from lm_experiments_tools.recipes.common import ModelSource
+    from lm_experiments_tools.models.from_args import ModelSource
+    from lm_experiments_tools.training.phases import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -45,24 +51,31 @@ CACHE = Path(".cache") / "bert_samples"  # below the working directory
 TOKENIZERS = Path(".cache") / "tokenizers"
 
 
-@dataclass
-class BertPretrainingData:
-    """Data of a run.
+class BertPretraining(Pretraining):
+    """A run of run_bert_pretraining.py."""
 
-    Attributes:
-        train: this worker's endless batches; None with `--validate_only`.
-        valid, valid_tokens: this worker's part of the validation samples, and the sentences they are made of; None
-            without `--valid_data_path`.
-        tokenizer_dir: Hugging Face tokenizer files; None for a run that saves nothing.
-        objective: the objective and the size of the data, for the log.
-    """
+    @cached_property
+    def tokenizer(self) -> BertDataTokenizer:
+        """The tokenizer that the flags name, for all phases. Every worker reads it first at the same time."""
+        return on_all(self.backend, lambda: bert_tokenizer(self.args))
 
-    tokenizer: BertDataTokenizer
-    train: TrainLoader | None
-    valid: ValidLoader | None
-    valid_tokens: IndexedDataset | None
-    tokenizer_dir: Path | None
-    objective: str
+    def check(self, args: BertPretrainingArgs, source: ModelSource) -> None:
+        tokenizer = self.tokenizer
+        on_all(self.backend, lambda: check_bert_model(args, source, tokenizer))
+
+    def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
+        return bert_pretraining_data(phase.args, self.backend, self.tokenizer)
+
+    def loop_options(self, args: BertPretrainingArgs, source: ModelSource, model: nn.Module) -> dict[str, Any]:
+        backend, transform = self.backend, None
+        if args.packing == "documents":
+            transform = on_all(backend, lambda: prepare(model, args.input_seq_len))
+        loss = bert_loss(args.use_nsp, labels_alone(args, backend, model))
+        loss = distilled_loss(args, backend, model, "encoder", loss)
+        return {"batch_transform_fn": transform, "batch_metrics_fn": bert_metrics, "loss": loss}
+
+    def report(self) -> None:
+        write_report(self.trainer, fill_in_masked_words(self.trainer, self.data))
 
 
 def bert_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,51 +99,60 @@ def _right_and_all(logits: Any, labels: Any) -> tuple[Any, Any]:
     return (logits.argmax(-1) == labels).sum(), (labels != IGNORED_LABEL).sum()
 
 
-def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: ModelSource) -> BertPretrainingData:
-    """Open training and validation data for a model; every worker calls it.
+def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
+    """Refuse what would fail, or go wrong in silence, somewhere in the first step.
 
     Raises:
-        UserError: data or tokenizer that is missing, empty, damaged, or not made for each other; a model that cannot
-            read the data.
+        UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.
+    """
+    config = model.config
+    if model.may_be_decoder and config.is_decoder:
+        raise UserError(
+            f"--model_cls {args.model_cls} sees only the tokens to its left (is_decoder): add --model_options "
+            "is_decoder=false, or train it by run_t5_pretraining.py --task causal_lm."
+        )
+    if args.use_nsp and "next_sentence_label" not in forward_names_of(model.cls):
+        raise UserError(
+            f"--model_cls {args.model_cls} takes no next_sentence_label: choose --use_nsp 0, or a class such as "
+            "transformers:BertForPreTraining."
+        )
+    check_positions(config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
+    if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
+        raise UserError("type_vocab_size in the model configuration must be 2 for pairs of sentences (--use_nsp 1)")
+    if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad):
+        raise UserError(
+            f"pad_token_id in the model configuration is {config.pad_token_id}, but the tokenizer {tokenizer.name} "
+            f"pads with {tokenizer.pad}: set it to that."
+        )
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+def bert_pretraining_data(
+    args: BertPretrainingArgs, backend: Backend, tokenizer: BertDataTokenizer
+) -> PretrainingData:
+    """Open training and validation data; every worker calls it.
+
+    Raises:
+        UserError: data that is missing, empty, damaged, or made with another tokenizer.
     """
     if args.packing == SENTENCES and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
-    tokenizer = on_all(backend, lambda: bert_tokenizer(args))
-    on_all(backend, lambda: check_bert_model(args, model, tokenizer))
     # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
     first = backend.local_rank == 0
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
     train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
-    if train is not None and backend.is_main:
-        _warn_of_data(args, train)
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
-    return BertPretrainingData(
+    return PretrainingData(
         tokenizer,
+        tokenizer.vocab_size,
         None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         valid_tokens,
         tokenizer_dir,
         f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
     )
-
-
-def _warn_of_data(args: BertPretrainingArgs, train: SampleDataset) -> None:
-    """Warn of validation text that is also trained on, and of fewer rows than one batch."""
-    if args.valid_data_path is not None:
-        valid = Path(args.valid_data_path).resolve()
-        for path in args.data_path:
-            if valid.is_relative_to(Path(path).resolve()):
-                logger.warning(
-                    "--valid_data_path %s is part of --data_path %s: the model is validated on text that it trains on",
-                    args.valid_data_path,
-                    path,
-                )
-    if len(train) < args.batch_size:
-        logger.warning(
-            "--data_path has %d rows, fewer than --batch_size %d: name more text", len(train), args.batch_size
-        )
 
 
 def _members(train: BertDataset | MixtureDataset | MaskedRows) -> list[Any]:
@@ -262,35 +284,3 @@ def open_sentences(path: str) -> IndexedDataset:
         "`python -m megatron.preprocess_data --input TEXT --output-prefix PREFIX --split-sentences ...` makes from "
         "JSON lines (PREFIX_text_sentence)"
     )
-
-
-def check_bert(args: BertPretrainingArgs, model: ModelSource) -> None:
-    """`check_bert_model` with the tokenizer that the flags name. Raises UserError."""
-    check_bert_model(args, model, bert_tokenizer(args))
-
-
-def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
-    """Refuse what would fail, or go wrong in silence, somewhere in the first step.
-
-    Raises:
-        UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.
-    """
-    config = model.config
-    if model.may_be_decoder and config.is_decoder:
-        raise UserError(
-            f"--model_cls {args.model_cls} sees only the tokens to its left (is_decoder): add --model_options "
-            "is_decoder=false, or train it by run_t5_pretraining.py --task causal_lm."
-        )
-    if args.use_nsp and "next_sentence_label" not in forward_names_of(model.cls):
-        raise UserError(
-            f"--model_cls {args.model_cls} takes no next_sentence_label: choose --use_nsp 0, or a class such as "
-            "transformers:BertForPreTraining."
-        )
-    check_positions(config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
-    if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
-        raise UserError("type_vocab_size in the model configuration must be 2 for pairs of sentences (--use_nsp 1)")
-    if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad):
-        raise UserError(
-            f"pad_token_id in the model configuration is {config.pad_token_id}, but the tokenizer {tokenizer.name} "
-            f"pads with {tokenizer.pad}: set it to that."
-        )

@@ -11,9 +11,9 @@ from torch import nn
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.planning import finders
-from lm_experiments_tools.planning.finders import find_micro_batch
 from lm_experiments_tools.planning.fit import is_out_of_memory
+from lm_experiments_tools.recipes import micro_batch_finder as finder
+from lm_experiments_tools.recipes.micro_batch_finder import find_micro_batch
 from lm_experiments_tools.training.trainer import TrainingLoop
 
 
@@ -38,7 +38,7 @@ def found(monkeypatch, model, rows=24, batch_size=4, folder=None, optimizer=torc
         model_cfg="none", lr=0.1, batch_size=batch_size, gradient_accumulation_steps=rows // batch_size
     )
     batches = [{"input_ids": torch.arange(5 * rows).view(rows, 5)} for _ in range(4)]
-    monkeypatch.setattr(finders, "time", SimpleNamespace(perf_counter=lambda: model.clock))
+    monkeypatch.setattr(finder, "time", SimpleNamespace(perf_counter=lambda: model.clock))
     backend = LocalBackend(device=torch.device("cpu"))
     trainer = TrainingLoop(args, backend, model, optimizer(model.parameters(), lr=0.1), batches)
     return find_micro_batch(trainer, folder)
@@ -102,7 +102,7 @@ def test_other_errors_stay_what_they_are(monkeypatch):
 def test_a_cpu_refuses_what_it_does_not_have_instead_of_being_killed(monkeypatch, tmp_path):
     """Each row takes 256 MiB of addresses, which Linux grants until far more are touched than there are."""
     process = psutil.Process().memory_info().rss
-    monkeypatch.setattr(finders, "memory_of", lambda device: (process + 0.9 * 2**30) / finders.USABLE)
+    monkeypatch.setattr(finder, "memory_of", lambda device: (process + 0.9 * 2**30) / finder.USABLE)
 
     class Wide(Hungry):
         def forward(self, input_ids):

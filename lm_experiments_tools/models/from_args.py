@@ -1,0 +1,166 @@
+"""The model and the optimizer that the flags of a pre-training run describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.checkpoint.manifest import verify_model
+from lm_experiments_tools.config.bert import SENTENCES
+from lm_experiments_tools.config.options import read_options
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.models.build import (
+    build_model,
+    check_vocabulary,
+    enable_checkpointing,
+    load_model_config,
+    pretrained_config,
+    set_dropout,
+    set_z_loss,
+)
+from lm_experiments_tools.models.freezing import train_only
+from lm_experiments_tools.models.speed import speed_up
+from lm_experiments_tools.modules.inspection import forward_names_of
+from lm_experiments_tools.modules.labelled_head import spread_labels
+from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from lm_experiments_tools.names import nearest_names
+from lm_experiments_tools.optimizers import build_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.bert import BertPretrainingArgs
+    from lm_experiments_tools.config.objectives import ModelKind
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.config.training import ExperimentArgs
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model that the flags name: `--model_cls`, its class and its configuration. Made by `model_source`."""
+
+    name: str
+    cls: type
+    config: PreTrainedConfig
+
+    @property
+    def may_be_decoder(self) -> bool:
+        """True for a class whose loss is of next tokens if the configuration has `is_decoder`."""
+        return getattr(self.cls, "has_causal_loss", False)
+
+    @property
+    def kind(self) -> ModelKind:
+        """By the configuration's `is_encoder_decoder`; of the others, decoders are those that can generate, and our
+        BERT with `is_decoder`."""
+        if getattr(self.config, "is_encoder_decoder", False):
+            return "encoder-decoder"
+        if self.may_be_decoder and self.config.is_decoder:
+            return "decoder"
+        return "decoder" if hasattr(self.cls, "can_generate") and self.cls.can_generate() else "encoder"
+
+
+def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
+    """Import the class and read the configuration, once a run; every worker calls it.
+
+    Without a configuration (for `lmtools inspect`) it is the class's default one.
+
+    Raises:
+        UserError: class or configuration is not available.
+    """
+    return on_all(backend, lambda: _model_source(args))
+
+
+def _model_source(args: ExperimentArgs) -> ModelSource:
+    model_cls = get_cls_by_name(args.model_cls)
+    config_cls = getattr(model_cls, "config_class", None)
+    is_named = args.model_cfg or args.base_model or args.init_checkpoint
+    config = config_cls() if config_cls is not None and not is_named else _config(args, config_cls)
+    for name, value in read_options("model_options", getattr(args, "model_options", ())).items():
+        if not hasattr(config, name):
+            near = nearest_names(name, config.to_dict()) or "."
+            raise UserError(f"--model_options {name}: {type(config).__name__} has no such value{near}")
+        setattr(config, name, value)
+    return ModelSource(args.model_cls, model_cls, config)
+
+
+def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+
+    if args.model_cfg is not None:
+        return load_model_config(args.model_cfg, config_cls)
+    if args.base_model is not None:
+        if (Path(args.base_model) / "config.json").is_file():
+            verify_model(Path(args.base_model), ["config.json"])
+        try:
+            return pretrained_config(args.base_model, config_cls)
+        except (OSError, ValueError, StrictDataclassError) as error:
+            reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
+            raise UserError(f"--base_model {args.base_model}: its configuration cannot be read ({reason}).") from error
+    path = Path(args.init_checkpoint) / "config.json"
+    if not path.is_file():
+        raise UserError(f"--init_checkpoint {path.parent} has no config.json: give --model_cfg.")
+    verify_model(path.parent, [path.name])
+    return load_model_config(path, config_cls, trusted=False)
+
+
+def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: int) -> nn.Module:
+    """Build the model with random weights, equal on all workers.
+
+    Raises:
+        UserError: a model without a loss, or whose embedding is smaller than the vocabulary.
+    """
+    if args.dropout_rate is not None:
+        set_dropout(source.config, args.dropout_rate)
+    if args.z_loss is not None:
+        set_z_loss(source.config, args.z_loss)
+    check_vocabulary(source.config, vocabulary_size)
+    if "labels" not in forward_names_of(source.cls):
+        raise UserError(f"--model_cls {source.name} takes no labels: choose a class such as {type(args).model_cls}.")
+    model = build_model(source.cls, source.config, seed=args.seed)
+    train_only(model, getattr(args, "trained", ()))
+    if args.gradient_checkpointing:
+        enable_checkpointing(model)
+    speed_up(model, args)
+    return model
+
+
+def most_labels(args: BertPretrainingArgs | T5PretrainingArgs) -> Callable[[int], int]:
+    """Upper bound of the masked tokens of a number of rows."""
+    if getattr(args, "packing", None) == SENTENCES:
+        return lambda rows: rows * args.most_predictions()
+    return lambda rows: spread_labels(rows * args.input_seq_len, args.highest_rate())
+
+
+def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
+    """The optimizer that the flags describe, over the trainable parameters; None with `--validate_only`."""
+    return None if args.validate_only else make_optimizer(args, model, args.group_rules())
+
+
+def make_optimizer(
+    args: ExperimentArgs,
+    model: nn.Module | Iterable[tuple[str, Tensor]],
+    rules: Sequence[tuple[str, Mapping[str, Any]]],
+) -> Optimizer:
+    """`optimizer_from_args` over named parameters.
+
+    Args:
+        rules: (pattern, options), as `OptimizerArgs.group_rules` reads them.
+    """
+    return build_optimizer(
+        model,
+        name=args.optimizer,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        scale_parameter=args.scale_parameter,
+        relative_step=args.relative_step,
+        warmup_init=args.warmup_init,
+        extra=read_options("optimizer_options", args.optimizer_options),
+        rules=rules,
+    )

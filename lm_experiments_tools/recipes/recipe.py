@@ -1,0 +1,203 @@
+"""The course of a training script. `Recipe` is what all share, `Pretraining` what T5's and BERT's share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint.train_state import read_state_file
+from lm_experiments_tools.checkpoint.writer import find_resume
+from lm_experiments_tools.config.lengths import in_updates
+from lm_experiments_tools.config.phases import timeline
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import build_model
+from lm_experiments_tools.models.freezing import train_only
+from lm_experiments_tools.models.from_args import ModelSource, model_from_args, model_source, optimizer_from_args
+from lm_experiments_tools.models.speed import choose_speed
+from lm_experiments_tools.planning import show
+from lm_experiments_tools.recipes.common import close_run, seed_worker, show_run, start_run, warn_of_data
+from lm_experiments_tools.recipes.lr_finder import find_lr
+from lm_experiments_tools.recipes.micro_batch_finder import find_micro_batch
+from lm_experiments_tools.training.losses import with_bytes
+from lm_experiments_tools.training.phases import Phase
+from lm_experiments_tools.training.trainer import TrainingLoop
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.checkpoint.source import Source
+    from lm_experiments_tools.config.training import ExperimentArgs
+    from lm_experiments_tools.recipes.common import PretrainingArgs, PretrainingData
+    from lm_experiments_tools.tracking.run_directory import RunDirectory
+
+
+class Recipe(ABC):
+    """A run of a training script.
+
+    Args:
+        args, origins: as `cli.parse` returns them.
+        sources: of `--from_pretrained`, if already resolved.
+
+    Attributes:
+        backend, data, trainer: made by `run`, in this order; the last two are those of the newest phase.
+    """
+
+    backend: Backend
+    data: Any
+    trainer: TrainingLoop
+
+    def __init__(self, args: ExperimentArgs, origins: Mapping[str, str], sources: Sequence[Source] = ()) -> None:
+        self.args, self.origins, self.sources = args, origins, sources
+        self.folder = args.model_path  # also for `--find_...`, whose `args` have none
+
+    def run(self) -> None:
+        """Train, or do instead what `--plan`, `--validate_only` or `--find_...` ask for."""
+        if self.args.plan:
+            return show.show_run(self.args, self.origins)
+        self.args, self.origins = choose_speed(self.args, self.origins, self.sources)
+        self.args, self.folder = self.args.while_finding()
+        self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
+        self.train()
+        if not self.args.finds():
+            self.finish()
+        close_run(self.backend, self.data)
+
+    @abstractmethod
+    def train(self) -> None:
+        """Open the run directory, build everything and `find_or_train`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Evaluate and record the result."""
+
+    def find_or_train(self) -> None:
+        """Train or validate, or run `--find_lr` or `--find_micro_batch`."""
+        args, trainer = self.trainer.args, self.trainer
+        if args.find_micro_batch:
+            find_micro_batch(trainer, self.folder)
+        elif args.find_lr is not None:
+            find_lr(trainer, self.folder)
+        else:
+            with show.watched(args, self.origins, self.backend):
+                if not args.validate_only:
+                    trainer.train()
+                elif trainer.valid_dataloader is not None:
+                    trainer.validate(trainer.valid_dataloader)
+
+
+class Pretraining(Recipe):
+    """Pre-training, in one or several phases."""
+
+    data: PretrainingData
+
+    @abstractmethod
+    def check(self, args: PretrainingArgs, source: ModelSource) -> None:
+        """Raise UserError for a model that does not fit data or objective, before hours of tokenizing and training."""
+
+    @abstractmethod
+    def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
+        """The data of a phase."""
+
+    @abstractmethod
+    def loop_options(self, args: PretrainingArgs, source: ModelSource, model: nn.Module) -> dict[str, Any]:
+        """`loss` and other arguments of `TrainingLoop`."""
+
+    @abstractmethod
+    def report(self) -> None:
+        """Write the report of `--report`."""
+
+    def train(self) -> None:
+        phases, run = start_phases(self.args, self.backend)
+        parts = with_models(phases, self.backend)
+        for phase, source in parts:
+            self.check(phase.args, source)
+        for phase, source in parts:
+            self.build(phase, source)
+            show_run(phase.args, self.origins, run, self.backend, self.backend.unwrap(), self.data, phase)
+            self.find_or_train()
+            if phase is not phases[-1]:
+                self.data.train.close()
+                self.backend.forget()
+                del self.trainer, self.data  # freed before the next ones are built
+                run = None  # its start is recorded
+
+    def build(self, phase: Phase, source: ModelSource) -> None:
+        """Data, model, loss, optimizer and trainer of a phase, at the position of the newest checkpoint."""
+        args, backend = phase.args, self.backend
+        self.data = data = self.build_data(phase, source)
+        if backend.is_main:
+            warn_of_data(args, data)
+        model = model_from_args(args, source, data.vocabulary_size)
+        options = self.loop_options(args, source, model)
+        options["loss"] = with_bytes(options["loss"], data.vocabulary.token_bytes, model)
+        optimizer = optimizer_from_args(args, model)
+        seed_worker(args.seed, backend.rank)
+        train = None if args.validate_only else data.train
+        options |= {"tokenizer_dir": data.tokenizer_dir, "phase": phase}
+        self.trainer = TrainingLoop(args, backend, model, optimizer, train, data.valid, **options)
+
+    def finish(self) -> None:
+        self.trainer.save_metrics(self.args.model_path)
+        if self.args.report:
+            self.report()
+
+
+def start_phases(args: PretrainingArgs, backend: Backend) -> tuple[list[Phase], RunDirectory | None]:
+    """`start_run`, and the phases that are left, lengths in updates; a run without phases is one.
+
+    The first one is that of the newest checkpoint, even if it has no step left: it ends as it would have.
+
+    Raises:
+        UserError: as `start_run`; or there are fewer phases than the run has made.
+    """
+    whole = args if args.phases else in_updates(args, backend.world_size)
+    run = start_run(whole, backend)
+    number, first, branch = 0, 0, None
+    if args.phases or args.branch_from:
+        number, first, branch = on_main(backend, lambda: _place(args), takes_long=True)
+    parts = timeline(args, backend.world_size, first)
+    if number >= len(parts):
+        raise UserError(f"--phases has {len(parts)} phases, and {args.model_path} is in phase {number + 1}.")
+    starts = [first, *(part.iters for part in parts)]
+    recorded, end = args if args.phases else parts[0], starts[-1]
+    phases = [Phase(part, recorded, k, starts[k], first, end, branch) for k, part in enumerate(parts)][number:]
+    later = [replace(phase, args=replace(phase.args, resume="auto")) for phase in phases[1:]]
+    return [phases[0], *later], run
+
+
+def _place(args: PretrainingArgs) -> tuple[int, int, Path | None]:
+    """Number of the phase that the run is in, the step that it began at, and for a new branch its checkpoint."""
+    if args.branch_from is not None and args.model_path is not None:
+        trunk, own_folder = Path(args.branch_from).resolve(), Path(args.model_path).resolve()
+        if own_folder in (trunk, *trunk.parents):
+            raise UserError(f"--branch_from {args.branch_from} is in --model_path: give a branch a folder of its own.")
+    own = find_resume(args.resume, args.model_path)
+    if own is not None:
+        state = read_state_file(own)
+        return state.phase, state.first_step, None
+    if args.branch_from is None:
+        return 0, 0, None
+    branch = find_resume(args.branch_from, None, flag="branch_from")
+    return 0, read_state_file(branch).step, branch
+
+
+def with_models(phases: Sequence[Phase], backend: Backend) -> list[tuple[Phase, ModelSource]]:
+    """Each phase and its model, the patterns of `--trained` checked. Raises UserError."""
+    found = [(phase, model_source(phase.args, backend)) for phase in phases]
+
+    def check(phase: Phase, source: ModelSource) -> None:
+        with torch.device("meta"):
+            train_only(build_model(source.cls, source.config, seed=0), phase.args.trained)
+
+    for phase, source in found:
+        if phase.args.trained:
+            on_all(backend, lambda phase=phase, source=source: check(phase, source))
+    return found
