@@ -33,10 +33,10 @@ _OF_SENTENCES = Ignored(lambda args: args.packing != SENTENCES, "is about Megatr
 class BertDataArgs:
     """Where sentences and tokenizer come from."""
 
-    data_path: tuple[str, ...]
+    data_path: tuple[str, ...] = ()
     """Prefix of the .bin and .idx files that megatron/preprocess_data.py wrote; several are mixed. With --packing also
     text (.jsonl, .txt, compressed or not, a folder), a Hugging Face dataset (name[:config][:split]), or a prefix of
-    `lmtools tokenize`."""
+    `lmtools tokenize`. Needed unless --validate_only is given."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
@@ -67,6 +67,8 @@ class BertDataArgs:
     ancestor."""
 
     def check(self) -> None:
+        if not self.data_path and not getattr(self, "validate_only", False):
+            raise UserError("--data_path is missing: --help says what it takes.")
         check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
         if self.tokenizer is None and self.vocab_file is None and getattr(self, "from_pretrained", None) is None:
             raise UserError("no tokenizer is named: give the one that made the data, by --vocab_file or --tokenizer.")

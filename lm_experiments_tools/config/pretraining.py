@@ -19,6 +19,11 @@ from lm_experiments_tools.config.phases import PhaseArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
+# Settings that follow from --from_pretrained, if they are not given.
+INHERITED = (
+    "base_model", "init_checkpoint", "reset_optimizer", "reset_lr", "reset_iteration", "model_cls",
+    "vocab", "tokenizer",
+)  # fmt: skip
 _MIXES = Ignored(lambda args: len(args.data_path) < 2, "needs several --data_path")
 _OF_SIZES = needs("data_blending", "proportional")
 

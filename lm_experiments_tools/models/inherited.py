@@ -11,6 +11,7 @@ from lm_experiments_tools.checkpoint.source import CONFIG, KINDS, TASK_FILE, Sou
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import PROMPT, SAVED
+from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
@@ -80,14 +81,13 @@ def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]
     for flag in ("base_model", "init_checkpoint"):
         if given.get(flag):
             raise UserError(f"--from_pretrained and --{flag} exclude each other: both name a model to start from.")
-    names = ["init_checkpoint", "model_cls", "reset_optimizer", "reset_lr", "reset_iteration"]
-    names += [] if given.get("model_cfg") else ["base_model"]
-    names += [] if any(given.get(flag) for flag in tokenizer_flags) else [tokenizer_flags[0]]
+    others = {"base_model"} if given.get("model_cfg") else set()
+    others |= {"vocab", "tokenizer"} if any(given.get(flag) for flag in tokenizer_flags) else set()
     before = given.get("model_path") and settings_in_use(Path(folder, given["model_path"]))
-    is_known = before and before.get("from_pretrained") == named
+    is_known = before and os.path.normpath(before.get("from_pretrained") or "") == os.path.normpath(named)
     values = before if is_known else _values_of(named, folder, tokenizer_flags[0])
     origins = {"model_cls": DEFAULT}  # so that `--speed auto` may choose our class for the same weights
-    missing = [name for name in names if name not in given and name in values]
+    missing = [name for name in INHERITED if name not in given and name not in others and name in values]
     return {name: (values[name], origins.get(name, f"--from_pretrained {named}")) for name in missing}
 
 

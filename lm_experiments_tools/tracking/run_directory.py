@@ -29,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 from lm_experiments_tools.config.flags import harmless_flags
+from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
 from lm_experiments_tools.tracking.services import choose_services
@@ -195,7 +196,9 @@ def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *,
     """
     if not differing:
         return
-    shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in differing.items())
+    follow = INHERITED if "from_pretrained" in differing else ()
+    named = {name: values for name, values in differing.items() if name not in follow}
+    shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in named.items())
     if not resume:
         raise UserError(f"{run_dir} holds a run with other settings: {shown}; {_way_on(run_dir, differing)}.")
     logger.warning("continuing %s with other settings: %s", run_dir, shown)
@@ -380,6 +383,8 @@ def differences(
                 config[rows] = config.get(rows) or config["global_batch_size"]
     if not (then.get("text_fields") and now.get("text_fields")):  # none means by names; the data's fingerprint tells
         then.pop("text_fields", None)
+    if not now.get("data_path"):  # as of a start with --validate_only, or with data that --task names
+        then.pop("data_path", None)
     split: set[str] = set()
     if now.get("reproducible", "off") == "off" and then["global_batch_size"] and now["global_batch_size"]:
         split = {"batch_size", "gradient_accumulation_steps"}
@@ -387,7 +392,14 @@ def differences(
         del then["global_batch_size"], now["global_batch_size"]
     ignored = {*harmless, *split, *_EXTRA_KEYS}
     compared = [name for name in now if name in then and name not in ignored]
-    return {name: (then[name], now[name]) for name in compared if then[name] != now[name]}
+    return {name: (then[name], now[name]) for name in compared if _spelled(then[name]) != _spelled(now[name])}
+
+
+def _spelled(value: Any) -> Any:
+    """A setting with its paths in their shortest spelling."""
+    if isinstance(value, list):
+        return [_spelled(item) for item in value]
+    return os.path.normpath(value) if isinstance(value, str) and os.sep in value else value
 
 
 def _show(value: Any) -> str:

@@ -90,7 +90,8 @@ def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], reme
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
-        raise UserError(f"{what} cannot be loaded ({type(error).__name__}): {first_line(error)}; {remedy}") from error
+        reason = first_line(error).removesuffix(" from one of: ")  # a list follows, of which nothing helps
+        raise UserError(f"{what} cannot be loaded ({type(error).__name__}): {reason}; {remedy}") from error
     if pretrained.__class__.__name__ == "ByT5Tokenizer":
         return pretrained
     if not pretrained.is_fast:

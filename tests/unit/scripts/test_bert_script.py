@@ -268,7 +268,7 @@ def test_validate_only_gives_the_checkpoints_numbers_and_opens_no_training_data(
     start(data, **flags)
     for path in (*copies, "run/metrics.json"):
         Path(path).unlink()
-    start(data, **flags, validate_only=True)
+    start(data, **{**flags, "data_path": None}, validate_only=True)
     (trained,) = records("valid")
     alone = json.loads(Path("run/metrics.json").read_text())["valid"]
     assert {name: alone[name] for name in METRICS} == pytest.approx(trained, rel=1e-6)
