@@ -162,7 +162,7 @@ class _Sampler:
                 yield from _short_lines(item.value)
                 continue
             # only the first one is reported
-            self._rejected.reject(*((shard.path, item) if self._rejected.count else locate(shard, item)))
+            self._rejected.reject(item if self._rejected.count else locate(shard, item))
 
 
 def _short_lines(text: str) -> Iterator[str]:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from lm_experiments_tools.data.text.records import Record
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.tokenize import TextEncoder
+from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.real_data import DATA, lacking
 
@@ -209,5 +210,5 @@ def test_a_vocabulary_that_transformers_would_encode_otherwise_is_refused(tmp_pa
 def test_lines_keep_their_borders_where_the_first_word_has_no_mark(tmp_path):
     vocabulary = Vocabulary.load(trained(tmp_path, KINDS["no dummy prefix"]))
     text = "a thing of\nbeauty and number"
-    (ids,) = TextEncoder.of(vocabulary).encode_texts([text])
-    assert vocabulary.decode(ids) == "a thing of beauty and number"
+    encoder = TextEncoder.of(vocabulary)
+    assert vocabulary.decode(encoder.encode(encoder.parts(Record(text, "", 1))).ids) == "a thing of beauty and number"
