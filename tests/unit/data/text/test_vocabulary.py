@@ -106,10 +106,10 @@ def test_saved_tokenizer_gives_the_same_ids_in_transformers(vocabulary, tmp_path
 
 def test_saving_over_another_tokenizer_replaces_it(own_model, tmp_path):
     transformers = pytest.importorskip("transformers")
-    if T5_32K.is_file():
-        Vocabulary.load(T5_32K).save_tokenizer(tmp_path)
-    Vocabulary.load(own_model).save_tokenizer(tmp_path)
-    assert len(transformers.AutoTokenizer.from_pretrained(str(tmp_path))) == 400
+    for model in (trained(tmp_path, KINDS["bpe"]), own_model):
+        Vocabulary.load(model).save_tokenizer(tmp_path / "saved")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
+    assert len(tokenizer) == 400 and type(tokenizer).__name__.startswith("T5Tokenizer")
 
 
 def test_pickle_and_hash(vocabulary):
