@@ -209,7 +209,7 @@ class MaskedRows:
         if self.starts_word is not None:
             starts = self.starts_word[ids]
             starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token
-        rate = self.rate.at(samples)[:, None]
+        rate = self.rate.start if self.rate.end is None else self.rate.at(samples)[:, None]  # a number is faster
         return mask_tokens(ids, words, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts)
 
 
