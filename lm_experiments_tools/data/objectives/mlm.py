@@ -188,24 +188,26 @@ class MaskedRows:
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of global sample numbers int64[n], masked, and `labels` int64[n, length]: -100 where not chosen."""
-        samples, batch = np.asarray(samples, np.int64), self.rows.batch(samples)
+        samples = np.asarray(samples, np.int64)
+        epochs, numbers, batch = self._keyed_rows(samples)
         ids = batch["input_ids"]
         labels = np.empty_like(ids)
         for begin in range(0, len(samples), BLOCK):
             here = slice(begin, begin + BLOCK)
-            ids[here], labels[here] = self._masked(samples[here], ids[here])
+            words = sample_words(self._noise_key, epochs[here], numbers[here], ids.shape[1]).T
+            ids[here], labels[here] = self._masked(samples[here], words, ids[here])
         return {**batch, "labels": labels}
 
     def will_need(self, samples: np.ndarray) -> None:
         """See `SampleDataset.will_need`."""
         self.rows.will_need(samples)
 
-    def _words(self, samples: np.ndarray, width: int) -> np.ndarray:
-        """The random bits of each token, uint64[n, width]."""
-        return sample_words(self._noise_key, np.zeros_like(samples), samples, width).T
+    def _keyed_rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Epochs and numbers that key the noise of rows, int64[n] each, and the rows."""
+        return np.zeros_like(samples), samples, self.rows.batch(samples)
 
-    def _masked(self, samples: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        words, starts = self._words(samples, ids.shape[1]), None
+    def _masked(self, samples: np.ndarray, words: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        starts = None
         if self.starts_word is not None:
             starts = self.starts_word[ids]
             starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token
@@ -235,7 +237,10 @@ class TokenBlocks(TokenStreamDataset):
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Blocks of global sample numbers int64[n]: `input_ids` and `attention_mask`, int64[n, length]."""
-        epochs, rows = self.rows_of(samples)
+        return self.blocks(*self.rows_of(samples))
+
+    def blocks(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """As `batch`, of epochs and rows int64[n]."""
         ids = self.read(self.starts_of(epochs, rows), self.length)
         mask = np.ones_like(ids)
         mask[self.is_short(rows), self.last_row_length :] = 0
@@ -270,5 +275,6 @@ class MaskedLMDataset(MaskedRows):
         super().__init__(rows, MaskingRate(probability), seed=seed, **ids)
         self._noise_key = stream_key(seed, "noise")
 
-    def _words(self, samples: np.ndarray, width: int) -> np.ndarray:
-        return sample_words(self._noise_key, *self.rows.rows_of(samples), width).T
+    def _keyed_rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        epochs, rows = self.rows.rows_of(samples)
+        return epochs, rows, self.rows.blocks(epochs, rows)
