@@ -82,6 +82,11 @@ def apply_umask(*files: Path) -> None:
             file.chmod(mode)
 
 
+def json_sha256(value: Any) -> str:
+    """sha256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def hash_of_ends(path: str | os.PathLike) -> str:
     """sha256 of the beginning and the end of a file: tells edited text from other text without reading all of it."""
     with open(path, "rb") as file:

@@ -24,8 +24,6 @@ Swapped (label 1), 20 21 22 comes first. Differences from Megatron and BERT:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from dataclasses import asdict
@@ -37,6 +35,7 @@ from lm_experiments_tools.data.order import permute, sample_words, stream_key
 from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 from megatron.masking import choose_masked, ngram_probabilities, replace_masked, word_starts
 from megatron.sample_mapping import MappingSettings, load_mapping
@@ -237,13 +236,13 @@ class BertDataset:
             "masking": [self.masked_lm_prob, self.whole_word, *self.ngram_probabilities.tolist()],
             "mask_label_id": self.mask_label_id,
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return json_sha256(parts)
 
     @property
     def order(self) -> str:
         """sha256 over what decides the text of a sample, whatever is masked in it (see `TapeDataset.order`)."""
         parts = [_VERSION, self.tokens.fingerprint, asdict(self.settings), self.binary_head, self.nsp]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return json_sha256(parts)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Examples of global sample numbers int64[n], any order, any epochs, as Hugging Face's BERT takes them.

@@ -1,4 +1,4 @@
-"""Records -> token ids of sentences, for BERT: an encoder of the text-to-tokens pipeline (data/tokens/pipeline.py).
+"""Records -> token ids of sentences, for BERT: an encoder of the text-to-tokens pipeline (data/tokens/encoding.py).
 
 What a record gives, by the kind of its field and the settings:
 
@@ -22,8 +22,8 @@ import numpy as np
 
 from lm_experiments_tools.config.flags import COUNT
 from lm_experiments_tools.data.text.records import BadRecord, Record, field_of, unusable_characters, utf8_length
+from lm_experiments_tools.data.tokens.encoding import EncodedDocuments
 from lm_experiments_tools.data.tokens.indexed import token_dtype
-from lm_experiments_tools.data.tokens.pipeline import EncodedDocuments
 from lm_experiments_tools.errors import UserError
 from megatron.sentences import SentenceSplitter, splitter_version
 from megatron.tokenizers import build_tokenizer
@@ -57,7 +57,7 @@ class EncodingArgs:
 
 
 class SentenceEncoder:
-    """A `pipeline.Encoder` by a BERT tokenizer. Raises UserError where tokenizer or splitter cannot be built."""
+    """An `encoding.Encoder` by a BERT tokenizer. Raises UserError where tokenizer or splitter cannot be built."""
 
     key = None
 

@@ -42,14 +42,9 @@ from lm_experiments_tools.data.text.records import (
     read_shard,
 )
 from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
+from lm_experiments_tools.data.tokens.encoding import EncodedWriter
 from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta
-from lm_experiments_tools.data.tokens.pipeline import (
-    EncodedWriter,
-    Tokenization,
-    parse_shard,
-    part_of_plan,
-    shard_prefix,
-)
+from lm_experiments_tools.data.tokens.pipeline import Tokenization, parse_shard, part_of_plan, shard_prefix
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron.encoding import EncodingArgs, SentenceEncoder
@@ -167,8 +162,8 @@ def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: 
             return
         except BadRecord as error:
             num_lines += 1
-            file, bad = locate(shard, error.rejected(item.line, item.raw))
-            first = first or f"{file}:{bad.line}: {bad.reason}"
+            bad = locate(shard, item.rejected(error))
+            first = first or f"{bad.where}: {bad.reason}"
         if num_lines > allowed(args.max_bad_lines, num_lines):
             break
     if num_lines:

@@ -24,7 +24,6 @@ import tokenizers
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.data.text.fast_tokenizer import FastTokenizer, open_pretrained
-from lm_experiments_tools.data.text.token_bytes import fast_token_bytes
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 
@@ -113,7 +112,7 @@ class BertDataTokenizer:
     @property
     def token_bytes(self) -> np.ndarray | None:
         """int64[IDs]: UTF-8 bytes of each token's text; None where they are unknown."""
-        return fast_token_bytes(self._tokenizer, {*self.special_ids.tolist()})
+        return self._tokenizer.token_bytes({*self.special_ids.tolist()})
 
     @property
     def _encodes_words_apart(self) -> bool:

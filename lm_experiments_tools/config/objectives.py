@@ -63,14 +63,14 @@ MlmPositions = Annotated[Literal["labels", "all"] | None, HARMLESS]
 _HOME = "lm_experiments_tools.data.objectives"
 OBJECTIVES = {
     "span_corruption": Objective(
-        builder=f"{_HOME}.denoising:build_span_corruption",
+        builder=f"{_HOME}.denoising:build",
         models=("encoder-decoder",),
         reads=("target_seq_len", "noise_density", "mean_noise_span_length"),
         in_seqio=True,
         report="blanks",
     ),
     "prefix_lm": Objective(
-        builder=f"{_HOME}.denoising:build_prefix_lm",
+        builder=f"{_HOME}.prefix_lm:build",
         models=("encoder-decoder",),
         reads=("target_seq_len", "bucket_rows", "mix_rows", "append_eos"),
         in_seqio=True,

@@ -13,8 +13,6 @@ where it stopped. The mixture draws no random numbers: shuffling and noise are t
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from math import isfinite, isqrt
 from typing import TYPE_CHECKING, Literal
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:  # the processes that tokenize import no torch
@@ -225,7 +224,7 @@ class MixtureDataset:
             "pad_id": self.pad_id,
             **self._limits(),
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return json_sha256(parts)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Members int64[n] of global sample numbers int64[n], and the sample numbers int64[n] within each."""

@@ -12,7 +12,8 @@ from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, check_reachable
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.data.examples.text_encoder import added_end
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.data.text.fast_tokenizer import load_pretrained
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_names
 from lm_experiments_tools.models.build import register_own_models
 
@@ -95,12 +96,8 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
             return BertTokenizerFast.from_pretrained(source.name)
         if files & {"spiece.model", "sentencepiece.model"} and "tokenizer_config.json" not in files:
             return _from_sentencepiece(source.path)
-    try:
-        return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain ones, for example for a checkpoint that a run has removed
-        raise UserError(
-            f"{named}: no tokenizer can be read from it ({first_line(error)}); name one with --tokenizer."
-        ) from error
+    remedy = "name a tokenizer with --tokenizer"
+    return load_pretrained(named, lambda: AutoTokenizer.from_pretrained(source.name, trust_remote_code=False), remedy)
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -15,8 +15,7 @@ from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.masked_rows import MaskedRows, MaskingRate
-from lm_experiments_tools.data.objectives.mlm import TokenBlocks
+from lm_experiments_tools.data.objectives.mlm import MaskedRows, MaskingRate, TokenBlocks
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random

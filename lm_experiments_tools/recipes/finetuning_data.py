@@ -45,8 +45,7 @@ from lm_experiments_tools.data.examples.instructions import (
 from lm_experiments_tools.data.examples.packing import PackedDataset
 from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve
 from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
-from lm_experiments_tools.data.examples.text_blocks import tokenize_text
-from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id
+from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.objectives.token_stream import TokensInMemory

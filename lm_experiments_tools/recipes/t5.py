@@ -17,7 +17,6 @@ from lm_experiments_tools.data.objectives.registry import (
     ObjectiveContext,
     check_objective,
     mixed_dataset,
-    objective_dataset,
 )
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.errors import UserError
@@ -235,7 +234,7 @@ def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Source
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:
-    args, dataset = context.args, objective_dataset(replace(context, quiet=True), tokens)  # training's is the same
+    args, dataset = context.args, mixed_dataset(replace(context, quiet=True), [tokens])  # training's is the same
     if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
     rows = args.rows_per_worker() * backend.shares

@@ -17,9 +17,8 @@ from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.text.records import RejectedRecords, records
 from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.tokens.encoding import EncodedWriter, TextEncoder
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.pipeline import EncodedWriter
-from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.recipes.bert import (
     bert_datasets,

@@ -29,13 +29,13 @@ from t5.data import preprocessors, preprocessors_test  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5PreTrainedModel  # noqa: E402
 
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset  # noqa: E402
-from lm_experiments_tools.data.objectives.denoisers import PrefixDenoiser  # noqa: E402
-from lm_experiments_tools.data.objectives.span_corruption import (  # noqa: E402
+from lm_experiments_tools.data.objectives.denoising import (  # noqa: E402
     corrupt,
     count_spans,
     random_span_lengths,
     random_spans_lengths,
 )
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser  # noqa: E402
 from lm_experiments_tools.data.order import epoch_shift, sample_words, stream_key  # noqa: E402
 from lm_experiments_tools.data.seqio.client import to_batch  # noqa: E402
 from lm_experiments_tools.data.seqio.tasks import TaskExamples  # noqa: E402

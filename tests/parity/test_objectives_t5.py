@@ -13,13 +13,13 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.objectives.denoisers import PrefixDenoiser
-from lm_experiments_tools.data.objectives.span_corruption import (
+from lm_experiments_tools.data.objectives.denoising import (
     corrupt,
     count_spans,
     random_span_lengths,
     random_spans_lengths,
 )
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser
 from lm_experiments_tools.data.order import sample_words
 from lm_experiments_tools.errors import UserError
 

@@ -16,7 +16,7 @@ import sentencepiece
 from lm_experiments_tools.data.examples.examples import LabelFields, label_examples
 from lm_experiments_tools.data.examples.rows import BadRows
 from lm_experiments_tools.data.mixture import mixing_rates
-from lm_experiments_tools.data.objectives.span_corruption import corrupt
+from lm_experiments_tools.data.objectives.denoising import corrupt
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
 from tests.helpers.finetuning_toys import write_json

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, converted, read_rows
-from lm_experiments_tools.data.text.records import BadRecord, field_of, text_of
+from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, read_rows
+from lm_experiments_tools.data.text.records import BadRecord, converted, field_of, text_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 

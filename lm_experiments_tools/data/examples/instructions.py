@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.examples.examples import Example
-from lm_experiments_tools.data.examples.rows import BadRows, Row, converted
-from lm_experiments_tools.data.text.records import BadRecord
+from lm_experiments_tools.data.examples.rows import BadRows, Row
+from lm_experiments_tools.data.text.records import BadRecord, converted
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)

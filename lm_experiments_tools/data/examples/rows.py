@@ -20,9 +20,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from lm_experiments_tools.data.examples.python_rows import PythonRows
 from lm_experiments_tools.data.text import hf_datasets
@@ -30,6 +30,7 @@ from lm_experiments_tools.data.text.records import (
     MAX_DOCUMENT_BYTES,
     BadRecord,
     Record,
+    Rejected,
     RejectedRecords,
     allowed,
     decoded,
@@ -49,7 +50,6 @@ from lm_experiments_tools.data.text.sources import (
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 CSV_SUFFIXES = (".csv",)
 TSV_SUFFIXES = (".tsv",)
@@ -71,6 +71,10 @@ class Row:
 
     where: str
     fields: dict[str, Any]
+
+    def rejected(self, error: BadRecord) -> Rejected:
+        """The row with the reason why it cannot be used."""
+        return Rejected(self.where, 0, str(error))
 
 
 class NamedClass(int):
@@ -124,18 +128,6 @@ class BadRows(RejectedRecords):
         """Log how many there were, once all is read."""
         if self.count > _LOGGED:
             logger.warning("%d bad rows left out in all, the first is %s", self.count, self.first)
-
-
-def converted(rows: Iterable[Row], convert: Callable[[Row], T], bad: BadRows) -> Iterator[T]:
-    """Results of `convert` for each row; the rows for which it raises `BadRecord` are counted in `bad`."""
-    for row in rows:
-        try:
-            result = convert(row)
-        except BadRecord as error:
-            bad.add(row.where, str(error))
-        else:
-            bad.accept()
-            yield result
 
 
 def resolve(path: str, split: str) -> str:
@@ -218,7 +210,7 @@ def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
         if isinstance(item, Record):
             yield Row(f"{path}:{item.line}", item.value)
         else:
-            bad.add(f"{path}:{item.line}", item.reason)
+            bad.reject(item)
 
 
 def _whole_json(path: str) -> list[Any] | None:

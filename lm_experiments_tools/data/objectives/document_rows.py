@@ -17,8 +17,6 @@ interchangeable: every epoch rotates them among the places of that length, and p
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,6 +24,7 @@ import numpy as np
 from lm_experiments_tools.data.objectives.token_stream import CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import permute, sample_words, stream_key
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -102,7 +101,7 @@ class DocumentRows:
         self.tokens, self.width, self.vocab_size, self.packed, self.seed = tokens, width, vocab_size, packed, seed
         self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, pad_id
         settings = [_VERSION, tokens.fingerprint, seed, width, cls_id, sep_id, pad_id, packed, min_length, has_end]
-        self.fingerprint = self.order = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        self.fingerprint = self.order = json_sha256(settings)
         begins, lengths = self._chunks(max(1, min_length), has_end)
         check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), vocab_size)
         shuffled = permute(np.arange(len(lengths)), len(lengths), seed, np.zeros(len(lengths), np.int64))

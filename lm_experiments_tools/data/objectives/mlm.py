@@ -1,4 +1,4 @@
-"""Masked language modelling for encoders: some tokens are masked, the model predicts them.
+"""Masked language modelling for encoders, on any rows: some tokens are masked, the model predicts them.
 
 Of the tokens chosen, 80 % become the mask token, 10 % a random token, 10 % stay as they are (Devlin et al., "BERT",
 NAACL 2019, section 3.1). One 32-bit word u decides about a token, with probability 0.15::
@@ -19,14 +19,17 @@ One worked example, mask token 99, ordinary tokens 10 ... 19, EOS 1 (never chose
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.objectives.token_stream import BLOCK, TokenSource, TokenStreamDataset
 from lm_experiments_tools.data.order import sample_words, stream_key
 from lm_experiments_tools.data.text.vocabulary import MASK_PIECES
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 _32 = np.uint64(32)
 _LAST = np.uint64(2**32 - 1)
+_VERSION = 1  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
 REPLACE = (0.8, 0.1, 0.1)  # of the chosen tokens: mask token, random token, unchanged
 
 
@@ -119,6 +123,98 @@ def _by_words(words: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.nd
     return np.where(starts, words, np.where(is_chosen, words * bound >> _32, _LAST))
 
 
+@dataclass(frozen=True)
+class MaskingRate:
+    """Probability of a token to be chosen: `start` at sample 0, linear to `end` at `num_samples`; None is constant.
+
+    It depends on the global sample number alone, so a resumed run and any number of workers agree.
+    """
+
+    start: float
+    end: float | None = None
+    num_samples: int = 1
+
+    def at(self, samples: np.ndarray) -> np.ndarray:
+        """float64[n] of global sample numbers int64[n]."""
+        end = self.start if self.end is None else self.end
+        return self.start + (end - self.start) * np.minimum(samples / self.num_samples, 1.0)
+
+
+class MaskedRows:
+    """A `SampleDataset` that masks the rows of another one, at a rate that may change over the run.
+
+    The noise is a pure function of (seed, global sample number).
+
+    Args:
+        rows: its batches have `input_ids` [n, length].
+        mask_id: replaces chosen tokens.
+        special_ids: ids that are neither chosen nor used as random tokens, padding included; `mask_id` is added.
+        replace: parts of the chosen tokens that become the mask token, a random token, or stay.
+        starts_word: bool[vocab_size], subwords that begin a word, to choose whole words; None chooses tokens.
+    """
+
+    def __init__(
+        self, rows: SampleDataset, rate: MaskingRate, *, mask_id: int, special_ids: Sequence[int] | np.ndarray,
+        vocab_size: int, replace: Sequence[float] = REPLACE, starts_word: np.ndarray | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.rows, self.rate, self.mask_id, self.seed = rows, rate, mask_id, seed
+        self.replace, self.starts_word = replace, starts_word
+        self._special, self._ordinary_ids = special_and_ordinary([*special_ids, mask_id], vocab_size)
+        self._noise_key = stream_key(seed, "masks")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def describe(self) -> str:
+        """The objective and the rows, for the log."""
+        rate, unit = self.rate, "tokens" if self.starts_word is None else "words"
+        end = "" if rate.end is None else f" to {rate.end:g} at sample {rate.num_samples:,}"
+        parts = "/".join(f"{100 * part:g}" for part in self.replace)
+        return f"masked LM, {rate.start:g}{end} of the {unit}, mask/random/keep {parts}; {self.rows.describe()}"
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over the rows and the settings."""
+        words = None if self.starts_word is None else np.flatnonzero(self.starts_word).tolist()
+        special = np.flatnonzero(self._special).tolist()
+        ids = [self.mask_id, special, words, len(self._special)]
+        parts = [_VERSION, self.rows.fingerprint, astuple(self.rate), list(self.replace), self.seed, *ids]
+        return json_sha256(parts)
+
+    @property
+    def order(self) -> str | None:
+        """sha256 over what decides the text of a sample, whatever is masked in it."""
+        return getattr(self.rows, "order", None)
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of global sample numbers int64[n], masked, and `labels` int64[n, length]: -100 where not chosen."""
+        samples = np.asarray(samples, np.int64)
+        epochs, numbers, batch = self._keyed_rows(samples)
+        ids = batch["input_ids"]
+        labels = np.empty_like(ids)
+        for begin in range(0, len(samples), BLOCK):
+            here = slice(begin, begin + BLOCK)
+            words = sample_words(self._noise_key, epochs[here], numbers[here], ids.shape[1]).T
+            ids[here], labels[here] = self._masked(samples[here], words, ids[here])
+        return {**batch, "labels": labels}
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        self.rows.will_need(samples)
+
+    def _keyed_rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Epochs and numbers that key the noise of rows, int64[n] each, and the rows."""
+        return np.zeros_like(samples), samples, self.rows.batch(samples)
+
+    def _masked(self, samples: np.ndarray, words: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        starts = None
+        if self.starts_word is not None:
+            starts = self.starts_word[ids]
+            starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token
+        rate = self.rate.start if self.rate.end is None else self.rate.at(samples)[:, None]  # a number is faster
+        return mask_tokens(ids, words, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts)
+
+
 class TokenBlocks(TokenStreamDataset):
     """Full blocks of `length` tokens of the token stream; no token is added, and `pad_id` fills the short last one."""
 
@@ -151,16 +247,16 @@ class TokenBlocks(TokenStreamDataset):
         return {"input_ids": np.where(mask, ids, self.pad_id), "attention_mask": mask}
 
 
-class MaskedLMDataset(TokenBlocks):
-    """`TokenBlocks` with some tokens masked.
+class MaskedLMDataset(MaskedRows):
+    """`TokenBlocks` with some tokens masked; the noise of a row is keyed by (seed, epoch, row).
 
     Args:
-        tokens, vocab_size, seed: as `TokenStreamDataset`.
-        length: tokens of a block.
-        special_ids: ids that are neither chosen nor used as random tokens; `mask_id` is added.
-        pad_id: fills the short last block.
+        tokens, length, pad_id, vocab_size, seed: as `TokenBlocks`.
+        mask_id, special_ids: as `MaskedRows`; `pad_id` is special too.
         probability: of a token to be chosen.
     """
+
+    rows: TokenBlocks
 
     def __init__(
         self,
@@ -174,42 +270,11 @@ class MaskedLMDataset(TokenBlocks):
         probability: float = 0.15,
         seed: int = 0,
     ) -> None:
-        super().__init__(tokens, length, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
-        self.mask_id, self.probability = mask_id, probability
-        self._special, self._ordinary_ids = special_and_ordinary([*special_ids, mask_id], vocab_size)
+        rows = TokenBlocks(tokens, length, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
+        ids = {"mask_id": mask_id, "special_ids": [*special_ids, pad_id], "vocab_size": vocab_size}
+        super().__init__(rows, MaskingRate(probability), seed=seed, **ids)
         self._noise_key = stream_key(seed, "noise")
 
-    def describe(self) -> str:
-        """The objective and the size of the data, for the log."""
-        return (
-            f"masked LM, blocks of {self.length} tokens, {self.probability:g} of them predicted; "
-            f"{self.num_tokens:,} training tokens"
-        )
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "task": "mlm",
-            "length": self.length,
-            "probability": self.probability,
-            "ids": [self.mask_id, self.pad_id, np.flatnonzero(self._special).tolist()],
-            "vocab_size": self.vocab_size,
-        }
-
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of global sample numbers int64[n], any order, any epochs.
-
-        Returns:
-            `input_ids`, `attention_mask` and `labels`, int64[n, length]; labels are -100 where nothing is predicted.
-        """
-        epochs, rows = self.rows_of(samples)
-        batch = self.blocks(epochs, rows)
-        ids, labels = batch["input_ids"], np.empty_like(batch["input_ids"])
-        for begin in range(0, len(rows), BLOCK):
-            here = slice(begin, begin + BLOCK)
-            words = sample_words(self._noise_key, epochs[here], rows[here], self.length).T
-            ids[here], labels[here] = mask_tokens(
-                ids[here], words, self.probability, self.mask_id, self._ordinary_ids, self._special
-            )
-        padding = batch["attention_mask"] == 0
-        ids[padding], labels[padding] = self.pad_id, IGNORED_LABEL
-        return {**batch, "labels": labels}
+    def _keyed_rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        epochs, rows = self.rows.rows_of(samples)
+        return epochs, rows, self.rows.blocks(epochs, rows)

@@ -55,33 +55,37 @@ def check_objective(context: ObjectiveContext) -> None:
         example_dataset(replace(context, quiet=True), TokensInMemory(np.broadcast_to(np.uint16(0), 1 << 20)))
 
 
-def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], world_size: int = 1) -> SampleDataset:
+def mixed_dataset(
+    context: ObjectiveContext, tokens: Sequence[TokenSource | Sequence[TokenSource]], world_size: int = 1
+) -> SampleDataset:
     """`example_dataset` of each of `tokens`, mixed by `--data_weights`; varying examples are grouped by length."""
     if len(tokens) == 1:
-        return objective_dataset(context, tokens[0], world_size)
+        return grouped_by_length(context, example_dataset(context, tokens[0]), world_size)
     # A seed for each: equal ones would give members of equal size the same order and noise.
     members = [
         example_dataset(replace(context, seed=stream_key(context.seed, f"member {number}"), quiet=number > 0), source)
         for number, source in enumerate(tokens)
     ]
     mixture = MixtureDataset(members, pad_id=context.vocabulary.pad_id, **context.args.mixing())
-    return _grouped_by_length(context, mixture, world_size)
+    return grouped_by_length(context, mixture, world_size)
 
 
-def objective_dataset(
-    context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource], world_size: int = 1
+def grouped_by_length(
+    context: ObjectiveContext, dataset: SampleDataset, world_size: int, stream: int = 0, num_streams: int = 1
 ) -> SampleDataset:
-    """`example_dataset`, grouped by length where examples vary; `world_size` decides the rows of a group."""
-    return _grouped_by_length(context, example_dataset(context, tokens), world_size)
+    """The dataset, its samples in another order where their lengths vary; `world_size` decides the rows of a group.
 
-
-def _grouped_by_length(context: ObjectiveContext, dataset: SampleDataset, world_size: int) -> SampleDataset:
+    `dataset` may be one of `num_streams` streams, whose rows make a group together.
+    """
     args = context.args
     if not args.objective().varies_in_length:
         return dataset
-    micro_rows = args.batch_size * world_size
+    how = (context.seed, args.trim_to(), args.batch_size * world_size)
     if args.bucket_rows:
-        return BucketedDataset(dataset, args.bucket_rows, context.seed, args.trim_to(), micro_rows)
-    # By default all rows of a step, however they are split: a step then holds the same samples for any split of it.
-    rows = args.mix_rows or args.global_batch_size(world_size)
-    return MixedSteps(dataset, rows, context.seed, args.trim_to(), micro_rows)
+        return BucketedDataset(dataset, -(-args.bucket_rows // num_streams), *how)
+    return MixedSteps(dataset, mixed_rows(args, world_size), *how, stream, num_streams)
+
+
+def mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
+    """`--mix_rows`; by default the rows of a step, which then holds the same samples however it is split."""
+    return args.mix_rows or args.global_batch_size(world_size)

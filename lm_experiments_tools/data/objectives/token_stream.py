@@ -13,8 +13,6 @@ row permutation(seed, e)(i) of epoch e, where e, i = divmod(g, rows).
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +21,7 @@ import numpy as np
 
 from lm_experiments_tools.data.order import epoch_shift, permute
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
 
 BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
@@ -104,13 +103,13 @@ class TokenStreamDataset:
             "seed": self.seed,
             **self.settings(),
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return json_sha256(parts)
 
     @property
     def order(self) -> str:
         """sha256 over what decides which tokens a sample is made of, whatever the objective does with them."""
         parts = [_VERSION, [s.fingerprint for s in self.sources], self.seed, self._row_ends.tolist()]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return json_sha256(parts)
 
     def settings(self) -> dict[str, Any]:
         """The settings that, besides data and seed, decide how a sample looks; JSON values."""

@@ -26,14 +26,20 @@ import numpy as np
 
 from lm_experiments_tools.config.objectives import DenoiserSpec
 from lm_experiments_tools.data.mixture import blending_order
-from lm_experiments_tools.data.objectives.denoisers import Denoiser, PrefixDenoiser, SpanDenoiser
-from lm_experiments_tools.data.objectives.denoising import DenoisingDataset
-from lm_experiments_tools.data.objectives.span_corruption import SpanCounts, count_spans, random_spans_lengths
+from lm_experiments_tools.data.objectives.denoising import (
+    DenoisingDataset,
+    SpanCounts,
+    SpanDenoiser,
+    count_spans,
+    random_spans_lengths,
+)
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser
 from lm_experiments_tools.data.objectives.token_stream import TokenSource
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.data.objectives.denoising import Denoiser
     from lm_experiments_tools.data.objectives.registry import ObjectiveContext
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import inspect
-import json
 import logging
 import os
 import threading
@@ -37,13 +36,13 @@ from lm_experiments_tools.data.text.records import (
     no_documents,
     read_shard,
 )
-from lm_experiments_tools.data.text.sources import Shard, plan_shards
+from lm_experiments_tools.data.text.sources import Shard, content_of, plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import hash_of_ends
+from lm_experiments_tools.files import json_sha256
 
 FEATURES = ("inputs", "targets")
-_VERSION = 1  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
+_VERSION = 2  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
 _AHEAD = 4  # batches prepared before they are asked for
 _VALIDATION_ROWS = 256  # written at a time
 _PROGRESS_SECONDS = 30.0
@@ -122,13 +121,13 @@ class TaskExamples:
         parts = {
             "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
             "task": [job.task, [self._describe(task) for task in self._subtasks]],
-            "data": [job.text_key, self._text.stamps()] if self._text else None,
+            "data": [job.text_key, content_of(self._text.shards)] if self._text else None,
             "lengths": [job.inputs_length, job.targets_length],
             "noise": [job.noise_density, job.mean_noise_span_length] if self._text else None,
             "vocabulary": self.vocabulary.identity,
             "seed": job.seed,
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return json_sha256(parts)
 
     def _describe(self, task: seqio.Task) -> list[Any]:
         shards = [] if self._text else task.source.list_shards("train" if "train" in task.splits else task.splits[0])
@@ -332,9 +331,9 @@ class TextSource:
 
     def __init__(self, job: Job, log: Log) -> None:
         self._job, self._log = job, log
-        self._shards = plan_shards(job.data_path)
+        self.shards = plan_shards(job.data_path)
         self._rejected = RejectedRecords(job.max_bad_lines, job.rejected_path)
-        self._seen: set[tuple[str, int]] = set()  # each epoch reads them again
+        self._seen: set[str] = set()  # each epoch reads them again
         self._lock = threading.Lock()  # shards are read in several threads
         self.failure: UserError | None = None
 
@@ -346,11 +345,11 @@ class TextSource:
 
         TensorFlow needs milliseconds for each epoch, and a shuffle buffer needs thousands of epochs over a few lines.
         """
-        files = {"train": [str(k) for k in range(len(self._shards))]}
-        size = sum(shard.num_bytes * (_COMPRESSION if shard.end is None else 1) for shard in self._shards)
-        if size > _SMALL_TEXT or any(shard.kind == "dataset" for shard in self._shards):
+        files = {"train": [str(k) for k in range(len(self.shards))]}
+        size = sum(shard.num_bytes * (_COMPRESSION if shard.end is None else 1) for shard in self.shards)
+        if size > _SMALL_TEXT or any(shard.kind == "dataset" for shard in self.shards):
             return seqio.FileDataSource(self._read_file, files)
-        texts = [[item["text"] for item in self._documents(number)] for number in range(len(self._shards))]
+        texts = [[item["text"] for item in self._documents(number)] for number in range(len(self.shards))]
         texts_of_shards = tf.ragged.constant(texts, tf.string, ragged_rank=1)
         epochs = -(-_SMALL_TEXT // size) if len(texts) == 1 else 1
 
@@ -365,7 +364,7 @@ class TextSource:
         return tf.data.Dataset.from_generator(self._documents, args=(number,), output_signature=signature)
 
     def _documents(self, number: bytes | int) -> Iterator[dict[str, str]]:
-        shard = self._shards[int(number)]
+        shard = self.shards[int(number)]
         try:
             for item in read_shard(shard, self._job.text_key):
                 if isinstance(item, Record):
@@ -378,22 +377,14 @@ class TextSource:
             raise
 
     def _reject(self, shard: Shard, rejected: Rejected) -> None:
-        line = lines_before(shard) + rejected.line
+        rejected = rejected._replace(line=lines_before(shard) + rejected.line)
         with self._lock:
-            if (shard.path, line) in self._seen:
+            if rejected.where in self._seen:
                 return
-            self._seen.add((shard.path, line))
-            self._rejected.reject(shard.path, rejected._replace(line=line))
+            self._seen.add(rejected.where)
+            self._rejected.reject(rejected)
             if str(len(self._seen)).strip("0") == "1":  # the first, the tenth, the hundredth ...
                 self._log(logging.WARNING, str(self._rejected))
-
-    def stamps(self) -> list[list[Any]]:
-        """Identity of the text: of each file its name, its size and a hash of its beginning and end."""
-        paths = dict.fromkeys((shard.path, shard.kind) for shard in self._shards)
-        return [
-            [path] if kind == "dataset" else [os.path.basename(path), os.path.getsize(path), hash_of_ends(path)]
-            for path, kind in paths
-        ]
 
 
 def step_name(step: Any) -> list[str]:

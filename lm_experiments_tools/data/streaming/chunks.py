@@ -35,7 +35,7 @@ BuildFunction = Callable[[Chunk, int, int], SampleDataset]
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Examples and tokens of a chunk, and the `Position` or `MixedPosition` of its end."""
+    """Examples and tokens of a chunk, and the `MixedPosition` of its end."""
 
     num_samples: int
     num_tokens: int
@@ -43,7 +43,7 @@ class ChunkRecord:
 
 
 class ExampleStream:
-    """Examples of one stream by number.
+    """Examples of one stream by number, as an endless dataset.
 
     Args:
         folder: of the indices of all streams.
@@ -79,6 +79,16 @@ class ExampleStream:
     def _append(self, record: ChunkRecord) -> None:
         self._records.append(record)
         self._begins.append(self._begins[-1] + record.num_samples)
+
+    def __len__(self) -> int:
+        return 1 << 62
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        """int64[2, n]: tokens of inputs and targets of examples that are available."""
+        lengths = np.empty((2, len(samples)), np.int64)
+        for here, dataset, numbers in self.locate(samples):
+            lengths[:, here] = dataset.lengths(numbers)
+        return lengths
 
     @property
     def num_known(self) -> int:
@@ -223,8 +233,8 @@ class ChunkFeed:
         rejected, lines = map(sum, zip(*(s.rejected_and_lines for s in self.streams.values()), strict=True))
         if rejected > allowed(limit, lines):
             raise UserError(
-                f"{too_many(limit, lines)}: {rejected} so far, listed in {rejected_path(self._settings.folder)}: "
-                f"fix them or allow more with --max_bad_lines"
+                f"{too_many(limit, rejected, lines)}, listed in {rejected_path(self._settings.folder)}: fix them or "
+                "allow more with --max_bad_lines"
             )
 
     def close(self) -> None:

@@ -19,11 +19,9 @@ restores no shuffle buffer (benchmarks/log.md).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
@@ -32,19 +30,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
+from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
-from lm_experiments_tools.data.objectives.registry import ObjectiveContext, example_dataset
+from lm_experiments_tools.data.objectives.registry import (
+    ObjectiveContext,
+    example_dataset,
+    grouped_by_length,
+    mixed_rows,
+)
 from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
-from lm_experiments_tools.data.streaming.text import MixedPlan, StreamPlan
+from lm_experiments_tools.data.streaming.text import MixedPlan
 from lm_experiments_tools.data.streaming.worker import Chunk, ChunkSettings
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.data.tokens.files import token_prefix
-from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
+from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -54,29 +58,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_VERSION = 2  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
+_VERSION = 3  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
-
-
-class StreamedExamples:
-    """The examples of one stream as an endless dataset, for length grouping."""
-
-    def __init__(self, stream: ExampleStream) -> None:
-        self.stream = stream
-
-    def __len__(self) -> int:
-        return 1 << 62
-
-    def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """int64[2, n]: tokens of inputs and targets."""
-        lengths = np.empty((2, len(samples)), np.int64)
-        for here, dataset, numbers in self.stream.locate(samples):
-            lengths[:, here] = dataset.lengths(numbers)
-        return lengths
-
-
-Arrange = Callable[[StreamedExamples, int], BucketedDataset]
 
 
 class StreamedDataset:
@@ -84,16 +68,13 @@ class StreamedDataset:
 
     Args:
         feed: its chunks.
-        arrange: (examples of a stream, its number) -> the examples grouped by length, in the same way for all streams;
-            None where all examples are of one length.
+        buckets: the examples of each stream by its number, grouped by length; {} where all are of one length.
     """
 
-    def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, arrange: Arrange | None) -> None:
-        self.feed, self.fingerprint, self.num_streams = feed, fingerprint, num_streams
-        self._buckets = {
-            number: arrange(StreamedExamples(stream), number)
-            for number, stream in (feed.streams.items() if arrange else ())
-        }
+    def __init__(
+        self, feed: ChunkFeed, fingerprint: str, num_streams: int, buckets: Mapping[int, BucketedDataset]
+    ) -> None:
+        self.feed, self.fingerprint, self.num_streams, self._buckets = feed, fingerprint, num_streams, buckets
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Rows of global samples int64[n] of this worker's streams, each [n, length]; waits until they are ready."""
@@ -170,16 +151,13 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[StreamPlan | MixedPlan, str]:
+def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[MixedPlan, str]:
     """The text and the fingerprint of data, objective and seed."""
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
-    plan: StreamPlan | MixedPlan
-    if args.is_weighted():
-        plan = MixedPlan.make(args.data_path, args.streams, args.seed, **args.mixing())
-    else:
-        plan = StreamPlan.make(args.data_path, args.streams, args.seed)
+    how = (args.data_path, args.streams, args.seed)
+    plan = MixedPlan.make(*how, **args.mixing()) if args.is_weighted() else MixedPlan.of_one(*how)
     parts = {
         "version": _VERSION,
         "text": plan.identity(),
@@ -194,27 +172,12 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
     arrangement = ""
     if args.objective().varies_in_length:
         rows = args.bucket_rows
-        arrangement = f"/bucket_rows={rows}" if rows else f"/mix_rows={_mixed_rows(args, world_size)}"
-    return plan, hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest() + arrangement
-
-
-def _mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
-    return args.mix_rows or args.global_batch_size(world_size)
-
-
-def _arrangement(args: T5PretrainingArgs, num_streams: int, world_size: int) -> Arrange | None:
-    """Rows of all streams together are those of a bucket, or of a step that is mixed."""
-    if not args.objective().varies_in_length:
-        return None
-    if args.bucket_rows:
-        rows = -(-args.bucket_rows // num_streams)
-        return lambda examples, stream: BucketedDataset(examples, rows, args.seed)
-    mixed = _mixed_rows(args, world_size)
-    return lambda examples, stream: MixedSteps(examples, mixed, args.seed, stream=stream, num_streams=num_streams)
+        arrangement = f"/bucket_rows={rows}" if rows else f"/mix_rows={mixed_rows(args, world_size)}"
+    return plan, json_sha256(parts) + arrangement
 
 
 def _open(
-    context: ObjectiveContext, backend: Backend, plan: StreamPlan | MixedPlan, fingerprint: str, streams: range
+    context: ObjectiveContext, backend: Backend, plan: MixedPlan, fingerprint: str, streams: range
 ) -> StreamLoader:
     """Start the workers and wait for the first examples, to find most errors here."""
     args, vocabulary = context.args, context.vocabulary
@@ -231,8 +194,11 @@ def _open(
     settings = ChunkSettings(plan.on_this_machine(), str(folder), encoder, args.max_bad_lines)
     num_workers = args.data_n_workers or min(_WORKERS, available_cores())
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
-    arrange = _arrangement(args, plan.num_streams, backend.world_size)
-    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, arrange)
+    buckets = {}
+    if args.objective().varies_in_length:
+        for number, stream in feed.streams.items():
+            buckets[number] = grouped_by_length(context, stream, backend.world_size, number, plan.num_streams)
+    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, buckets)
     unread = {number: (0, 0) for number, stream in feed.streams.items() if not stream.num_known}
     if unread:
         try:

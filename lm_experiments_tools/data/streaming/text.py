@@ -27,8 +27,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,9 @@ from lm_experiments_tools.data.text.records import (
     Record,
     Rejected,
     RejectedRecords,
-    is_hopeless,
     locate,
     no_documents,
     read_shard,
-    too_many,
     utf8_length,
 )
 from lm_experiments_tools.data.text.sources import Shard, content_of, file_stamp, plan_shards
@@ -60,9 +59,10 @@ _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of th
 
 @dataclass(frozen=True)
 class Position:
-    """A position in a stream: after `items` records and rejected records of its shard number `shard` in an epoch.
+    """A position in one text of a stream: after `items` records and rejected records of shard number `shard`.
 
-    `rejected` and `lines` (rejected and usable records) count those of epoch 0, which meets each line once.
+    `rejected` and `lines` (rejected and usable records) count those of epoch 0, which meets each line once;
+    `documents` counts all that were read, `num_bytes` the bytes of those that the stream used.
     """
 
     epoch: int = 0
@@ -70,6 +70,8 @@ class Position:
     items: int = 0
     rejected: int = 0
     lines: int = 0
+    documents: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,18 +111,6 @@ class StreamPlan:
                 )
         return replace(self, shards=tuple(replace(shard, stamp=stamps.get(shard.path)) for shard in self.shards))
 
-    def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "StreamText":
-        """The text of a stream from a `Position` ({}: the start), with the other arguments of `StreamText`."""
-        return StreamText(self, stream, Position(**begin), **options)
-
-    def identity(self) -> list[Any]:
-        """See `content_of`."""
-        return content_of(self.shards)
-
-    def describe(self) -> str:
-        """The size, for the log."""
-        return f"{len(self.shards)} shards in {self.num_streams} streams"
-
     def shards_of(self, stream: int, epoch: int) -> list[Shard]:
         """Shards of a stream in an epoch, in reading order."""
         return [self.shards[number] for number in _assign(self, epoch)[stream]]
@@ -158,15 +148,16 @@ def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
 
 
 class StreamText:
-    """Documents of one stream, without end.
+    """Documents of one text in a stream, without end.
 
     Args:
         max_bad_lines: limit of rejected records of all streams.
         listed_in: the list of rejected records, for messages.
+        sharing: number of streams that read the text and use its documents in round robin, and the index of this one.
+        rejected: receives the records rejected in epoch 0.
 
     Attributes:
         position: after the last document.
-        rejected: (file, record) of those rejected in epoch 0.
     """
 
     def __init__(
@@ -177,11 +168,14 @@ class StreamText:
         text_key: str,
         max_bad_lines: int | None,
         listed_in: str | os.PathLike = "",
+        sharing: tuple[int, int] = (1, 0),
+        rejected: list[Rejected] | None = None,
     ):
-        self.plan, self.stream, self.position = plan, stream, position
-        self.rejected: list[tuple[str, Rejected]] = []
-        self._text_key, self._max_bad_lines, self._listed_in = text_key, max_bad_lines, listed_in
-        self._first, self._num_empty = "", 0
+        self.plan, self.stream, self.position, self.sharing = plan, stream, position, sharing
+        self.rejected: list[Rejected] = [] if rejected is None else rejected
+        self._text_key, self._counts = text_key, RejectedRecords(max_bad_lines, of_part=True)
+        self._counts.path = Path(listed_in)
+        self._counts.count, self._counts.lines = position.rejected, position.lines
 
     def __iter__(self) -> Iterator[Record]:
         num_without = 0  # shards in a row
@@ -189,30 +183,25 @@ class StreamText:
             shards = self.plan.shards_of(self.stream, self.position.epoch)
             while self.position.shard < len(shards):
                 num_without += 1
-                for item in self._items(shards[self.position.shard]):
-                    if isinstance(item, Record):
-                        num_without = 0
-                        yield item
+                for document in self._documents(shards[self.position.shard]):
+                    num_without = 0
+                    if (self.position.documents - 1) % self.sharing[0] == self.sharing[1]:
+                        yield document
                 if num_without > len(self.plan.shards):
-                    raise self._no_documents()
+                    raise no_documents(list(dict.fromkeys(shard.path for shard in self.plan.shards)), self._counts)
                 self.position = replace(self.position, shard=self.position.shard + 1, items=0)
             self.position = replace(self.position, epoch=self.position.epoch + 1, shard=0)
 
-    def _no_documents(self) -> UserError:
-        rejected = RejectedRecords(self._max_bad_lines)
-        rejected.count, rejected.first, rejected.num_empty = self.position.rejected, self._first, self._num_empty
-        rejected.path = self._listed_in
-        return no_documents(list(dict.fromkeys(shard.path for shard in self.plan.shards)), rejected)
-
-    def _items(self, shard: Shard) -> Iterator[Record | Rejected]:
-        """The rest of a shard, reopened where a connection breaks; the position is after the yielded item."""
+    def _documents(self, shard: Shard) -> Iterator[Record]:
+        """The rest of a shard, reopened where a connection breaks; the position is after the yielded document."""
         waits = iter(_WAITS)
         while True:
             before = self.position.items
             try:
                 for item in read_shard(shard, self._text_key, skip=before):
                     self._advance(shard, item)
-                    yield item
+                    if isinstance(item, Record):
+                        yield item
                 return
             except OSError as error:
                 if shard.kind != "dataset":
@@ -226,54 +215,48 @@ class StreamText:
                 time.sleep(wait)
 
     def _advance(self, shard: Shard, item: Record | Rejected) -> None:
-        position = replace(self.position, items=self.position.items + 1)
-        is_empty = isinstance(item, Rejected) and item.is_empty
-        self._num_empty += is_empty
-        if position.epoch == 0 and not is_empty:
-            position = replace(position, lines=position.lines + 1)
-        if isinstance(item, Rejected) and not is_empty:
+        position, counts = self.position, self._counts
+        documents, num_bytes = position.documents, position.num_bytes
+        if isinstance(item, Record):
             if position.epoch == 0:
-                self.rejected.append(locate(shard, item))
-                position = replace(position, rejected=position.rejected + 1)
-            if not self._first:
-                file, bad = locate(shard, item)
-                self._first = f"{file}:{bad.line}: {bad.reason}"
-        self.position = position
-        if is_hopeless(self._max_bad_lines, position.rejected, position.lines):
-            raise UserError(
-                f"stream {self.stream} has {too_many(self._max_bad_lines, position.lines)}, the first is {self._first}"
-                f"; they are listed in {self._listed_in}: fix them or allow more with --max_bad_lines"
-            )
+                counts.accept()
+            if documents % self.sharing[0] == self.sharing[1]:
+                num_bytes += utf8_length(item.value)
+            documents += 1
+        elif item.is_empty:
+            counts.num_empty += 1
+        elif position.epoch == 0:
+            self.rejected.append(located := locate(shard, item))
+            counts.add(located.where, located.reason)
+        counted = (position.items + 1, counts.count, counts.lines, documents, num_bytes)
+        self.position = Position(position.epoch, position.shard, *counted)
 
 
-# ---- several texts in given proportions ----
-
-
-@dataclass(frozen=True)
-class TextPosition:
-    """A position in one text of a stream: documents read so far, and bytes of those that were used."""
-
-    position: Position = field(default_factory=Position)
-    documents: int = 0
-    num_bytes: int = 0
+# ---- the texts of a stream ----
 
 
 @dataclass(frozen=True)
 class MixedPosition:
-    """A position in a stream of several texts; `rejected` and `lines` as in `Position`."""
+    """A position in a stream: in each of its texts; `rejected` and `lines` are those that this stream lists."""
 
-    texts: tuple[TextPosition, ...]
+    texts: tuple[Position, ...]
     rejected: int = 0
     lines: int = 0
 
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """Several texts read by the same streams, and their fractions of the bytes."""
+    """The texts that all streams read, and their fractions of the bytes."""
 
     plans: tuple[StreamPlan, ...]
     shares: tuple[float, ...]
     num_streams: int
+
+    @classmethod
+    def of_one(cls, inputs: Sequence[str], max_streams: int, seed: int) -> "MixedPlan":
+        """The plan of inputs that are read as one text."""
+        plan = StreamPlan.make(inputs, max_streams, seed)
+        return cls((plan,), (1.0,), plan.num_streams)
 
     @classmethod
     def make(
@@ -297,29 +280,24 @@ class MixedPlan:
             rates = mixing_rates(sizes, rates, maximum, temperature)
         return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
 
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """Shards of all texts."""
-        return tuple(shard for plan in self.plans for shard in plan.shards)
-
     def on_this_machine(self) -> "MixedPlan":
         """See `StreamPlan.on_this_machine`."""
         return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
 
     def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
-        """The text of a stream from a `MixedPosition` ({}: the start)."""
-        texts = begin.get("texts", [{"position": {}}] * len(self.plans))
-        positions = [TextPosition(**{**text, "position": Position(**text["position"])}) for text in texts]
-        return MixedText(self, stream, MixedPosition(**{**begin, "texts": tuple(positions)}), **options)
+        """The text of a stream from a `MixedPosition` as JSON ({}: the start), with the options of `StreamText`."""
+        texts = tuple(Position(**text) for text in begin.get("texts", [{}] * len(self.plans)))
+        return MixedText(self, stream, MixedPosition(**{**begin, "texts": texts}), **options)
 
     def identity(self) -> list[Any]:
-        """`StreamPlan.identity`, number of streams and seed of each text, and the fractions."""
-        return [[plan.identity(), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
+        """Content of the shards, number of streams and seed of each text, and the fractions."""
+        return [[content_of(plan.shards), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:
         """Shares and size, for the log."""
         shares = " : ".join(f"{share:.2%}" for share in self.shares)
-        return f"mixed {shares} of their bytes, {len(self.shards)} shards in {self.num_streams} streams"
+        mixed = f"mixed {shares} of their bytes, " if len(self.plans) > 1 else ""
+        return f"{mixed}{sum(len(plan.shards) for plan in self.plans)} shards in {self.num_streams} streams"
 
 
 def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
@@ -335,38 +313,35 @@ def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
 
 
 class MixedText:
-    """Documents of one stream, without end; `position` and `rejected` are as in `StreamText`."""
+    """Documents of one stream, without end.
+
+    Attributes:
+        position: after the last document.
+        rejected: records rejected in epoch 0, without those that another stream of a shared text lists.
+    """
 
     def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **options: Any):
-        self.position, self.rejected = position, []
+        self.position, self.rejected, self._texts = position, [], []
         self._shares = np.array(plan.shares)
-        self._texts = [
-            StreamText(part, stream % part.num_streams, text.position, **options)
-            for part, text in zip(plan.plans, position.texts, strict=True)
-        ]
-        # for each text: number of streams that read its documents in round robin, and the index of this one
-        self._sharing = [(plan.num_streams // p.num_streams, stream // p.num_streams) for p in plan.plans]
+        for part, begin in zip(plan.plans, position.texts, strict=True):
+            index, number = divmod(stream, part.num_streams)
+            sharing = (plan.num_streams // part.num_streams, index)
+            rejected = [] if index else self.rejected
+            self._texts.append(StreamText(part, number, begin, **options, sharing=sharing, rejected=rejected))
+        self._listed = [text for text in self._texts if text.sharing[1] == 0]
 
     def __iter__(self) -> Iterator[Record]:
         endless = [iter(text) for text in self._texts]
-        num_bytes = np.array([text.num_bytes for text in self.position.texts])
         while True:
-            number = int((self._shares * max(int(num_bytes.sum()), 1) - num_bytes).argmax())
-            yield self._take(number, endless[number])
-            num_bytes[number] = self.position.texts[number].num_bytes
+            document = next(endless[self._next_text()])
+            positions = tuple(text.position for text in self._texts)
+            listed = [text.position for text in self._listed]
+            self.position = MixedPosition(positions, sum(p.rejected for p in listed), sum(p.lines for p in listed))
+            yield document
 
-    def _take(self, number: int, documents: Iterator[Record]) -> Record:
-        """The next document of a text that belongs to this stream; moves the position past it."""
-        text, (num_sharing, index), before = self._texts[number], self._sharing[number], self.position.texts[number]
-        known, seen = len(text.rejected), before.documents
-        while True:
-            document, seen = next(documents), seen + 1
-            if (seen - 1) % num_sharing == index:
-                break
-        new = [] if index else text.rejected[known:]  # one of the streams lists them
-        self.rejected += new
-        texts = list(self.position.texts)
-        texts[number] = TextPosition(text.position, seen, before.num_bytes + utf8_length(document.value))
-        lines = self.position.lines + (0 if index else text.position.lines - before.position.lines)
-        self.position = MixedPosition(tuple(texts), self.position.rejected + len(new), lines)
-        return document
+    def _next_text(self) -> int:
+        """The text with the largest deficit in bytes."""
+        if len(self._texts) == 1:
+            return 0
+        num_bytes = np.array([text.position.num_bytes for text in self._texts])
+        return int((self._shares * max(int(num_bytes.sum()), 1) - num_bytes).argmax())

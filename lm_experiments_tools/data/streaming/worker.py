@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.streaming.text import MixedPlan, MixedText, StreamPlan, StreamText
+from lm_experiments_tools.data.streaming.text import MixedPlan, MixedPosition, MixedText
 from lm_experiments_tools.data.text.records import Rejected, utf8_length
-from lm_experiments_tools.data.tokens.tokenize import TextEncoder
+from lm_experiments_tools.data.tokens.encoding import TextEncoder, batches
 from lm_experiments_tools.data.workers import Caller
 
 FIRST_CHUNK = 1 << 15  # tokens: some hundred KB of text of each stream, and training begins
@@ -47,7 +47,7 @@ class ChunkSettings:
     `max_bad_lines` is the limit of one stream; the caller adds them up over streams.
     """
 
-    plan: StreamPlan | MixedPlan
+    plan: MixedPlan
     folder: str
     encoder: TextEncoder
     max_bad_lines: int | None
@@ -55,7 +55,7 @@ class ChunkSettings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of whole documents, and the `Position` or `MixedPosition` after the last one."""
+    """Tokens of whole documents, and the `MixedPosition` after the last one."""
 
     tokens: np.ndarray
     end: dict[str, Any]
@@ -64,7 +64,7 @@ class Chunk:
 class StreamTokens:
     """Token ids of the documents of one stream; `position` is after the last document returned."""
 
-    def __init__(self, text: StreamText | MixedText, encoder: TextEncoder):
+    def __init__(self, text: MixedText, encoder: TextEncoder):
         self.text, self._encoder = text, encoder
         self._encoded = self._encode()
         self.position = text.position
@@ -74,15 +74,12 @@ class StreamTokens:
         ids, self.position = next(self._encoded)
         return ids
 
-    def _encode(self) -> Iterator[tuple[np.ndarray, Any]]:
-        texts, positions, size = [], [], 0
-        for document in self.text:
-            texts.append(document.value)
-            positions.append(self.text.position)
-            size += utf8_length(document.value)
-            if size >= _BATCH_BYTES:
-                yield from zip(self._encoder.encode_texts(texts), positions, strict=True)
-                texts, positions, size = [], [], 0
+    def _encode(self) -> Iterator[tuple[np.ndarray, MixedPosition]]:
+        found = ((document, self.text.position) for document in self.text)
+        for batch in batches(found, lambda item: utf8_length(item[0].value), _BATCH_BYTES):
+            encoded = self._encoder.encode([part for document, _ in batch for part in self._encoder.parts(document)])
+            ids = np.split(encoded.ids, np.cumsum(encoded.sequence_lengths)[:-1])
+            yield from zip(ids, [position for _, position in batch], strict=True)
 
 
 class ChunkMaker:
@@ -124,12 +121,10 @@ class ChunkMaker:
             stream = self._streams[request.stream] = StreamTokens(text, settings.encoder)
         return stream
 
-    def _list(self, rejected: list[tuple[str, Rejected]]) -> None:
+    def _list(self, rejected: list[Rejected]) -> None:
         if rejected:
             with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
-                for path, bad in rejected:
-                    entry = {"file": path, "line": bad.line, "reason": bad.reason, "content": bad.content}
-                    file.write(json.dumps(entry) + "\n")
+                file.writelines(f"{record.to_json()}\n" for record in rejected)
 
 
 def rejected_path(folder: str | os.PathLike) -> Path:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from array import array
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ import numpy as np
 
 from lm_experiments_tools.data.text.vocabulary import BYTES, MODEL_NAMES, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +80,7 @@ class ByteVocabulary(Vocabulary):
 
     @cached_property
     def identity(self) -> str:
-        return hashlib.sha256(json.dumps([BYTES, self.num_sentinels]).encode()).hexdigest()
+        return json_sha256([BYTES, self.num_sentinels])
 
     @property
     def sha256(self) -> str:

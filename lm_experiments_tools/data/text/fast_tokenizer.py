@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -16,6 +18,9 @@ from lm_experiments_tools.errors import UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 WORD_MARKS = ("\u2581", "\u0120")  # of the space before a word: SentencePiece's, byte-level BPE's
 
 
@@ -71,6 +76,41 @@ class FastTokenizer:
             starts[index] = piece.startswith(mark) != is_wordpiece
         return starts
 
+    def token_bytes(self, special_ids: set[int]) -> np.ndarray | None:
+        """int64[IDs]: UTF-8 bytes of the text of each token, the denominator of bits per byte; None where unknown.
+
+        - Bytes, byte-level BPE and byte fallback (`<0x0A>`): the bytes that the token encodes.
+        - SentencePiece and its copies in `tokenizers`: the bytes of the piece, one for each mark of a space.
+        - WordPiece: the bytes of the piece without `##`. A piece without `##` that is no single punctuation character
+          counts one byte more, for the lost space in front of it.
+        - Special tokens, sentinels, padding and the unknown token: 0.
+        - Tokenizers that do not mark spaces: unknown, so there are no bits per byte.
+
+        The sum over a document is `len(text.encode())` if the tokenizer is lossless. Otherwise it is the length of the
+        normalized text. A vocabulary that puts a space in front of each text counts one byte more.
+
+        Args:
+            special_ids: IDs without text, in addition to the tokenizer's own special tokens.
+        """
+        replaced = [part.get("content") for part in components(self.settings["normalizer"])]
+        mark, model = self.word_mark or (WORD_MARKS[0] if WORD_MARKS[0] in replaced else ""), self.settings["model"]
+        if not mark and self.kind != "WordPiece":
+            return None
+        added = {token["id"] for token in self.settings["added_tokens"]}
+        counts = np.zeros(self.size, np.int64)
+        for piece, index in self.pieces.items():
+            if index in special_ids or index in self.special_ids:
+                continue
+            if model.get("byte_fallback") and _BYTE.fullmatch(piece):
+                counts[index] = 1
+            elif index in added:
+                counts[index] = len(piece.encode())
+            elif self.kind == "WordPiece":
+                counts[index] = _wordpiece_bytes(piece, model["continuing_subword_prefix"])
+            else:
+                counts[index] = len(piece) if mark == WORD_MARKS[1] else len(piece.replace(mark, " ").encode())
+        return counts
+
     @property
     def word_mark(self) -> str:
         """The mark that subwords have for the space before a word; "" if there is none."""
@@ -83,15 +123,39 @@ class FastTokenizer:
         return ""
 
 
-def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], remedy: str) -> PreTrainedTokenizerBase:
-    """The fast tokenizer that `load` returns; `what` names it in messages. Raises UserError if it cannot be used."""
+def _wordpiece_bytes(piece: str, prefix: str) -> int:
+    if piece.startswith(prefix) and piece != prefix:
+        return len(piece[len(prefix) :].encode())
+    # BERT's normalizer sets punctuation and Chinese characters apart from each other, without a space in the text.
+    is_apart = len(piece) == 1 and (unicodedata.category(piece)[0] in "PS" or "CJK" in unicodedata.name(piece, ""))
+    return len(piece.encode()) + (not is_apart)
+
+
+def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
+    """`FastTokenizer.token_bytes` of a transformers tokenizer."""
+    if tokenizer.__class__.__name__ == "ByT5Tokenizer":
+        from lm_experiments_tools.data.text.byte_vocabulary import ByteVocabulary
+
+        return ByteVocabulary().token_bytes
+    if not tokenizer.is_fast:
+        return None
+    return FastTokenizer(tokenizer.backend_tokenizer.to_str()).token_bytes({*tokenizer.all_special_ids})
+
+
+def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
+    """The result of `load()`; UserError for whatever a library raises there. `what` names it in messages."""
     try:
-        pretrained = load()
+        return load()
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
         reason = first_line(error).removesuffix(" from one of: ")  # a list follows, of which nothing helps
         raise UserError(f"{what} cannot be loaded ({type(error).__name__}): {reason}; {remedy}") from error
+
+
+def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], remedy: str) -> PreTrainedTokenizerBase:
+    """The fast tokenizer that `load` returns, as `load_pretrained`. Raises UserError too if it is slow or empty."""
+    pretrained = load_pretrained(what, load, remedy)
     if pretrained.__class__.__name__ == "ByT5Tokenizer":
         return pretrained
     if not pretrained.is_fast:

@@ -10,11 +10,11 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.sources import Shard, list_inputs, open_decompressed, plan_shards, skip_line
@@ -22,6 +22,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
 NO_LIMIT = sys.maxsize
@@ -32,6 +33,33 @@ _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_COUNTED_BYTES = 256 << 20  # read to number a line: a fraction of a second
 _EXCERPT = 1000  # characters of a rejected record in the list, enough to recognise it
+
+
+class BadRecord(Exception):
+    """The reason why a record cannot be used."""
+
+    def __init__(self, reason: str, is_empty: bool = False):
+        super().__init__(reason)
+        self.is_empty = is_empty
+
+
+class Rejected(NamedTuple):
+    """A record that could not be used; `line` counts from 1 at the start of its shard (0: `path` says where it is)."""
+
+    path: str
+    line: int
+    reason: str
+    content: str = ""
+    is_empty: bool = False
+
+    @property
+    def where(self) -> str:
+        """Its position, for messages."""
+        return f"{self.path}:{self.line}" if self.line else self.path
+
+    def to_json(self) -> str:
+        """Its line in a list of rejected records."""
+        return json.dumps({"file": self.path, "line": self.line, "reason": self.reason, "content": self.content})
 
 
 class Record(NamedTuple):
@@ -45,26 +73,13 @@ class Record(NamedTuple):
     line: int
     raw: bytes = b""
 
-
-class Rejected(NamedTuple):
-    """A record that could not be used; `line` counts from 1 at the start of its shard."""
-
-    line: int
-    reason: str
-    content: str
-    is_empty: bool = False
+    def rejected(self, error: BadRecord) -> Rejected:
+        """The record with the reason why it cannot be used."""
+        return _rejected(self.path, self.line, self.raw, error)
 
 
-class BadRecord(Exception):
-    """The reason why a record cannot be used."""
-
-    def __init__(self, reason: str, is_empty: bool = False):
-        super().__init__(reason)
-        self.is_empty = is_empty
-
-    def rejected(self, line: int, raw: bytes) -> Rejected:
-        """The record with this reason, its content shortened."""
-        return Rejected(line, str(self), excerpt(raw), self.is_empty)
+def _rejected(path: str, line: int, raw: bytes, error: BadRecord) -> Rejected:
+    return Rejected(path, line, str(error), excerpt(raw), error.is_empty)
 
 
 def allowed(limit: int | None, lines: int) -> int:
@@ -72,15 +87,14 @@ def allowed(limit: int | None, lines: int) -> int:
     return max(_MIN_ALLOWED, lines // _LINES_PER_REJECTED) if limit is None else limit
 
 
-def is_hopeless(limit: int | None, rejected: int, lines: int) -> bool:
-    """True where a shard need not be read further: more than `limit`, or most of very many records rejected."""
-    return rejected > (max(_MIN_HOPELESS, lines // 2) if limit is None else limit)
-
-
-def too_many(limit: int | None, lines: int) -> str:
+def too_many(limit: int | None, rejected: int, lines: int) -> str:
     """Beginning of the error message."""
     rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
-    return f"more than {allowed(limit, lines)} bad lines{rate}"
+    return f"more than {allowed(limit, lines)} bad lines{rate}: {rejected} so far"
+
+
+class TooManyRejected(UserError):
+    """More records than allowed cannot be used."""
 
 
 class RejectedRecords:
@@ -89,6 +103,8 @@ class RejectedRecords:
     Args:
         limit: how many may be rejected; None: see `allowed`.
         path: JSON lines (`file`, `line`, `reason`, `content`), written if there are any; None: they are only counted.
+        of_part: they are of a part of the text, which is given up above `limit`, or (None) where most of very many
+            records are rejected.
 
     Attributes:
         count, lines: rejected records, and all records read.
@@ -99,8 +115,8 @@ class RejectedRecords:
 
     names_key_flag = True
 
-    def __init__(self, limit: int | None, path: Any = None):
-        self.limit, self.path = limit, None if path is None else Path(path)
+    def __init__(self, limit: int | None, path: Any = None, *, of_part: bool = False):
+        self.limit, self.path, self._of_part = limit, None if path is None else Path(path), of_part
         self.count = self.lines = self.num_empty = 0
         self.first = ""
         self._file: TextIO | None = None
@@ -112,15 +128,16 @@ class RejectedRecords:
         self.lines += number
 
     def add(self, where: str, reason: str) -> None:
-        """Count a rejected record; UserError above the limit."""
+        """Count a rejected record. Raises TooManyRejected above the limit."""
         self.count += 1
         self.lines += 1
         self.first = self.first or f"{where}: {reason}"
-        if self.count > allowed(self.limit, self.lines):
+        is_part = self._of_part and self.limit is None
+        if self.count > (max(_MIN_HOPELESS, self.lines // 2) if is_part else allowed(self.limit, self.lines)):
             raise self.error()
 
-    def reject(self, path: str, rejected: Rejected) -> None:
-        """List and count a record of a file; UserError above the limit."""
+    def reject(self, rejected: Rejected) -> None:
+        """List and count a record; an empty one is only counted. Raises TooManyRejected above the limit."""
         if rejected.is_empty:
             self.num_empty += 1
             return
@@ -128,16 +145,17 @@ class RejectedRecords:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
-            entry = {"file": path, "line": rejected.line, "reason": rejected.reason, "content": rejected.content}
-            self._file.write(json.dumps(entry) + "\n")
-        self.add(f"{path}:{rejected.line}", rejected.reason)
+            self._file.write(f"{rejected.to_json()}\n")
+        self.add(rejected.where, rejected.reason)
 
-    def error(self) -> UserError:
+    def error(self) -> TooManyRejected:
         """The error for too many of them."""
-        message = f"{too_many(self.limit, self.lines)}: {self.count} so far, the first is {self.first}"
+        message = f"{too_many(self.limit, self.count, self.lines)}, the first is {self.first}"
         if self.path is None:
-            return UserError(message)
-        return UserError(f"{message}; they are listed in {self.path}: fix them or allow more with --max_bad_lines")
+            return TooManyRejected(message)
+        return TooManyRejected(
+            f"{message}; they are listed in {self.path}: fix them or allow more with --max_bad_lines"
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -173,19 +191,30 @@ def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) ->
     """
     found = False
     for shard in plan_shards(paths, shard_bytes=sys.maxsize):
-        for item in read_shard(shard, key):
-            if isinstance(item, Record):
-                found = True
-                rejected.accept()
-                yield item
-            else:
-                rejected.reject(shard.path, item)
+        for record in converted(read_shard(shard, key), lambda record: record, rejected):
+            found = True
+            yield record
     if rejected.count and rejected.path:
         logger.warning("%s", rejected)
     if rejected.num_empty:
         logger.info("%d empty texts left out", rejected.num_empty)
     if not found:
         raise no_documents(paths, rejected)
+
+
+def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: RejectedRecords) -> Iterator[T]:
+    """Results of `convert` for each record or row; `rejected` gets those that cannot be used (Rejected, BadRecord)."""
+    for item in items:
+        if isinstance(item, Rejected):
+            rejected.reject(item)
+            continue
+        try:
+            result = convert(item)
+        except BadRecord as error:
+            rejected.reject(item.rejected(error))
+        else:
+            rejected.accept()
+            yield result
 
 
 def read_shard(
@@ -209,7 +238,7 @@ def _json_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
             fields = parse_object(line, max_bytes)
             value = fields if key is None else text_of(fields, key)
         except BadRecord as error:
-            yield error.rejected(number, line)
+            yield _rejected(shard.path, number, line, error)
         else:
             yield Record(value, shard.path, number, line)
 
@@ -289,13 +318,13 @@ def _text_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
         was_too_long, size = too_long(size, max_bytes), size + len(line)
         if reason := too_long(size, max_bytes):  # the whole document is rejected, and reported once
             if not was_too_long:
-                yield Rejected(start if block else number, f"{reason} by blank lines", excerpt(line))
+                yield Rejected(shard.path, start if block else number, f"{reason} by blank lines", excerpt(line))
             block = []
             continue
         try:
             text = _usable_line(line, max_bytes)
         except BadRecord as error:
-            yield error.rejected(number, line)
+            yield _rejected(shard.path, number, line, error)
             continue
         start = start if block else number
         block.append(text)
@@ -318,7 +347,7 @@ def _dataset_records(shard: Shard, key: str | None, skip: int) -> Iterator[Recor
         try:
             value = fields if key is None else text_of(fields, key)
         except BadRecord as error:
-            yield Rejected(number, str(error), repr(fields)[:_EXCERPT], error.is_empty)
+            yield Rejected(shard.path, number, str(error), repr(fields)[:_EXCERPT], error.is_empty)
         else:
             yield Record(value, shard.path, number)
 
@@ -356,13 +385,13 @@ def lines_before(shard: Shard) -> int:
     return 0 if shard.kind == "dataset" else count_lines(shard.path, 0, shard.start)
 
 
-def locate(shard: Shard, rejected: Rejected) -> tuple[str, Rejected]:
-    """The file of a rejected record, and the record with its line in that file (in a large file: in its shard)."""
+def locate(shard: Shard, rejected: Rejected) -> Rejected:
+    """A rejected record of a shard with its line in the file (in a large file, or a dataset: in its shard)."""
     if shard.kind == "dataset":
-        return f"{shard.path}, shard {shard.start}", rejected
+        return rejected._replace(path=f"{shard.path}, shard {shard.start}")
     if shard.start > _MAX_COUNTED_BYTES:
-        return f"{shard.path}, from byte {shard.start} on", rejected
-    return shard.path, rejected._replace(line=lines_before(shard) + rejected.line)
+        return rejected._replace(path=f"{shard.path}, from byte {shard.start} on")
+    return rejected._replace(line=lines_before(shard) + rejected.line)
 
 
 def count_lines(path: str, start: int, end: int) -> int:

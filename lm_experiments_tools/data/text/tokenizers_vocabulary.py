@@ -22,7 +22,6 @@ import numpy as np
 import tokenizers
 
 from lm_experiments_tools.data.text.fast_tokenizer import WORD_MARKS, FastTokenizer, open_pretrained
-from lm_experiments_tools.data.text.token_bytes import fast_token_bytes
 from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
 from lm_experiments_tools.errors import UserError, first_line
 
@@ -154,7 +153,7 @@ class TokenizersVocabulary(Vocabulary):
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        return fast_token_bytes(self._tokenizer, {*self.special_ids})
+        return self._tokenizer.token_bytes({*self.special_ids})
 
     @cached_property
     def identity(self) -> str:

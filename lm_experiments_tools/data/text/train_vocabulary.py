@@ -164,7 +164,7 @@ class _Sampler:
                 yield from _short_lines(item.value)
                 continue
             # only the first one is reported
-            self.rejected.reject(*((shard.path, item) if self.rejected.count else locate(shard, item)))
+            self.rejected.reject(item if self.rejected.count else locate(shard, item))
 
 
 def _short_lines(text: str) -> Iterator[str]:

@@ -107,7 +107,7 @@ class Vocabulary(ABC):
     @property
     @abstractmethod
     def token_bytes(self) -> np.ndarray | None:
-        """int64[IDs]: UTF-8 bytes of each token's text (see token_bytes.py); None where they are unknown."""
+        """int64[IDs]: UTF-8 bytes of each token's text, see `FastTokenizer.token_bytes`; None where unknown."""
 
     @property
     @abstractmethod

@@ -1,14 +1,12 @@
 """The text-to-tokens pipeline: shards of a text are encoded by several processes and joined in order.
 
-    text -> shards (sources.py) -> records (records.py) -> Encoder -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
+    text -> shards (sources.py) -> encode_shard (encoding.py) -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
 
-An encoder turns records into ids: `tokenize.TextEncoder` for T5, `megatron.encoding.SentenceEncoder` for BERT. The
-result has the same bytes whatever the shards and the number of processes. An interrupted run resumes from the finished
-shards in PREFIX.shards/. In a job array, part i of n encodes the i-th of n consecutive groups of shards, and merge.py
-joins the outputs.
+The result has the same bytes whatever the shards and the number of processes. An interrupted run resumes from the
+finished shards in PREFIX.shards/. In a job array, part i of n encodes the i-th of n consecutive groups of shards, and
+merge.py joins the outputs.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -19,161 +17,23 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.records import (
-    NO_LIMIT,
-    BadRecord,
-    Record,
-    Rejected,
-    RejectedRecords,
-    count_lines,
-    is_hopeless,
-    read_shard,
-)
+from lm_experiments_tools.data.text.records import Rejected, RejectedRecords, count_lines
 from lm_experiments_tools.data.text.sources import Shard, content_of, datasets_of, plan_shards
+from lm_experiments_tools.data.tokens.encoding import EncodedWriter, Encoder, encode_shard, work
 from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta, remove_unfinished
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.workers import WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import read_json, write_atomic
+from lm_experiments_tools.files import json_sha256, read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2  # raise when the ids of the same text would change: shards and caches of another format are not reused
 _SHARDS_PER_PART = 4  # at least, so that the parts of a job array are of about equal size
 _MIN_SHARD_BYTES = 1 << 16
-_BATCH_CHARACTERS = 1 << 19  # per call into a tokenizer: a tenth of a second for BERT's
-
-
-@dataclass
-class EncodedDocuments:
-    """Consecutive documents of one or more sequences.
-
-    Attributes:
-        ids: of all sequences.
-        sequence_lengths, num_sequences: of each sequence, in ids, and of each document, in sequences.
-        num_bytes: of their text.
-        num_empty: documents without tokens, which were left out.
-    """
-
-    ids: np.ndarray
-    sequence_lengths: np.ndarray
-    num_sequences: np.ndarray
-    num_bytes: int
-    num_empty: int = 0
-
-
-class Encoder(Protocol):
-    """Records to ids; pickled to the worker processes.
-
-    Attributes:
-        key: of the text in a record; None: `parts` gets all fields.
-        suffixes: of the token files that a shard becomes.
-        dtype: of the ids.
-        max_bytes: larger records are rejected; None: the default.
-        identity: JSON value that changes whenever the ids of a text could.
-    """
-
-    key: str | None
-    suffixes: Sequence[str]
-    dtype: np.dtype
-    max_bytes: int | None
-    identity: Any
-
-    def parts(self, record: Record) -> list[list[str]]:
-        """The texts to encode for each suffix. Raises BadRecord."""
-
-    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """The ids of documents, each a list of texts."""
-
-
-class EncodedWriter(IndexedDatasetWriter):
-    """A token file, with the bytes of its text and the number of documents left out as empty."""
-
-    num_bytes = num_empty = 0
-
-    def add(self, encoded: EncodedDocuments) -> None:
-        """Append documents."""
-        self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
-        self.num_bytes += encoded.num_bytes
-        self.num_empty += encoded.num_empty
-
-    def add_shard(self, shard: IndexedDataset) -> None:
-        """Append the token file of a shard."""
-        self.add_dataset(shard)
-        self.num_bytes += shard.meta["num_bytes"]
-        self.num_empty += shard.meta["empty_documents"]
-
-
-# ---- encoding ----
-
-
-def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
-    """Encode a shard into a token file for each suffix; rejected records are listed in `prefix`.bad.jsonl.
-
-    Returns:
-        Number of rejected records, and False where they were too many and the shard was abandoned.
-    """
-    rejected = RejectedRecords(NO_LIMIT, f"{prefix}.bad.jsonl")
-    with ExitStack() as stack:
-        stack.enter_context(closing(rejected))
-        names = [prefix + suffix for suffix in encoder.suffixes]
-        writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
-        for batch in _batches(_documents(shard, encoder, rejected, limit)):
-            for writer, documents in zip(writers, zip(*batch, strict=True), strict=True):
-                writer.add(encoder.encode(documents))
-        if is_hopeless(limit, rejected.count, rejected.lines):
-            for writer in writers:
-                writer.abort()
-            return rejected.count, False
-        rejected.close()
-        for writer in writers:
-            writer.finalize({
-                "num_lines": rejected.lines - rejected.count,
-                "bad_lines": rejected.count,
-                "num_documents": writer.num_documents,
-                "num_bytes": writer.num_bytes,
-                "empty_documents": writer.num_empty + rejected.num_empty,
-                "bin_sha256": writer.bin_sha256,
-            })  # fmt: skip
-    return rejected.count, True
-
-
-def _documents(
-    shard: Shard, encoder: Encoder, rejected: RejectedRecords, limit: int | None
-) -> Iterator[list[list[str]]]:
-    """Parts of each usable record; ends early where hopelessly many are rejected."""
-    for item in read_shard(shard, encoder.key, max_bytes=encoder.max_bytes):
-        if isinstance(item, Record):
-            try:
-                parts = encoder.parts(item)
-            except BadRecord as error:
-                bad = error.rejected(item.line, item.raw)
-            else:
-                rejected.accept()
-                yield parts
-                continue
-        else:
-            bad = item
-        rejected.reject(shard.path, bad)
-        if is_hopeless(limit, rejected.count, rejected.lines):
-            return
-
-
-def _batches(documents: Iterable[list[list[str]]]) -> Iterator[list[list[list[str]]]]:
-    batch, size = [], 0
-    for parts in documents:
-        batch.append(parts)
-        size += sum(len(text) for texts in parts for text in texts)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _encode_shards(
@@ -199,11 +59,6 @@ def _encode_shards(
                 f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for lack of memory) "
                 f"at {end.request[0].path}: {remedy}"
             ) from None
-
-
-def work(caller: Caller) -> None:
-    """A worker process, which encodes the shards it receives."""
-    caller.serve(lambda settings: lambda job: encode_shard(*job, *settings))
 
 
 # ---- a run ----
@@ -358,8 +213,8 @@ class _ShardFiles:
                         lines += count_lines(shard.path, position, shard.start)
                         position = shard.start
                     for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
-                        bad = Rejected(lines + entry["line"], entry["reason"], entry["content"])
-                        rejected.reject(shard.path, bad)
+                        line = lines + entry["line"]
+                        rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
                 if listed.is_file() and record is None:
                     raise UserError(f"most lines of {shard.path} are bad: {rejected}; give another --input")
         if rejected.count:
@@ -407,7 +262,7 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
         if (2 * end - weight) * count // (2 * total) == number
     ]
     logger.info("part %d of %d: %d of %d shards", number, count, len(part), len(shards))
-    return part, {"number": number, "of": count, "source": _sha256([FORMAT, *content_of(shards), encoding])}
+    return part, {"number": number, "of": count, "source": json_sha256([FORMAT, *content_of(shards), encoding])}
 
 
 def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
@@ -415,8 +270,4 @@ def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
     stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
     parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
     datasets = [hf_datasets.identity(name, with_times=True) for name in datasets_of(shards)]
-    return _sha256([FORMAT, parts, sorted(stamps.items()), datasets, encoding])
-
-
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return json_sha256([FORMAT, parts, sorted(stamps.items()), datasets, encoding])

@@ -1,20 +1,16 @@
 """Text -> token files for T5 and its kind: a document is one sequence (see pipeline.py)."""
 
-import logging
 import os
 import sys
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lm_experiments_tools.data.text.records import Record, RejectedRecords, no_documents, utf8_length
+from lm_experiments_tools.data.text.records import RejectedRecords, no_documents
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.encoding import EncodedWriter, TextEncoder
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_exists,
@@ -22,87 +18,10 @@ from lm_experiments_tools.data.tokens.files import (
     recorded_identity,
     recorded_inputs,
 )
-from lm_experiments_tools.data.tokens.indexed import token_dtype
-from lm_experiments_tools.data.tokens.pipeline import (
-    EncodedDocuments,
-    EncodedWriter,
-    Tokenization,
-    part_of_plan,
-    plan_fingerprint,
-    shard_prefix,
-)
+from lm_experiments_tools.data.tokens.pipeline import Tokenization, part_of_plan, plan_fingerprint, shard_prefix
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TextEncoder:
-    """Texts to ids by a vocabulary (a `pipeline.Encoder`).
-
-    Attributes:
-        key: of the text in a record.
-        append_eos: end each document with EOS.
-        encode_by: "line" or "document", see `tokenize_corpus`.
-    """
-
-    vocabulary: Vocabulary
-    key: str
-    append_eos: bool
-    encode_by: str
-    suffixes = ("",)
-    max_bytes = None
-
-    @classmethod
-    def of(
-        cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
-    ) -> "TextEncoder":
-        """The encoder; `encode_by` None: as suits the vocabulary (`Vocabulary.encode_by`)."""
-        if encode_by not in (None, "line", "document"):
-            raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
-        if encode_by == "line" != vocabulary.encode_by:
-            logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
-        return cls(vocabulary, text_key, append_eos, encode_by or vocabulary.encode_by)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return token_dtype(self.vocabulary.size)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {
-            "vocab_sha256": self.vocabulary.sha256,
-            "text_key": self.key,
-            "append_eos": self.append_eos,
-            "encode_by": self.encode_by,
-        }
-
-    def parts(self, record: Record) -> list[list[str]]:
-        return [self._split(record.value)]
-
-    def _split(self, text: str) -> list[str]:
-        return [text] if self.encode_by == "document" else text.split("\n")
-
-    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """The ids of documents, each the list of its parts; one call into the vocabulary."""
-        parts = [part for document in documents for part in document]
-        encoded = self.vocabulary.encode_batch(parts)
-        ids = np.frombuffer(b"".join(array("i", ids) for ids in encoded), np.int32)
-        num_parts = np.fromiter(map(len, documents), np.int64, len(documents))
-        part_ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-        ends = part_ends[np.cumsum(num_parts) - 1]
-        lengths = np.diff(ends, prepend=0)
-        if self.append_eos:
-            ids, lengths = np.insert(ids, ends, self.vocabulary.eos_id), lengths + 1
-        num_bytes = sum(map(utf8_length, parts)) + len(parts) - len(documents)  # newlines between parts
-        return EncodedDocuments(ids, lengths, np.ones(len(documents), np.int64), num_bytes)
-
-    def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, int32."""
-        encoded = self.encode([self._split(text) for text in texts]) if texts else None
-        return [] if encoded is None else np.split(encoded.ids, np.cumsum(encoded.sequence_lengths)[:-1])
 
 
 def tokenize_corpus(

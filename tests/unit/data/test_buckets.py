@@ -7,7 +7,7 @@ import pytest
 
 from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec
 from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
-from lm_experiments_tools.data.objectives.denoising import PrefixLMDataset
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixLMDataset
 from lm_experiments_tools.data.objectives.ul2 import UL2Dataset
 
 IDS = {"eos_id": 1, "pad_id": 0, "vocab_size": 10_000}
@@ -18,8 +18,8 @@ class Sized:
 
     fingerprint = "x"
 
-    def __init__(self, num_samples, longest=1000, seed=0):
-        self.of = np.random.default_rng(seed).integers(1, longest + 1, num_samples)
+    def __init__(self, num_samples=0, longest=1000, seed=0, of=None):
+        self.of = np.random.default_rng(seed).integers(1, longest + 1, num_samples) if of is None else np.array(of)
 
     def __len__(self):
         return len(self.of)
@@ -38,10 +38,19 @@ def ul2(num_tokens=2_000_000, length=256):
     return UL2Dataset(source(num_tokens), length, length, specs, quiet=True, **ids)
 
 
+def test_worked_example_of_buckets():
+    lengths = Sized(of=[5, 9, 2, 7, 1, 8, 3, 6])
+    orders = {tuple(BucketedDataset(lengths, 2, seed).arranged(np.arange(8)).tolist()) for seed in range(400)}
+    assert (7, 3, 4, 2, 5, 1, 6, 0) in orders and len(orders) == 24
+    pairs = {(4, 2), (6, 0), (7, 3), (5, 1)}
+    assert all(set(zip(order[::2], order[1::2], strict=True)) == pairs for order in orders)
+
+
+@pytest.mark.parametrize("kind", [BucketedDataset, MixedSteps])
 @pytest.mark.parametrize("rows", [1, 8, 20, 32])
 @pytest.mark.parametrize("num_samples", [5, 100, 777])
-def test_mixed_steps_keep_each_sample_once_an_epoch(rows, num_samples):
-    data = MixedSteps(Sized(num_samples), rows, 0)
+def test_each_sample_is_kept_once_an_epoch(kind, rows, num_samples):
+    data = kind(Sized(num_samples), rows, 0)
     for epoch in range(3):
         samples = data.arranged(np.arange(num_samples) + epoch * num_samples)
         assert sorted(samples.tolist()) == list(range(epoch * num_samples, (epoch + 1) * num_samples))

@@ -1,14 +1,11 @@
 """Mixtures: Megatron's order of members, no sample repeated early, any position reached at once."""
 
 import importlib.util
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset, blending_order
 from lm_experiments_tools.errors import UserError
 
@@ -143,18 +140,6 @@ def test_a_sample_does_not_depend_on_its_batch():
     whole = mixture.batch(np.arange(3 * len(mixture)))["input_ids"]
     some = np.random.default_rng(0).integers(0, 3 * len(mixture), 300)
     np.testing.assert_array_equal(mixture.batch(some)["input_ids"], whole[some])
-
-
-def test_loaders_read_a_mixture_the_same_on_any_number_of_workers_and_resume():
-    mixture = MixtureDataset([Numbers(0, 50), Numbers(1, 21)], [1, 2])
-    one = TrainLoader(mixture, 8)
-    expected = [next(one)["input_ids"] for _ in range(20)]
-    ranks = [TrainLoader(mixture, 4, rank, 2, consumed_samples=40) for rank in range(2)]
-    for batch in expected[5:]:
-        parts = [next(loader)["input_ids"] for loader in ranks]
-        assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), batch)
-    seen = Counter(tuple(row) for batch in ValidLoader(mixture, 8) for row in batch["input_ids"].tolist())
-    assert set(seen.values()) == {1} and len(seen) == len(mixture)
 
 
 def test_shorter_members_are_padded():

@@ -12,9 +12,8 @@ import torch
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset, random_spans_lengths
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
-from lm_experiments_tools.data.objectives.span_corruption import random_spans_lengths
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.vocabulary import Vocabulary

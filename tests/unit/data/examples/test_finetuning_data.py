@@ -145,22 +145,6 @@ def test_targets_of_berts_tokenizer_end_in_sep(bert, tmp_path):
     assert batch["labels"].tolist() == [bert("world")["input_ids"]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_validation_has_each_example_once_over_all_workers(world_size, rows, tmp_path):
-    path = write_json(tmp_path / "a.jsonl", pairs(23))
-    numbers, counted = [], 0
-    for rank in range(world_size):
-        flags = {"data_path": (path,), "valid_data_path": path, "eval_batch_size": rows}
-        split = read(word_tokenizer(), rank, world_size, **flags).splits["valid"]
-        for batch in split.loader:
-            real = (batch["labels"] != IGNORED_LABEL).any(dim=1)
-            counted += int((batch["labels"] != IGNORED_LABEL).sum())
-            numbers += batch["example"][real].tolist()
-    assert sorted(numbers) == list(range(23))
-    assert counted == sum(len(row["target"].split()) + 1 for row in pairs(23))
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_order_is_the_same_for_any_number_of_workers_and_each_epoch_has_each_example_once(packing, tmp_path):
     path = write_json(tmp_path / "a.jsonl", pairs(48))
@@ -185,26 +169,6 @@ def test_order_is_the_same_for_any_number_of_workers_and_each_epoch_has_each_exa
         for epoch in (alone[:4], alone[4:]):
             assert Counter(ids for step in epoch for ids, _ in step) == expected
         assert alone[:4] != alone[4:]
-
-
-def test_each_epoch_has_an_order_of_its_own(tmp_path):
-    path = write_json(tmp_path / "a.jsonl", pairs(48))
-    train = read(word_tokenizer(), data_path=(path,)).train
-    train.close()
-    first, second = (train.dataset.dataset.rows_of(np.arange(48) + begin)[1].tolist() for begin in (0, 48))
-    assert sorted(first) == sorted(second) == list(range(48))
-    assert len({tuple(first), tuple(second), tuple(range(48))}) == 3
-
-
-def test_a_position_is_reached_at_once(tmp_path):
-    path = write_json(tmp_path / "a.jsonl", pairs(30))
-    through, sought = (read(word_tokenizer(), data_path=(path,), batch_size=4).train for _ in range(2))
-    batches = [next(through) for _ in range(12)]
-    sought.seek(9 * 4)
-    for batch in batches[9:]:
-        assert rows_of(next(sought)) == rows_of(batch)
-    through.close()
-    sought.close()
 
 
 def test_fingerprint_tells_content_and_settings_but_not_workers(tmp_path):

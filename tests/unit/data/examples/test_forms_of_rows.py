@@ -239,17 +239,6 @@ def test_rows_without_an_id_take_none_that_another_row_has():
     assert [example.name for example in named] == ["0", "2", "row 2", "4", "row 4"]
 
 
-def test_labels_that_only_the_encoding_tells_apart_are_named(tmp_path, caplog):
-    rows = [{"text": "w1", "label": label} for label in ("caf\u00e9", "cafe\u0301", "tea")]
-    read(
-        word_tokenizer(),
-        data_path=(write_json(tmp_path / "a.jsonl", rows),),
-        model_type="encoder",
-        task="classification",
-    )
-    assert "differ only by case, white space or encoding" in caplog.text
-
-
 def test_the_table_of_mnli_has_premise_and_hypothesis(tmp_path):
     columns = ["index", "promptID", "pairID", "genre", "sentence1", "sentence2", "gold_label"]
     (tmp_path / "train.tsv").write_text("\t".join(columns) + "\n0\t1\t1e\tx\tw1 w2\tw3\tneutral\n")

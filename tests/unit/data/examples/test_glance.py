@@ -37,13 +37,17 @@ def test_a_long_example_is_shown_in_part(tmp_path, caplog):
     assert f"the first example: {'w1 ' * 48}... (100 in all) -> w2 </s>\n" in text
 
 
-@pytest.mark.parametrize(("labels", "warned"), [(("pos", "Pos", "neg"), True), (("pos", "neg"), False)])
-def test_labels_that_differ_by_case_alone_are_named(labels, warned, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("labels", "flags", "named"),
+    [
+        (("pos", "Pos", "neg"), {}, "'Pos', 'pos'"),
+        (("caf\u00e9", "cafe\u0301", "tea"), {}, "'cafe\u0301', 'caf\u00e9'"),
+        (("a b",), {"label_names": ("a b", "a  b")}, "'a b', 'a  b'"),
+        (("pos", "neg"), {}, None),
+    ],
+)
+def test_labels_that_differ_by_case_white_space_or_encoding_alone_are_named(labels, flags, named, tmp_path, caplog):
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": label} for label in labels])
-    text = log_of(caplog, path, **ENCODER)
-    assert ("the labels 'Pos', 'pos' differ only by case, white space or encoding" in text) == warned
-
-
-def test_names_that_differ_by_white_space_alone_are_named(tmp_path, caplog):
-    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": "a b"}])
-    assert "the labels 'a b', 'a  b' differ" in log_of(caplog, path, **ENCODER, label_names=("a b", "a  b"))
+    text = log_of(caplog, path, **ENCODER, **flags)
+    assert ("differ only by case, white space or encoding" in text) == (named is not None)
+    assert named is None or f"the labels {named} differ" in text

@@ -5,15 +5,10 @@ import pytest
 
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows, pack_lengths
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from tests.helpers.real_data import DATA, lacking
 from tests.helpers.token_toys import token_data
 
 CLS, SEP, PAD = 1, 2, 0
-TEXT = DATA / "corpus" / "validation.jsonl"
 
 
 def made_up(count: int, longest: int = 90, seed: int = 0) -> list[np.ndarray]:
@@ -112,15 +107,6 @@ def test_rows_of_documents_like_those_of_the_web_are_full(width, seed):
     used = np.add.reduceat(patterns.lengths, ends - patterns.sizes)
     assert used.max() <= width
     assert (used * patterns.counts).sum() / (patterns.counts.sum() * width) > 0.995
-
-
-@pytest.mark.skipif(lacking(TEXT) is not None, reason=str(lacking(TEXT)))
-def test_rows_of_the_corpus_are_at_least_95_percent_full(tmp_path):
-    train_vocab([str(TEXT)], 2000, tmp_path / "v.model")
-    tokenize_corpus([str(TEXT)], tmp_path / "v.model", tmp_path / "tokens", show_progress=False)
-    for width in (64, 128, 512):
-        options = {"cls_id": 1, "sep_id": 2, "pad_id": 0, "vocab_size": 3000}
-        assert DocumentRows(IndexedDataset(tmp_path / "tokens"), width, **options).fill >= 0.95
 
 
 def test_a_row_is_a_function_of_its_number_whatever_the_batch_the_workers_or_the_restart(tmp_path):

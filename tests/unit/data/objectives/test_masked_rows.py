@@ -10,8 +10,7 @@ from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.masked_rows import MaskedRows, MaskingRate
-from lm_experiments_tools.data.objectives.mlm import TokenBlocks
+from lm_experiments_tools.data.objectives.mlm import MaskedRows, MaskingRate, TokenBlocks
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import documents
 from tests.helpers.token_toys import token_data

@@ -15,10 +15,10 @@ from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
-from lm_experiments_tools.data.objectives.denoisers import PrefixDenoiser
-from lm_experiments_tools.data.objectives.denoising import PrefixLMDataset, SpanCorruptionDataset
+from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
 from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset, mask_id, mask_tokens
-from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser, PrefixLMDataset
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
 from lm_experiments_tools.data.objectives.ul2 import UL2Dataset, build_schedule, mode_ids
 from lm_experiments_tools.data.order import epoch_shift, sample_words
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -42,7 +42,8 @@ def text(num_tokens):
 
 
 def span_corruption(tokens, **options):
-    return SpanCorruptionDataset(tokens, 32, **{"sentinel_ids": SENTINELS, "eos_id": 1, **IDS, **options})
+    settings = {"inputs_length": 32, "sentinel_ids": SENTINELS, "eos_id": 1, **IDS}
+    return SpanCorruptionDataset(tokens, **{**settings, **options})
 
 
 def prefix_lm(tokens, **options):
@@ -152,34 +153,11 @@ def test_worked_example_of_masked_lm():
     assert labels.tolist() == [-100, 11, 12, 13, -100, -100]
 
 
-class Sized:
-    """A dataset of nothing but lengths."""
-
-    def __init__(self, lengths):
-        self.of = np.asarray(lengths)
-        self.fingerprint = "x"
-
-    def __len__(self):
-        return len(self.of)
-
-    def lengths(self, samples):
-        lengths = self.of[samples % len(self.of)]
-        return np.stack([lengths, lengths])
-
-
-def test_worked_example_of_buckets():
-    lengths = [5, 9, 2, 7, 1, 8, 3, 6]
-    orders = {tuple(BucketedDataset(Sized(lengths), 2, seed).arranged(np.arange(8)).tolist()) for seed in range(400)}
-    assert (7, 3, 4, 2, 5, 1, 6, 0) in orders and len(orders) == 24
-    pairs = {(4, 2), (6, 0), (7, 3), (5, 1)}
-    assert all(set(zip(order[::2], order[1::2], strict=True)) == pairs for order in orders)
-
-
 # ---- the tape
 
 
 @every_objective
-@pytest.mark.parametrize("num_tokens", [997, 1240])
+@pytest.mark.parametrize("num_tokens", [33, 34, 35, 68, 997, 1240])
 def test_every_token_is_read_exactly_once_an_epoch(make, num_tokens):
     data = make(text(num_tokens))
     for epoch in range(3):
@@ -200,9 +178,9 @@ def test_less_than_a_row_is_one_padded_example(make, num_tokens):
 @every_objective
 def test_an_example_does_not_depend_on_its_batch(make):
     data = make(text(1000))
-    samples = np.array([5, 0, 2 * len(data) + 3, len(data) - 1, 7, 5])
+    samples = np.array([*range(70, 0, -1), 5, 0, 999_999, 2 * len(data) + 3, len(data) - 1, 7, 5])
     whole = data.batch(samples)
-    for place, sample in enumerate(samples.tolist()):
+    for place, sample in [*enumerate(samples.tolist())][60:]:
         assert same(make(text(1000)).batch(np.array([sample])), {k: v[place : place + 1] for k, v in whole.items()})
 
 
@@ -220,27 +198,6 @@ def test_masks_and_labels_say_what_is_padding(make):
 
 
 @every_objective
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_global_batches_are_the_same_for_any_number_of_workers(make, world_size):
-    one = TrainLoader(make(text(1000)), 8, prefetch=False)
-    ranks = [TrainLoader(make(text(1000)), 8 // world_size, r, world_size, prefetch=False) for r in range(world_size)]
-    for _ in range(2 * len(one.dataset) // 8):
-        expected, parts = next(one), [next(loader) for loader in ranks]
-        for name, values in expected.items():
-            joined = np.stack([part[name].numpy() for part in parts], axis=1).reshape(values.shape)
-            assert (joined == values.numpy()).all()
-
-
-@every_objective
-def test_seek_equals_consuming(make):
-    loader = TrainLoader(make(text(700)), 6, prefetch=False)
-    batches = [next(loader) for _ in range(12)]
-    for step in (7, 0, 11, 3):
-        loader = TrainLoader(make(text(700)), 6, consumed_samples=6 * step, prefetch=False)
-        assert same(next(loader), batches[step])
-
-
-@every_objective
 def test_epochs_and_seeds_differ(make):
     data, other = make(text(1000)), make(text(1000), seed=1)
     here = np.arange(len(data) - 1)
@@ -252,6 +209,16 @@ def test_epochs_and_seeds_differ(make):
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
+        (
+            span_corruption,
+            [
+                {"inputs_length": 33},
+                {"noise_density": 0.3},
+                {"mean_noise_span_length": 4.0},
+                {"sentinel_ids": SENTINELS[:50]},
+                {"eos_id": 2},
+            ],
+        ),
         (prefix_lm, [{"inputs_length": 33}, {"targets_length": 16}, {"eos_id": 2}]),
         (
             ul2,
@@ -350,28 +317,22 @@ def test_denoisers_read_as_much_as_fits():
 # ---- buckets
 
 
-@pytest.mark.parametrize("bucket_rows", [1, 8, 32])
-@pytest.mark.parametrize("num_samples", [5, 100, 777])
-def test_buckets_keep_each_sample_once_an_epoch(bucket_rows, num_samples):
-    data = BucketedDataset(Sized(np.random.default_rng(0).integers(1, 99, num_samples)), bucket_rows, 0)
-    for epoch in range(3):
-        samples = data.arranged(np.arange(num_samples) + epoch * num_samples)
-        assert sorted(samples.tolist()) == list(range(epoch * num_samples, (epoch + 1) * num_samples))
-
-
-@pytest.mark.parametrize("make", [prefix_lm, ul2])
-@pytest.mark.parametrize("rows", [8, 64])
-def test_padding_stays_under_ten_percent_where_it_was_thirty(make, rows):
+@pytest.mark.parametrize(
+    ("make", "bucket_rows", "rows"),
+    [(prefix_lm, 8, 8), (prefix_lm, 64, 64), (ul2, 8, 8), (ul2, 64, 64), (prefix_lm, 1, 32), (prefix_lm, 8, 32)],
+)
+def test_padding_is_that_of_micro_batches_and_small_where_they_are_buckets(make, bucket_rows, rows):
     data = make(source(np.full(900_000, 20)), inputs_length=256, targets_length=256)
-    bucketed = BucketedDataset(data, rows, 0)
-    assert bucketed.padding() < 0.07 and bucketed.padding(bucketed=False) > 0.2
+    bucketed = BucketedDataset(data, bucket_rows, 0, micro_rows=rows)
+    if bucket_rows == rows:
+        assert bucketed.padding() < 0.07 and bucketed.padding(bucketed=False) > 0.2
     cells = tokens = 0
     for start in range(0, len(data) - rows, rows):  # as the loop trims micro-batches
         batch = bucketed.batch(np.arange(start, start + rows))
         for used in (batch["attention_mask"] == 1, batch["labels"] != -100):
             tokens += used.sum()
             cells += used.shape[0] * min(-(-int(used.sum(axis=1).max()) // 8) * 8, used.shape[1])
-    assert 1 - tokens / cells == pytest.approx(bucketed.padding(), abs=0.015) and 1 - tokens / cells < 0.08
+    assert 1 - tokens / cells == pytest.approx(bucketed.padding(), abs=0.015)
 
 
 def test_lengths_are_those_of_the_samples():
@@ -391,25 +352,12 @@ def test_a_step_holds_the_same_samples_however_it_is_split(tmp_path, task):
             data_path=("x",), task=task, input_seq_len=64, model_cfg="x", lr=1.0, batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
         )  # fmt: skip
-        data = objective_dataset(context(args, words), source(np.full(9000, 20)), world_size)
+        data = mixed_dataset(context(args, words), [source(np.full(9000, 20))], world_size)
         loaders = [TrainLoader(data, batch_size * accumulation, rank, world_size) for rank in range(world_size)]
         step[batch_size] = torch.stack([next(loader)["labels"] for loader in loaders], 1).flatten(0, 1)
         for loader in loaders:
             loader.close()
     assert all(torch.equal(step[32], other) for other in step.values())
-
-
-@pytest.mark.parametrize("bucket_rows", [1, 8, 32])
-def test_padding_is_counted_over_the_rows_that_are_padded_alike(bucket_rows):
-    data = prefix_lm(source(np.full(300_000, 20)), inputs_length=128, targets_length=128)
-    bucketed = BucketedDataset(data, bucket_rows, 0, micro_rows=32)
-    cells = tokens = 0
-    for start in range(0, len(data) - 32, 32):
-        batch = bucketed.batch(np.arange(start, start + 32))
-        for used in (batch["attention_mask"] == 1, batch["labels"] != -100):
-            tokens += used.sum()
-            cells += 32 * min(-(-int(used.sum(axis=1).max()) // 8) * 8, used.shape[1])
-    assert 1 - tokens / cells == pytest.approx(bucketed.padding(), abs=0.015)
 
 
 def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_batch():
@@ -445,7 +393,7 @@ def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
     assert [words.piece(i) for i in mode_ids(words).values()] == [f"<extra_id_{k}>" for k in (99, 98, 97)]
     assert words.piece(mask_id(words)) == "<extra_id_0>"
     args = T5PretrainingArgs(data_path=("x",), task="ul2", input_seq_len=64, model_cfg="x", lr=1.0)
-    data = objective_dataset(context(args, words), source(np.full(9000, 20))).dataset
+    data = mixed_dataset(context(args, words), [source(np.full(9000, 20))]).dataset
     assert data.sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
     ids = data.batch(np.arange(len(data)))
     assert set(ids["input_ids"][:, 0].tolist()) == set(mode_ids(words).values())
@@ -464,13 +412,13 @@ def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
     args = T5PretrainingArgs(data_path=("x",), task=task, input_seq_len=64, model_cfg="t5-micro", lr=1.0)
     tokens, words = [source(np.full(9000, 20)), source(np.full(4000, 21), "y")], vocabulary(tmp_path)
     for data in (
-        objective_dataset(context(args, words), tokens, 2),
+        mixed_dataset(context(args, words), [tokens], 2),
         mixed_dataset(context(args, words), tokens, 2),
     ):
         assert {"input_ids", "attention_mask", "labels"} == set(data.batch(np.arange(4)))
         assert task.split("_")[0][:4] in data.describe().replace("masked LM", "mlm")
         assert ("all lengths in each 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
-    assert objective_dataset(context(args, words), tokens).fingerprint != data.fingerprint
+    assert mixed_dataset(context(args, words), [tokens]).fingerprint != data.fingerprint
 
 
 # ---- refusals

@@ -5,7 +5,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.objectives.span_corruption import (
+from lm_experiments_tools.data.objectives.denoising import (
     corrupt,
     count_spans,
     plan_spans,

@@ -17,7 +17,7 @@ from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.tokenize import TextEncoder
+from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import make_texts
 
@@ -205,7 +205,7 @@ def test_any_position_of_a_mixture_is_found_again(two_texts):
     for document in islice(text, 3000):  # several epochs of b
         documents.append(document)
         positions.append(json.loads(json.dumps(asdict(text.position))))
-    assert text.position.texts[1].position.epoch > 3
+    assert text.position.texts[1].epoch > 3
     for number in (0, 1, 2, 700, 2000, 2990):
         assert list(islice(open_mixed(plan, 1, positions[number]), 10)) == documents[number : number + 10]
 
@@ -232,6 +232,6 @@ def test_bad_lines_of_a_text_that_streams_share_are_listed_by_one_of_them(two_te
     for stream in range(4):
         text = open_mixed(plan, stream, max_bad_lines=10)
         list(islice(text, 200))
-        found += [bad.line for _, bad in text.rejected]
+        found += [bad.line for bad in text.rejected]
         assert text.position.rejected == len(text.rejected)
     assert found == [1, 11, 21, 31, 41]

@@ -71,20 +71,18 @@ def test_every_kind_of_line_is_kept_or_quarantined_with_file_line_and_reason(tmp
     assert bad[0]["content"] == '{"text": "fine"'
 
 
-def test_blank_lines_and_a_byte_order_mark_are_no_data(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}')
-    assert [d.value for d in read(tmp_path, [data])] == ["one", "two"]
+@pytest.mark.parametrize(
+    ("content", "key", "texts"),
+    [
+        (b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}', "text", ["one", "two"]),
+        ('{"text": "a\u2028b\u0085c\\u000bd"}\n'.encode(), "text", ["a\u2028b\u0085c\x0bd"]),  # no ends of lines
+        (b'{"content": "yes", "text": 5}\n', "content", ["yes"]),
+    ],
+)
+def test_blank_lines_and_a_byte_order_mark_are_no_data(tmp_path, content, key, texts):
+    (tmp_path / "data.jsonl").write_bytes(content)
+    assert [d.value for d in read(tmp_path, [tmp_path / "data.jsonl"], text_key=key)] == texts
     assert not (tmp_path / "bad.jsonl").exists()
-
-
-def test_unicode_line_separators_do_not_break_lines(tmp_path):
-    data = tmp_path / "data.jsonl"
-    text = "a\u2028b\u0085c\x0bd"
-    data.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
-    # a raw vertical tab is not allowed in JSON, an escaped one is
-    data.write_bytes(data.read_bytes().replace(b"\x0b", b"\\u000b"))
-    assert [d.value for d in read(tmp_path, [data])] == [text]
 
 
 def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path):
@@ -108,12 +106,6 @@ def test_compressed_files_and_folders_in_sorted_order(tmp_path):
     (folder / ".hidden.txt").write_bytes(b"x")
     (folder / ".cache" / "x.txt").write_bytes(b"x")
     assert [d.value for d in read(tmp_path, [folder])] == ["a", "b", "c", "d1", "d2"]
-
-
-def test_another_text_key(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"content": "yes"}\n{"text": "no"}\n')
-    assert [d.value for d in read(tmp_path, [data], text_key="content")] == ["yes"]
 
 
 def test_more_bad_lines_than_allowed_is_one_sentence_with_the_first_reason(tmp_path):
@@ -171,16 +163,6 @@ def test_inputs_that_cannot_be_read_are_named(tmp_path):
             read(tmp_path, [tmp_path / item])
     with pytest.raises(UserError, match="an empty list of inputs"):
         read(tmp_path, [])
-
-
-def test_a_damaged_gzip_file_is_named_with_the_line(tmp_path):
-    lines = b"".join(b'{"text": "%d"}\n' % random.Random(i).getrandbits(200) for i in range(2000))
-    good = gzip.compress(lines)
-    data = tmp_path / "data.jsonl.gz"
-    for content, first in [(good[: len(good) // 2], r"[1-9]\d*"), (lines, "0")]:
-        data.write_bytes(content)
-        with pytest.raises(UserError, match=rf"data\.jsonl\.gz is damaged after line {first} "):
-            read(tmp_path, [data])
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lm_experiments_tools.data.examples.rows import BadRows, Row, converted
+from lm_experiments_tools.data.examples.rows import BadRows, Row
 from lm_experiments_tools.data.text import records as module
-from lm_experiments_tools.data.text.records import BadRecord, RejectedRecords, allowed, is_hopeless
+from lm_experiments_tools.data.text.records import BadRecord, RejectedRecords, TooManyRejected, allowed, converted
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
@@ -36,9 +36,16 @@ def test_lines_are_allowed_by_what_was_read_before_them():
             bad.add(f"c:{number}", "broken")
 
 
-def test_a_part_is_given_up_only_where_most_of_very_many_lines_are_bad():
-    assert not is_hopeless(None, 9_000, 9_000) and not is_hopeless(None, 20_000, 50_000)
-    assert is_hopeless(None, 10_001, 20_001) and is_hopeless(3, 4, 1_000_000)
+@pytest.mark.parametrize(
+    ("limit", "good", "most"), [(None, 0, 10_000), (None, 20_002, 20_002), (None, 19_999, 19_999), (3, 999_996, 3)]
+)
+def test_a_part_is_given_up_only_where_most_of_very_many_lines_are_bad(limit, good, most):
+    bad = RejectedRecords(limit, of_part=True)
+    bad.accept(good)
+    for number in range(most):
+        bad.add(f"a:{number}", "broken")
+    with pytest.raises(TooManyRejected, match=rf": {most + 1} so far, the first is a:0: broken$"):
+        bad.add("a", "broken")
 
 
 @pytest.fixture

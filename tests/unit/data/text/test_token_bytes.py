@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import BertTokenizerFast, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from lm_experiments_tools.data.text.token_bytes import pretrained_token_bytes
+from lm_experiments_tools.data.text.fast_tokenizer import pretrained_token_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.tokenizer_toys import byte_fallback_tokenizer, byte_level_tokenizer

@@ -9,8 +9,9 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lm_experiments_tools.data.objectives.mlm import mask_id
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import TextEncoder, check_vocabulary, tokenize_corpus
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import write_jsonl
 from tests.helpers.tokenizer_toys import BERT_LIKE, TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
@@ -99,7 +100,7 @@ def test_the_tokenizer_beside_a_checkpoint_is_the_same_vocabulary(pair, tmp_path
 
 def test_documents_are_encoded_whole_because_newlines_are_kept(pair):
     vocabulary = Vocabulary.load(pair[0])
-    (ids,) = TextEncoder.of(vocabulary, append_eos=True).encode_texts(["a\nb"])
+    ids = TextEncoder.of(vocabulary, append_eos=True).encode([["a\nb"]]).ids
     assert list(ids) == [*vocabulary.encode("a\nb"), vocabulary.eos_id] and "\n" in vocabulary.decode(ids)
 
 

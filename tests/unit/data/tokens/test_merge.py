@@ -11,7 +11,7 @@ import pytest
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens import indexed, pipeline
+from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens.files import dataset_exists, token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.merge import merge_datasets
@@ -102,28 +102,6 @@ def test_the_index_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
     dataset = IndexedDataset(tmp_path / "x")
     assert [dataset[i].tolist() for i in range(5000)] == sequences
     assert dataset.document_indices.tolist() == list(range(5001))
-
-
-def test_a_shard_goes_on_where_it_was_killed(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "_MIN_SHARD_BYTES", 10_000)
-    real, done = pipeline.encode_shard, []
-
-    def encode_shard(part, *rest):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(part)
-        return real(part, *rest)
-
-    options = {"workers": 1, "shard": (1, SHARDS)}
-    tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "whole", **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "encode_shard", encode_shard)
-        with pytest.raises(KeyboardInterrupt):
-            tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "t", **options)
-    monkeypatch.setattr(pipeline, "encode_shard", lambda part, *rest: done.append(part) or real(part, *rest))
-    tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "t", **options)
-    assert len(done) == len(set(done)) > 2
-    assert files(each(str(tmp_path / "t"))[1]) == files(each(str(tmp_path / "whole"))[1])
 
 
 @pytest.mark.parametrize("count", [1, 7, 40])

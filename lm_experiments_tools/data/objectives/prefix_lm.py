@@ -1,88 +1,37 @@
-"""Denoisers: inputs and targets from a row of text by span corruption or prefix LM, with one interface.
+"""Prefix LM (Raffel et al., 2020, section 3.1.4): the beginning of a row is the input, the rest the target.
 
-`draw` chooses a split of each row from `words_per_sample` random words, `lengths` are those that follow, `write` makes
-the examples. Given the same split, examples equal those of the `t5` package. One worked example of prefix LM with a
-prefix of 3, EOS 1, padding 0 and -100, without and with a mode token 98:
+One worked example with a prefix of 3, EOS 1, padding 0 and -100, without and with a mode token 98:
 
     tokens     10 11 12 13 14
     inputs     10 11 12  1  0          98 10 11 12  1  0
     targets    13 14  1 -100 -100      13 14  1 -100 -100
+
+Given the same prefixes, examples equal those of the `t5` package.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm_experiments_tools.data.objectives.span_corruption import SpanCounts, corrupt, count_spans, random_span_lengths
+from lm_experiments_tools.data.objectives.denoising import DenoisingDataset
+from lm_experiments_tools.data.objectives.token_stream import TokenSource
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.objectives.registry import ObjectiveContext
 
 _32 = np.uint64(32)
 
 
-@dataclass(frozen=True)
-class SpanDenoiser:
-    """Span corruption (see span_corruption.py).
-
-    Attributes:
-        counts: tokens, noise tokens and spans of a row.
-        noise_density, mean_noise_span_length: the settings of `counts`.
-        sentinel_ids: int64, at least one for each span.
-        mode_id: prepended to the inputs, if not None.
-        varies: True if lengths differ between rows.
-    """
-
-    counts: SpanCounts
-    noise_density: float
-    mean_noise_span_length: float
-    sentinel_ids: np.ndarray
-    eos_id: int
-    pad_id: int
-    mode_id: int | None = None
-    varies = False
-
-    @property
-    def tokens_length(self) -> int:
-        return self.counts.tokens_length
-
-    @property
-    def inputs_length(self) -> int:
-        return self.counts.inputs_length + (self.mode_id is not None)
-
-    @property
-    def targets_length(self) -> int:
-        return self.counts.targets_length
-
-    @property
-    def words_per_sample(self) -> int:
-        return self.counts.words_per_sample
-
-    def for_length(self, tokens_length: int) -> SpanDenoiser:
-        """The same noise for rows of another length."""
-        return replace(self, counts=count_spans(tokens_length, self.noise_density, self.mean_noise_span_length))
-
-    def draw(self, words: np.ndarray) -> np.ndarray:
-        """Span lengths int64[n, spans, 2] from words uint64[words_per_sample, n]."""
-        return random_span_lengths(self.counts, words)
-
-    def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of inputs and targets, int64[n] each."""
-        return np.full(len(drawn), self.inputs_length), np.full(len(drawn), self.targets_length)
-
-    def write(
-        self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
-    ) -> None:
-        """Fill rows of a batch with the examples of tokens int64[n, tokens_length]."""
-        mode, end = int(self.mode_id is not None), self.inputs_length
-        inputs, targets = corrupt(tokens, drawn, self.sentinel_ids, self.eos_id)
-        input_ids[:, mode:end], labels[:, : self.targets_length] = inputs, targets
-        if mode:
-            input_ids[:, 0] = self.mode_id
-        input_ids[:, end:] = self.pad_id
-        labels[:, self.targets_length :] = IGNORED_LABEL
-        mask[:, :end] = 1
-        mask[:, end:] = 0
+def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> PrefixLMDataset:
+    """`--task prefix_lm`."""
+    lengths = context.args.input_seq_len, context.args.target_seq_len
+    return PrefixLMDataset(tokens, *lengths, eos_id=context.vocabulary.eos_id, **context.stream_options())
 
 
 @dataclass(frozen=True)
@@ -153,4 +102,46 @@ class PrefixDenoiser:
         np.copyto(labels, IGNORED_LABEL, where=positions > (length - drawn)[:, None])
 
 
-Denoiser = SpanDenoiser | PrefixDenoiser
+class PrefixLMDataset(DenoisingDataset):
+    """Prefixes of rows and the rest of them.
+
+    Rows have `inputs_length - 1` tokens, as in t5, but are cut from the token stream: none is short.
+
+    Args:
+        tokens, eos_id, pad_id, vocab_size, seed: as `SpanCorruptionDataset`.
+        inputs_length: tokens of an input, EOS included; at least 3.
+        targets_length: longest target, EOS included; at least 2. Prefixes are longer where it is less than
+            `inputs_length - 1`.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSource | Sequence[TokenSource],
+        inputs_length: int,
+        targets_length: int,
+        *,
+        eos_id: int,
+        pad_id: int,
+        vocab_size: int,
+        seed: int = 0,
+    ) -> None:
+        if inputs_length < 3 or targets_length < 2:
+            raise UserError(
+                f"prefix LM needs at least 3 inputs and 2 targets, but --input_seq_len is {inputs_length} and "
+                f"--target_seq_len {targets_length}."
+            )
+        self.denoiser = PrefixDenoiser(inputs_length - 1, 0.5, targets_length, eos_id, pad_id)
+        super().__init__(tokens, [self.denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed)
+
+    def describe(self) -> str:
+        """The objective and the size of the data, for the log."""
+        longest = self.denoiser.tokens_length - 1
+        return (
+            f"prefix LM, {longest + 1} tokens -> a prefix of {self.denoiser.shortest} to {longest} and the rest; "
+            f"{self.num_tokens:,} training tokens"
+        )
+
+    def settings(self) -> dict[str, Any]:
+        denoiser = self.denoiser
+        lengths, ids = [denoiser.tokens_length, denoiser.shortest], [denoiser.eos_id, self.pad_id]
+        return {"task": "prefix_lm", "lengths": lengths, "ids": ids}

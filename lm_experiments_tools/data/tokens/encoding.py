@@ -1,0 +1,205 @@
+"""Text to token ids, one way for all: `lmtools tokenize`, --streaming, `lmtools inspect`, BERT's preprocess_data.py.
+
+    records (records.py) -> Encoder.parts -> batches of documents -> Encoder.encode -> token files, chunks of a stream
+
+`TextEncoder` serves T5 and its kind: a document is one sequence. `megatron.encoding.SentenceEncoder` serves BERT.
+"""
+
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from lm_experiments_tools.data.text.records import (
+    Record,
+    RejectedRecords,
+    TooManyRejected,
+    converted,
+    read_shard,
+    utf8_length,
+)
+from lm_experiments_tools.data.text.sources import Shard
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.data.workers import Caller
+from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_BATCH_CHARACTERS = 1 << 19  # per call into a tokenizer: a tenth of a second for BERT's
+
+
+@dataclass
+class EncodedDocuments:
+    """Consecutive documents of one or more sequences.
+
+    Attributes:
+        ids: of all sequences.
+        sequence_lengths, num_sequences: of each sequence, in ids, and of each document, in sequences.
+        num_bytes: of their text.
+        num_empty: documents without tokens, which were left out.
+    """
+
+    ids: np.ndarray
+    sequence_lengths: np.ndarray
+    num_sequences: np.ndarray
+    num_bytes: int
+    num_empty: int = 0
+
+
+class Encoder(Protocol):
+    """Records to ids; pickled to the worker processes.
+
+    Attributes:
+        key: of the text in a record; None: `parts` gets all fields.
+        suffixes: of the token files that a shard becomes.
+        dtype: of the ids.
+        max_bytes: larger records are rejected; None: the default.
+        identity: JSON value that changes whenever the ids of a text could.
+    """
+
+    key: str | None
+    suffixes: Sequence[str]
+    dtype: np.dtype
+    max_bytes: int | None
+    identity: Any
+
+    def parts(self, record: Record) -> list[list[str]]:
+        """The texts to encode for each suffix. Raises BadRecord."""
+
+    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
+        """The ids of documents, each a list of texts."""
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Texts to ids by a vocabulary (an `Encoder`).
+
+    Attributes:
+        key: of the text in a record.
+        append_eos: end each document with EOS.
+        encode_by: "line" or "document", see `tokenize.tokenize_corpus`.
+    """
+
+    vocabulary: Vocabulary
+    key: str
+    append_eos: bool
+    encode_by: str
+    suffixes = ("",)
+    max_bytes = None
+
+    @classmethod
+    def of(
+        cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
+    ) -> "TextEncoder":
+        """The encoder; `encode_by` None: as suits the vocabulary (`Vocabulary.encode_by`)."""
+        if encode_by not in (None, "line", "document"):
+            raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
+        if encode_by == "line" != vocabulary.encode_by:
+            logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
+        return cls(vocabulary, text_key, append_eos, encode_by or vocabulary.encode_by)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_dtype(self.vocabulary.size)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "vocab_sha256": self.vocabulary.sha256,
+            "text_key": self.key,
+            "append_eos": self.append_eos,
+            "encode_by": self.encode_by,
+        }
+
+    def parts(self, record: Record) -> list[list[str]]:
+        return [[record.value] if self.encode_by == "document" else record.value.split("\n")]
+
+    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
+        """The ids of documents, each the list of its parts; one call into the vocabulary."""
+        parts = [part for document in documents for part in document]
+        encoded = self.vocabulary.encode_batch(parts)
+        ids = np.frombuffer(b"".join(array("i", ids) for ids in encoded), np.int32)
+        num_parts = np.fromiter(map(len, documents), np.int64, len(documents))
+        part_ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+        ends = part_ends[np.cumsum(num_parts) - 1]
+        lengths = np.diff(ends, prepend=0)
+        if self.append_eos:
+            ids, lengths = np.insert(ids, ends, self.vocabulary.eos_id), lengths + 1
+        num_bytes = sum(map(utf8_length, parts)) + len(parts) - len(documents)  # newlines between parts
+        return EncodedDocuments(ids, lengths, np.ones(len(documents), np.int64), num_bytes)
+
+
+def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
+    """Consecutive items in lists, each ended by the item that fills it up to `size`."""
+    batch: list[T] = []
+    filled = 0
+    for item in items:
+        batch.append(item)
+        filled += size_of(item)
+        if filled >= size:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
+
+
+class EncodedWriter(IndexedDatasetWriter):
+    """A token file, with the bytes of its text and the number of documents left out as empty."""
+
+    num_bytes = num_empty = 0
+
+    def add(self, encoded: EncodedDocuments) -> None:
+        """Append documents."""
+        self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
+        self.num_bytes += encoded.num_bytes
+        self.num_empty += encoded.num_empty
+
+    def add_shard(self, shard: IndexedDataset) -> None:
+        """Append the token file of a shard."""
+        self.add_dataset(shard)
+        self.num_bytes += shard.meta["num_bytes"]
+        self.num_empty += shard.meta["empty_documents"]
+
+
+def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
+    """Encode a shard into a token file for each suffix; rejected records are listed in `prefix`.bad.jsonl.
+
+    Returns:
+        Number of rejected records, and False where they were too many and the shard was abandoned.
+    """
+    rejected = RejectedRecords(limit, f"{prefix}.bad.jsonl", of_part=True)
+    try:
+        with closing(rejected), ExitStack() as stack:
+            names = [prefix + suffix for suffix in encoder.suffixes]
+            writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
+            documents = converted(read_shard(shard, encoder.key, max_bytes=encoder.max_bytes), encoder.parts, rejected)
+            for batch in batches(documents, _num_characters, _BATCH_CHARACTERS):
+                for writer, texts in zip(writers, zip(*batch, strict=True), strict=True):
+                    writer.add(encoder.encode(texts))
+            for writer in writers:
+                writer.finalize({
+                    "num_lines": rejected.lines - rejected.count,
+                    "bad_lines": rejected.count,
+                    "num_documents": writer.num_documents,
+                    "num_bytes": writer.num_bytes,
+                    "empty_documents": writer.num_empty + rejected.num_empty,
+                    "bin_sha256": writer.bin_sha256,
+                })  # fmt: skip
+    except TooManyRejected:
+        return rejected.count, False
+    return rejected.count, True
+
+
+def _num_characters(parts: list[list[str]]) -> int:
+    return sum(len(text) for texts in parts for text in texts)
+
+
+def work(caller: Caller) -> None:
+    """A worker process, which encodes the shards it receives."""
+    caller.serve(lambda settings: lambda job: encode_shard(*job, *settings))
