@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
 from lm_experiments_tools.files import dump_json, write_atomic
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.modules.inspection import evaluated, forward_names
 from lm_experiments_tools.recipes import common
 from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.training.generators import preserved_random_state
@@ -192,18 +191,6 @@ def _probe(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
     segments = torch.tensor([1, 2]).repeat_interleave(length).repeat(3, 1)
     inputs = {"input_ids": ids, "segment_ids": segments, "attention_mask": torch.ones_like(ids)}
     return inputs if model_type == "encoder" else {**inputs, "labels": ids, "decoder_segment_ids": segments}
-
-
-@contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module gets its previous mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def evaluate_last(trainer: TrainingLoop, data: FinetuningData) -> None:

@@ -22,7 +22,8 @@ from lm_experiments_tools.data.objectives.registry import (
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.models.build import check_vocabulary
+from lm_experiments_tools.models.build import check_positions, check_vocabulary
+from lm_experiments_tools.modules.inspection import evaluated
 from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss, with_bytes
@@ -192,12 +193,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
             f"of kind {kind}: {advice}, or another --task."
         )
     check_vocabulary(model.config, vocabulary_size)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and args.input_seq_len > positions:
-        raise UserError(
-            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions "
-            "(max_position_embeddings)."
-        )
+    check_positions(model.config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
 
 
 def check_examples(args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind) -> None:
@@ -217,11 +213,8 @@ def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int =
     ids = torch.arange(num_tokens)[None]
     other = ids.clone()
     other[0, -1] = 0
-    training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluated(model), torch.no_grad():
         first, second = (model(input_ids=row)["logits"][0, 0] for row in (ids, other))
-    model.train(training)
     if not torch.equal(first, second):
         raise UserError(
             f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it is to predict; set is_decoder to "

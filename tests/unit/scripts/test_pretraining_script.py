@@ -398,7 +398,7 @@ def test_an_objective_wants_its_kind_of_model(work, vocab):
     t5 = "mlm is for encoders, .*T5ForConditionalGeneration is of kind encoder-decoder"
     refused(vocab, t5, task="mlm", target_seq_len=None)
     refused(vocab, "causal_lm is for decoders and encoder-decoders", **{**masked, "task": "causal_lm"})
-    refused(vocab, "--input_seq_len 65 is more than the model's 64 positions", **causal, input_seq_len=65)
+    refused(vocab, "--input_seq_len 65 is more than the 64 positions", **causal, input_seq_len=65)
 
 
 def test_masked_lm_scores_masked_positions_only(work, vocab, monkeypatch):
