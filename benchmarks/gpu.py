@@ -18,6 +18,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -193,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="results, logs and caches")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, joined by commas")
+    parser.add_argument("--only", default="", help="regular expression that names of cases must contain")
     parser.add_argument("--budget_s", type=float, default=540, help="seconds after which this call ends")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU computes in seconds")
@@ -208,7 +210,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu --tiny tries the benchmark itself")
     common = set_up(options)
-    cases = [case for case in all_cases(common, options.tiny) if case.part in parts]
+    cases = [c for c in all_cases(common, options.tiny) if c.part in parts and re.search(options.only, c.name)]
     left = run(cases, options, Results(options.output / "results.jsonl"))
     print(f"{len(left)} cases are left: run the same command again" if left else "nothing is left: --report")
 

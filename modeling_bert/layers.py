@@ -103,7 +103,7 @@ class BertSelfAttention(CanBeFast):
             of_content = self.distance_embedding(q, k)
             bias = of_content if bias is None else of_content + bias
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
-        backend = backend_for(self.config)
+        backend = backend_for(self.config, self.is_fast and self.training and x.is_cuda)
         output, weights = attend(
             q,
             k,
@@ -211,7 +211,7 @@ class BertEncoder(nn.Module):
         whole = self.position, *self._bias(self.position.bias(length, length, device=x.device), x, spec)
         local = whole
         if self.local_position is not None:
-            skips_blocks = backend_for(self.config) == "auto"
+            skips_blocks = self._backend(x) == "auto"
             bias, of_local = self._bias(window_bias(self.config, skips_blocks, x), x, spec, is_local=True)
             local = self.local_position, bias, of_local._replace(layout=self.local_layout if skips_blocks else None)
         types = self.config.layer_types or ["full_attention"] * len(self.layer)
@@ -221,11 +221,14 @@ class BertEncoder(nn.Module):
             x = layer(x, bias, of_kind, position, offset, output_attentions)
         return self.last_layer_ln(x)
 
+    def _backend(self, x: Tensor) -> str:
+        return backend_for(self.config, self.layer[0].is_fast and self.training and x.is_cuda)
+
     def _bias(
         self, bias: Bias | None, x: Tensor, spec: AttentionSpec, is_local: bool = False
     ) -> tuple[Bias | None, AttentionSpec]:
         """The bias that layers of a kind share, and their spec, in which it may have replaced the segment IDs."""
-        length, backend = x.shape[1], backend_for(self.config)
+        length, backend = x.shape[1], self._backend(x)
         bias_backend = backend if spec.mask is None else "sdpa"  # under a mask of queries by keys all is dense
         is_dense = self.config.sparse_config_cls is None and not is_local
         bias = shared_bias(bias, length, length, bias_backend, x.device, is_dense, self.training)
@@ -237,9 +240,10 @@ class BertEncoder(nn.Module):
         return bias, spec
 
 
-def backend_for(config: BertConfig) -> str:
-    """The attention backend: "auto" where there is a layout, else that of attn_implementation."""
-    return "auto" if config.sparse_config_cls is not None else backend_of(config._attn_implementation)
+def backend_for(config: BertConfig, is_fused: bool = False) -> str:
+    """The attention backend: "auto" with a layout, and instead of "sdpa" in the fused path on a GPU (`is_fused`)."""
+    named = backend_of(config._attn_implementation)
+    return "auto" if config.sparse_config_cls is not None or is_fused and named == "sdpa" else named
 
 
 def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:

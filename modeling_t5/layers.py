@@ -215,8 +215,13 @@ class T5Attention(nn.Module):
 
     @property
     def backend(self) -> str:
-        """The attention backend; "auto" is that of attn_implementation="block_sparse"."""
-        return "auto" if self.layout is not None else backend_of(self.config._attn_implementation)
+        """The attention backend; "auto" is that of attn_implementation="block_sparse".
+
+        The fused path on a GPU takes "auto" instead of "sdpa", whose gradient of a bias is a matrix for each sequence.
+        """
+        named = backend_of(self.config._attn_implementation)
+        is_fused = self.is_fast and self.training and named == "sdpa" and self.o.weight.is_cuda
+        return "auto" if self.layout is not None or is_fused else named
 
     @property
     def takes_segments(self) -> bool:

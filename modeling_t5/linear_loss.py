@@ -7,10 +7,14 @@ pass, and nothing is computed twice (Wijmans et al. 2024, arXiv 2411.09009; Hsu 
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
@@ -74,7 +78,12 @@ class _LinearTokenLoss(torch.autograd.Function):
                 x.split(chunk_size), labels.split(chunk_size), range(0, max(1, len(x)), chunk_size), strict=True
             ):
                 logits = rows @ w.T
-                total.append(turn_into_gradient(logits, targets, z_loss, label_smoothing))
+                fused = _fused() if logits.is_cuda and not isinstance(logits, FakeTensor) else None
+                if fused is not None:
+                    loss, logits = fused(logits, targets, z_loss, label_smoothing)
+                else:
+                    loss = turn_into_gradient(logits, targets, z_loss, label_smoothing)
+                total.append(loss)
                 if wants_states:
                     torch.mm(logits, w, out=grad_states[place : place + len(rows)])
                 if wants_weight:
@@ -92,6 +101,30 @@ class _LinearTokenLoss(torch.autograd.Function):
             for product, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
+
+
+@cache
+def _fused() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """`loss_and_gradient` in a few kernels of a GPU; None without a compiler for them."""
+    return torch.compile(loss_and_gradient) if importlib.util.find_spec("triton") else None
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """The loss of logits [tokens, vocabulary], and its gradient in their dtype."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    is_valid = (labels != IGNORED)[:, None]
+    index = labels.where(labels != IGNORED, 0)[:, None]
+    log_z = x.logsumexp(1, keepdim=True)
+    loss = log_z - (1 - label_smoothing) * x.gather(1, index)
+    if label_smoothing:
+        loss = loss - label_smoothing * x.mean(1, keepdim=True)
+    probabilities = (x - log_z).exp()
+    if z_loss:
+        loss = loss + z_loss * log_z.square()
+        probabilities = probabilities * (1 + 2 * z_loss * log_z)
+    is_target = (torch.arange(x.shape[1], device=x.device) == index).to(x.dtype)
+    wanted = (1 - label_smoothing) * is_target + label_smoothing / x.shape[1]
+    return (loss * is_valid).sum(), ((probabilities - wanted) * is_valid).to(logits.dtype)
 
 
 def turn_into_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> Tensor:

@@ -14,6 +14,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, T5Table
 from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec, causal_mask
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
@@ -209,19 +210,23 @@ class T5Stack(T5PreTrainedModel):
             last_hidden_state=self.dropout(self.final_layer_norm(x)), past_key_values=past_key_values
         )
 
-    def folded_bias(self, x: Tensor, spec: AttentionSpec) -> tuple[Tensor | None, AttentionSpec]:
+    def folded_bias(self, x: Tensor, spec: AttentionSpec) -> tuple[Bias | None, AttentionSpec]:
         """The position bias [1 or B, H, L, L] of all layers, with causality or segments as -inf where it can be, and
-        the spec that is left.
+        the spec that is left; on a GPU the bias by distance. The first layer is then like the others, and one graph
+        serves all.
 
-        None where layers make their own, or take tables: the first layer is like the others, and one graph serves all.
+        None where layers make their own.
         """
         layers = [block.layer[0].SelfAttention for block in self.block]
         first = layers[0]
-        if not self.config.shares_position_bias or first.backend == "auto":
+        if not self.config.shares_position_bias or (first.backend == "auto" and not x.is_cuda):
             return None, spec
         if not all(layer.is_fast for layer in layers) or not all(map(is_whole, first.position.parameters())):
             return None, spec
         length = x.shape[1]
+        if first.backend == "auto":
+            bias = first.position.bias(length, length, 0, x.device)
+            return (T5Table(bias.table().contiguous()) if isinstance(bias, T5Bias) else None), spec
         bias = shared_bias(first.position.bias(length, length, 0, x.device), length, length, "eager")
         if bias is not None and spec.segment_ids is not None:
             return spec.segment_ids.added_to(bias, spec.causal), AttentionSpec(scale=spec.scale)

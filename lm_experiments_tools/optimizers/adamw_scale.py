@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 
@@ -36,9 +37,9 @@ class AdamWScale(Float32StateOptimizer):
     so eps is added before the bias correction and weight decay uses the unscaled lr, as in nanoT5. One lr of about
     1e-2 fits embeddings (RMS 1) and projections (RMS d_model ** -0.5).
 
-    One parameter costs one norm and one fused AdamW kernel of torch. With eps' = eps / sqrt(c2) and
-    lr' = lr * max(1e-3, RMS(p)), torch's rule p - lr' / c1 * m / (sqrt(v) / sqrt(c2) + eps') is the first line above.
-    On CUDA lr' stays a device tensor, so the host does not synchronize.
+    With eps' = eps / sqrt(c2) and lr' = lr * max(1e-3, RMS(p)), torch's AdamW p - lr' / c1 * m / (sqrt(v) / sqrt(c2) +
+    eps') is the first line above: one norm and one fused kernel of torch for each parameter. On a GPU with Triton one
+    kernel updates all fp32 parameters. lr' stays on the device, so the host does not synchronize.
 
     Args:
         params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).
@@ -69,20 +70,47 @@ class AdamWScale(Float32StateOptimizer):
         known: Scalars = {}
         scales = root_mean_squares([p for parameters, _ in work for p in parameters])
         for parameters, group in work:
-            for parameter in parameters:
+            for parameter in self._update_together(parameters, group, scales):
                 # on the CPU just before the update, when the weights are still in the cache
                 scale = scales[parameter] if parameter in scales else float(root_mean_square(parameter))
                 self._update(parameter, group, scale, known)
 
-    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float | None, known: Scalars) -> None:
-        """One step of one parameter; with scale None that of torch.optim.AdamW, by its fused kernel."""
+    def _update_together(self, parameters: list[Tensor], group: dict, scales: dict[Tensor, Tensor]) -> list[Tensor]:
+        """One step of all parameters that the Triton kernel takes; returns the others."""
+        if not any(p.is_cuda for p in parameters) or importlib.util.find_spec("triton") is None:
+            return parameters
+        from lm_experiments_tools.optimizers import adamw_kernel
+
+        others, batches = [], {}
+        for parameter in parameters:
+            state = self._state_of(parameter)
+            tensors = [local(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+            if parameter not in scales or not adamw_kernel.takes(tensors):
+                others.append(parameter)
+                continue
+            state["step"] += 1
+            device, step = tensors[0].device, int(state["step"])
+            batches.setdefault((device, step), []).append((tensors, scales[parameter]))
+        settings = {name: group[name] for name in ("lr", "betas", "weight_decay")}
+        for (device, step), batch in batches.items():
+            skip, eps = self.skip_on(device), group["eps"] / math.sqrt(1.0 - group["betas"][1] ** step)
+            found_inf = None if skip is None else skip.found_inf
+            options = {**settings, "eps": eps, "least": MIN_SCALE, "step": step, "found_inf": found_inf}
+            adamw_kernel.adamw_scale_(*zip(*batch, strict=True), **options)
+        return others
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        state["step"] += 1
+        return state
 
+    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float | None, known: Scalars) -> None:
+        """One step of one parameter; with scale None that of torch.optim.AdamW, by its fused kernel."""
+        state = self._state_of(parameter)
+        state["step"] += 1
         shard = local(parameter)
         weights = float32_of(shard)
         tensors = weights, local(parameter.grad).float(), local(state["exp_avg"]), local(state["exp_avg_sq"])

@@ -2,11 +2,15 @@
 
 import copy
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from lm_experiments_tools.optimizers import Adafactor, AdamWScale
+from tests.helpers import ROOT
 
 STEPS = 50
 SHAPES = [(32, 16), (16, 48), (24,), (1,), (), (3, 8, 12), (64, 1)]
@@ -96,6 +100,37 @@ def test_adamw_scale_equals_nanot5_over_50_steps(options):
         optimizer.step()
         reference_adamw_scale_step(values, [p.grad for p in ours], moments, **options)
     assert_close(ours, values, tolerance=1e-6)
+
+
+TOGETHER = """
+import math, sys
+import torch
+from lm_experiments_tools.optimizers.adamw_kernel import adamw_scale_
+from tests.parity.test_optimizers_reference import ADAMW_SCALE_OPTIONS, parameters, reference_adamw_scale_step
+from tests.parity.test_optimizers_reference import assert_close, set_gradients
+
+for given in ADAMW_SCALE_OPTIONS:
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, **given}
+    ours, values = parameters(), [p.detach().clone() for p in parameters()]
+    moments = [(torch.zeros_like(value), torch.zeros_like(value), 0) for value in values]
+    state = [(torch.zeros_like(value), torch.zeros_like(value)) for value in values]
+    for step in (1, 2, 3):
+        set_gradients(ours, step=4)  # each has one
+        tensors = [(p.data, p.grad, *moments) for p, moments in zip(ours, state)]
+        scales = [p.detach().square().mean().sqrt() for p in ours]
+        settings = {**options, "eps": options["eps"] / math.sqrt(1 - options["betas"][1] ** step), "least": 1e-3}
+        for found_inf in (torch.ones(()), torch.zeros(())):  # the first is skipped
+            adamw_scale_(tensors, scales, **settings, step=step, found_inf=found_inf)
+        reference_adamw_scale_step(values, [p.grad for p in ours], moments, **given)
+    assert_close(ours, values, tolerance=1e-6)
+"""
+
+
+def test_the_kernel_for_all_parameters_makes_the_same_steps_in_the_interpreter():
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", TOGETHER], cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import values_of, with_values
+from lm_experiments_tools.attention.kernels.bias import T5Table, values_of, with_values
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 
@@ -48,5 +48,7 @@ def backward_without_autograd(
     if d_bias is None:
         return *gradients, None
     bias = inputs.spec.bias
+    if isinstance(bias, T5Table):
+        return *gradients, d_bias.to(bias.values.dtype)
     pull = torch.func.vjp(lambda values: module.kernel_bias(inputs, with_values(bias, values)), values_of(bias))[1]
     return *gradients, *pull(d_bias)

@@ -145,22 +145,38 @@ class AlibiBias(_Distances):
         return -self.slopes[:, None] * distance.to(self.slopes.dtype)
 
 
-DistanceBias = T5Bias | AlibiBias
+@dataclass(eq=False)
+class T5Table(_Distances):
+    """A T5 bias as values by distance, looked up once for all layers that share it.
+
+    Args:
+        values: [heads, 2 * s + 1] as of `T5Bias.table`, contiguous.
+    """
+
+    values: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        return self.values.shape[0]
+
+    def table(self, length: int | None = None) -> Tensor:
+        """The values, for every length."""
+        return self.values
+
+
+DistanceBias = T5Bias | AlibiBias | T5Table
 Bias = DistanceBias | Tensor
+_VALUES = {T5Bias: "weight", AlibiBias: "slopes", T5Table: "values"}
 
 
 def values_of(bias: Bias | None) -> Tensor | None:
-    """The tensor of a bias: the matrix itself, weights or slopes."""
-    if isinstance(bias, DistanceBias):
-        return bias.weight if isinstance(bias, T5Bias) else bias.slopes
-    return bias
+    """The tensor of a bias: the matrix itself, weights, slopes or values."""
+    return getattr(bias, _VALUES[type(bias)]) if isinstance(bias, DistanceBias) else bias
 
 
 def with_values(bias: Bias | None, values: Tensor | None) -> Bias | None:
     """The same bias with another tensor."""
-    if isinstance(bias, DistanceBias):
-        return replace(bias, weight=values) if isinstance(bias, T5Bias) else AlibiBias(values)
-    return values
+    return replace(bias, **{_VALUES[type(bias)]: values}) if isinstance(bias, DistanceBias) else values
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:

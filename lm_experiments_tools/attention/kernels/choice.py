@@ -35,7 +35,7 @@ _DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fus
 _SHORT_DENSE = 768
 _NEARLY_DENSE = 0.75
 _MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may materialize
-# 1 / 8 of a GPU's memory may hold SDPA's matrices for a bias that is one; gather launches thousands of kernels.
+# SDPA's matrices may take 1 / 8 of a GPU's memory: gather launches thousands of kernels, and takes 100 times as long.
 _MEMORY_FRACTION = 8
 
 
@@ -124,15 +124,12 @@ def _choose_on_gpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:
     refused = triton.refusal(inputs)
     if refused is None:
         return triton, "its kernels skip blocks and train the bias without atomics"
-    size, of_device = sdpa.matrix_bytes(inputs), triton.refusal_of_device(inputs) == refused
-    if of_device:
+    if triton.refusal_of_device(inputs) == refused:
         _warn_once(f"attention takes SDPA or gather instead of Triton's kernels, which is slower: {refused}.")
-    if (of_device or isinstance(inputs.spec.bias, Tensor)) and size <= _memory_of(inputs.q.device) // _MEMORY_FRACTION:
-        why = refused if of_device else "the bias is a matrix already"
-        return sdpa, f"{why}, and a dense call takes {size / 2**30:.1f} GiB at most"
-    if max(inputs.scores_shape[2:]) <= _SHORT and size <= _MATRIX_BYTES:
-        return sdpa, f"few tokens (at most {_SHORT}), and Triton's kernels cannot: {refused}"
-    return gather, f"Triton's kernels cannot: {refused}"
+    size = sdpa.matrix_bytes(inputs)
+    if size <= _memory_of(inputs.q.device) // _MEMORY_FRACTION:
+        return sdpa, f"Triton's kernels cannot: {refused}; a dense call takes {size / 2**30:.1f} GiB at most"
+    return gather, f"Triton's kernels cannot: {refused}; a dense call would take {size / 2**30:.1f} GiB"
 
 
 @lru_cache(maxsize=64)

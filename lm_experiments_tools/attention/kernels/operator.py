@@ -22,6 +22,7 @@ from lm_experiments_tools.attention.kernels.bias import (
     AlibiBias,
     Bias,
     T5Bias,
+    T5Table,
     values_of,
     wants_gradient,
     with_values,
@@ -31,7 +32,7 @@ from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec
 from lm_experiments_tools.errors import UserError
 
-_BIASES = None, T5Bias, AlibiBias  # kinds of bias, by number; None is a matrix or no bias
+_BIASES = None, T5Bias, AlibiBias, T5Table  # kinds of bias, by number; None is a matrix or no bias
 
 _layouts: list[AnyLayout] = []  # of all graphs; never deleted, because compiled code refers to them by number
 _numbers: dict[int, int] = {}  # id of a layout -> its number, equal in all processes, as cached graphs need
@@ -67,7 +68,7 @@ def _bias_arguments(bias: Bias | None) -> tuple[Tensor | None, int, list[int]]:
     """The tensor of a bias, its kind, and the other arguments of its class."""
     if isinstance(bias, T5Bias):
         return bias.weight, 1, [int(bias.bidirectional), bias.num_buckets, bias.max_distance]
-    return (bias.slopes, 2, []) if isinstance(bias, AlibiBias) else (bias, 0, [])
+    return values_of(bias), _BIASES.index(type(bias)) if isinstance(bias, (AlibiBias, T5Table)) else 0, []
 
 
 def _selected(tensors: Sequence[Tensor | None], settings: Sequence) -> tuple[AttentionInputs, ModuleType, int]:

@@ -34,9 +34,15 @@ TILES: dict[tuple[str, int], Tile] = {
     ("key_gradient", 256): Tile(32, 64, 8, 1),
 }
 KERNELS = "forward", "query_gradient", "key_gradient"
-# Measured tiles, by torch.cuda.get_device_name and bytes of an input. `python benchmarks/gpu.py --parts tiles` reports
-# lines for this table, for 16-bit inputs and head dimension 64.
-MEASURED: dict[tuple[str, int], dict[tuple[str, int], Tile]] = {}
+# Measured tiles, by compute capability and bytes of an input. `python benchmarks/gpu.py --parts tiles` reports lines for
+# this table, for 16-bit inputs and head dimension 64.
+MEASURED: dict[tuple[tuple[int, int], int], dict[tuple[str, int], Tile]] = {
+    ((9, 0), 2): {
+        ("forward", 64): Tile(128, 32, 4, 3),
+        ("query_gradient", 64): Tile(64, 32, 4, 3),
+        ("key_gradient", 64): Tile(64, 64, 4, 2),
+    },
+}
 SUM_ROWS = 64  # diagonals of the bias gradient that are summed at a time: rows of a product on the tensor cores
 _MASKS = 2560  # bytes of shared memory, at most, for masks and sums of rows
 _MERGED = 64  # layouts of smaller blocks are computed in tiles of this many tokens, with the rest masked
@@ -55,7 +61,7 @@ class Card(NamedTuple):
 def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: Card | None = None) -> Tile:
     """The tile for a kernel, bounded by the layout's block (None: dense) and by the card's shared memory."""
     key = kernel, head_bound(head_dim)
-    tile = MEASURED.get((card.name, itemsize), {}).get(key) if card else None
+    tile = MEASURED.get((card.capability, itemsize), {}).get(key) if card else None
     if tile is None:
         tile = TILES[key]
         if itemsize == 4:

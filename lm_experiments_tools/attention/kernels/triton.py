@@ -194,7 +194,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the table."""
     scale = call.inputs.spec.scale
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
     given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
     given["delta"] = torch.empty_like(lse)  # this and the next are filled by the first kernel
@@ -359,7 +359,7 @@ def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, T
     """The settings of a call, and the tensors that have gradients."""
     spec, table, is_alibi = inputs.spec, kernel_bias(inputs, inputs.spec.bias), isinstance(inputs.spec.bias, AlibiBias)
     mask, segments = spec.key_padding_mask, spec.segment_ids
-    q, k, v = (_packed(x) for x in inputs[:3])
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
     empty = (x.detach().to("meta") for x in (q, k, v))
     call = Call(
         AttentionInputs(*empty, spec._replace(bias=None, key_padding_mask=None, segment_ids=None)),
@@ -373,11 +373,3 @@ def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, T
         seed=seed,
     )
     return call, q, k, v, table
-
-
-def _packed(x: Tensor) -> Tensor:
-    """x with head_dim innermost and without gaps, copied if needed; gradients get its strides."""
-    strides = torch.empty_like(x, device="meta").stride()
-    if strides[-1] != 1:
-        return x.contiguous()
-    return x if strides == x.stride() else x.clone()

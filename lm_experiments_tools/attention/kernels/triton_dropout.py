@@ -26,7 +26,7 @@ def random_bits_of(seed, sequence, first_query, first_key, M: tl.constexpr, N: t
     One call of Philox gives the bits of keys 1 and 16 apart, which one thread holds.
     """
     pairs = first_query // 2 + tl.arange(0, M // 2)
-    calls = first_key // 32 * 4 + tl.arange(0, 4 * tl.cdiv(N, 32))
+    calls = first_key // 32 * 4 + tl.arange(0, (N + 31) // 32 * 4)
     if BY_KEY:
         pairs, calls = pairs[None, :], calls[:, None]
     else:

@@ -12,7 +12,8 @@ Scores are in base 2: `scale2`, tables and values are multiplied by log2(e). `ls
 row's sum, +inf for rows that may attend to nothing, so that exp2(score - lse) is zero there.
 
 Shapes: q [batch, heads, query_length, HEAD_DIM], k likewise, v [..., VALUE_DIM]; q, k, v have strides of their own in
-the first three dimensions, the output and its gradient those of `o`. M is a tile of queries, N one of keys.
+the first three dimensions, the output and its gradient those of `o`. dq, dk and dv are [batch, length, heads, dim] in
+memory. M is a tile of queries, N one of keys.
 """
 
 import triton
@@ -381,7 +382,8 @@ def query_gradient_kernel(
             if TRAIN_T5 and NEAR:
                 program = (sequence.to(tl.int64) * num_tiles + tile) * NUM_WINDOWS + window
                 store_near(near_sums + program * (SUM_ROWS * 16), sums, SUM_ROWS, MICRO, FOLD)
-    store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
+    dq += (batch * query_length * num_heads + head) * HEAD_DIM
+    store_rows(dq, gradient * scale, queries, num_heads * HEAD_DIM, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
         tl.store(far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 16 + tl.arange(0, 16), tl.sum(row_sums, 0))
 
@@ -445,5 +447,6 @@ def key_gradient_kernel(
     if HAS_PADDING:  # until here nothing of a key reached another
         seen = (tl.load(key_mask + keys) == 0.0)[:, None]
         dk_tile, dv_tile = tl.where(seen, dk_tile, 0.0), tl.where(seen, dv_tile, 0.0)
-    store_rows(dk + of_key, dk_tile * scale, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D)
-    store_rows(dv + of_value, dv_tile * grow, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
+    first = batch * key_length * num_heads + head
+    store_rows(dk + first * HEAD_DIM, dk_tile * scale, keys, num_heads * HEAD_DIM, key_length, HEAD_DIM, BLOCK_D)
+    store_rows(dv + first * VALUE_DIM, dv_tile * grow, keys, num_heads * VALUE_DIM, key_length, VALUE_DIM, BLOCK_V)

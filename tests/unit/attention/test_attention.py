@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import layout_cache
-from lm_experiments_tools.attention.kernels.bias import t5_bucket
+from lm_experiments_tools.attention.kernels.bias import T5Table, t5_bucket
 from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from tests.helpers.attention_cases import Case, errors, tensors
@@ -134,6 +134,19 @@ def test_buckets_are_those_of_transformers_and_the_table_holds_all_distances(bid
     saturation = table.shape[1] // 2
     assert saturation <= max_distance and table[0, 0] != table[0, 1]
     assert torch.equal(table[0, distances.clamp(-saturation, saturation) + saturation].long(), expected)
+
+
+@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])
+def test_a_table_computed_once_for_several_layers_is_the_bias_that_it_was_made_of(backend):
+    q, k, v = (torch.randn(2, 3, 150, 8, dtype=torch.float64) for _ in range(3))
+    weight = torch.randn(32, 3, dtype=torch.float64, requires_grad=True)
+    bias = T5Bias(weight)
+    results = []
+    for given in (bias, T5Table(bias.table().contiguous())):
+        output = block_sparse_attention(q, k, v, None, given, backend=backend)
+        results.append((output, torch.autograd.grad(output.square().sum(), weight)[0]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_alibi_slopes_are_those_of_the_paper():

@@ -429,8 +429,9 @@ def test_the_gpu_computes_the_same(settings):
     wanted = gradients(model, **batch())
     inputs = {name: values.cuda() for name, values in batch().items()}
     loss, found = gradients(model.cuda(), **inputs)
-    torch.testing.assert_close(loss.cpu(), wanted[0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close({name: g.cpu() for name, g in found.items()}, wanted[1], rtol=1e-8, atol=1e-9)
+    # the norms compute in float32
+    torch.testing.assert_close(loss.cpu(), wanted[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close({name: g.cpu() for name, g in found.items()}, wanted[1], rtol=1e-4, atol=1e-6)
     del inputs["labels"]
     options = {"max_new_tokens": 7, "min_new_tokens": 7, "num_beams": 2}
     written = model.generate(**inputs, **options).cpu()

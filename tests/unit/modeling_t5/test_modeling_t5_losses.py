@@ -141,6 +141,17 @@ def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypat
         torch.testing.assert_close((loss, *got), (wanted, *gradients), **tolerance)
 
 
+@pytest.mark.parametrize("extras", [(0.0, 0.0), (1e-2, 0.0), (1e-3, 0.1)])
+def test_gradient_that_a_gpu_makes_in_the_forward_pass_is_autograds(extras):
+    logits = torch.randn(50, 1000, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 1000, (50,)).masked_fill(torch.arange(50) % 7 == 0, -100)
+    wanted = token_loss(logits, labels, *extras)
+    torch.testing.assert_close(
+        linear_loss.loss_and_gradient(logits.detach(), labels, *extras),
+        (wanted, torch.autograd.grad(wanted, logits)[0]), rtol=1e-10, atol=1e-10,
+    )  # fmt: skip
+
+
 def test_without_tokens_the_loss_and_its_gradients_are_zero():
     states, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(7, 4, requires_grad=True)
     loss = linear_loss.linear_token_loss(states, weight, torch.zeros(0, dtype=torch.long), 8)

@@ -1,0 +1,99 @@
+"""One Triton kernel for the AdamWScale updates of many tensors.
+
+Each parameter has a learning rate of its own, and torch's fused AdamW takes one for all its tensors: it would be
+launched once a parameter, and a matrix of a transformer fills a fifth of a large GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_BLOCK = 4096  # elements of a program
+
+
+@triton.jit
+def _kernel(
+    addresses, sizes, owners, starts, scales, found_inf, lr, least, beta1, rest1, beta2, rest2, eps, correction1, correction2, kept,
+    num_tensors, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    owner, start = tl.load(owners + tl.program_id(0)), tl.load(starts + tl.program_id(0))
+    places = start + tl.arange(0, BLOCK)
+    size = tl.load(sizes + owner)
+    if HAS_SKIP:
+        size = tl.where(tl.load(found_inf) == 0.0, size, 0)
+    inside = places < size
+    row = addresses + owner
+    weights = tl.load(row).to(tl.pointer_type(tl.float32)) + places
+    gradients = tl.load(row + num_tensors).to(tl.pointer_type(tl.float32)) + places
+    means = tl.load(row + 2 * num_tensors).to(tl.pointer_type(tl.float32)) + places
+    squares = tl.load(row + 3 * num_tensors).to(tl.pointer_type(tl.float32)) + places
+    gradient = tl.load(gradients, mask=inside, other=0.0)
+    mean = beta1 * tl.load(means, mask=inside, other=0.0) + rest1 * gradient
+    square = beta2 * tl.load(squares, mask=inside, other=0.0) + rest2 * gradient * gradient
+    step_size = lr * tl.maximum(tl.load(scales + owner), least) / correction1
+    update = step_size * mean / (tl.sqrt(square) / correction2 + eps)
+    tl.store(means, mean, mask=inside)
+    tl.store(squares, square, mask=inside)
+    tl.store(weights, (tl.load(weights, mask=inside, other=0.0) - update) * kept, mask=inside)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Elements of each tensor; and the tensor and the first element of each program."""
+    programs = [(owner, start) for owner, size in enumerate(sizes) for start in range(0, size, _BLOCK)]
+    columns = (sizes, *zip(*programs, strict=True))
+    return tuple(torch.tensor(column, dtype=torch.int64).to(device) for column in columns)
+
+
+def takes(tensors: Sequence[Tensor]) -> bool:
+    """True for the weights, gradient and moments of a parameter that `adamw_scale_` can update."""
+    if any(isinstance(x, FakeTensor) for x in tensors):
+        return False
+    return all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() and x.numel() for x in tensors)
+
+
+def adamw_scale_(
+    tensors: Sequence[Sequence[Tensor]],
+    scales: Sequence[Tensor],
+    *,
+    lr: float,
+    least: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    found_inf: Tensor | None,
+) -> None:
+    """Update weights and moments in place.
+
+    Args:
+        tensors: (weights, gradient, first moment, second moment) of each parameter, contiguous, fp32, on one device.
+        scales: root mean square of each parameter, 0-dim.
+        least: lower bound of the scales.
+        eps: added to the bias-corrected root of the second moment.
+        step: number of this step, from 1.
+        found_inf: 0-dim fp32 on the device; nothing is written if it is not 0.
+    """
+    device = tensors[0][0].device
+    sizes, owners, starts = _programs(tuple(weights.numel() for weights, *_ in tensors), device)
+    pointers = [x.data_ptr() for x in itertools.chain.from_iterable(zip(*tensors, strict=True))]
+    addresses = torch.tensor(pointers, dtype=torch.int64)
+    if device.type == "cuda":
+        addresses = addresses.pin_memory().to(device, non_blocking=True)
+    arguments = addresses, sizes, owners, starts, torch.stack(list(scales))
+    decays = betas[0], 1 - betas[0], betas[1], 1 - betas[1]  # 1 - 0.999 has three digits less in fp32
+    corrections = 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5
+    with torch.cuda.device_of(tensors[0][0]):
+        _kernel[(len(owners),)](
+            *arguments, arguments[-1] if found_inf is None else found_inf, lr, least, *decays, eps, *corrections,
+            1 - lr * weight_decay, len(tensors), HAS_SKIP=found_inf is not None, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
