@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -21,8 +22,8 @@ _BLOCK = 4096  # elements of a program
 
 @triton.jit
 def _kernel(
-    addresses, sizes, owners, starts, scales, found_inf, lr, least, beta1, rest1, beta2, rest2, eps, correction1, correction2, kept,
-    num_tensors, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, sizes, owners, starts, scales, found_inf, lr, least, beta1, rest1, beta2, rest2, eps, correction1,
+    correction2, kept, num_tensors, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     owner, start = tl.load(owners + tl.program_id(0)), tl.load(starts + tl.program_id(0))
     places = start + tl.arange(0, BLOCK)
@@ -92,8 +93,9 @@ def adamw_scale_(
     arguments = addresses, sizes, owners, starts, torch.stack(list(scales))
     decays = betas[0], 1 - betas[0], betas[1], 1 - betas[1]  # 1 - 0.999 has three digits less in fp32
     corrections = 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5
+    constants: dict[str, Any] = {"HAS_SKIP": found_inf is not None, "BLOCK": _BLOCK, "num_warps": 8}
     with torch.cuda.device_of(tensors[0][0]):
         _kernel[(len(owners),)](
             *arguments, arguments[-1] if found_inf is None else found_inf, lr, least, *decays, eps, *corrections,
-            1 - lr * weight_decay, len(tensors), HAS_SKIP=found_inf is not None, BLOCK=_BLOCK, num_warps=8,
+            1 - lr * weight_decay, len(tensors), **constants,
         )  # fmt: skip

@@ -34,8 +34,8 @@ TILES: dict[tuple[str, int], Tile] = {
     ("key_gradient", 256): Tile(32, 64, 8, 1),
 }
 KERNELS = "forward", "query_gradient", "key_gradient"
-# Measured tiles, by compute capability and bytes of an input. `python benchmarks/gpu.py --parts tiles` reports lines for
-# this table, for 16-bit inputs and head dimension 64.
+# Measured tiles, by compute capability and bytes of an input. `python benchmarks/gpu.py --parts tiles` reports lines
+# for this table, for 16-bit inputs and head dimension 64.
 MEASURED: dict[tuple[tuple[int, int], int], dict[tuple[str, int], Tile]] = {
     ((9, 0), 2): {
         ("forward", 64): Tile(128, 32, 4, 3),
