@@ -5,21 +5,19 @@ Shapes: B sequences, L tokens, D features (`hidden_size`), H heads of d = D / H 
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor, nn
 from transformers import GradientCheckpointingLayer, apply_chunking_to_forward
 from transformers.activations import ACT2FN
 
-from lm_experiments_tools.attention.huggingface import configured_layout
+from lm_experiments_tools.attention.huggingface import layer_layout
 from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
-from lm_experiments_tools.modules.fast_step import dropped, joined, normed, stream_dtype
+from lm_experiments_tools.modules.fast_step import Dropout, joined, normed, stream_dtype
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.positions import content_position, local_position, shared_position, window_bias, window_layout
 
@@ -31,11 +29,6 @@ class CanBeFast(nn.Module):
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         return normed(norm, x) if self.is_fast else norm(x)
-
-    def drop(self, dropout: nn.Dropout, x: Tensor) -> Tensor:
-        if self.is_fast and self.training and type(dropout) is nn.Dropout:
-            return dropped(x, dropout.p)
-        return dropout(x)
 
 
 class BertEmbeddings(CanBeFast):
@@ -53,7 +46,7 @@ class BertEmbeddings(CanBeFast):
             nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
         )
         self.LayerNorm = make_norm(config) if config.embedding_norm else nn.Identity()
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
         """Embeddings [B, L, D] from those of the words alone; types are 0 and positions 0..L-1 unless given [B, L]."""
@@ -67,7 +60,7 @@ class BertEmbeddings(CanBeFast):
                 position_ids = torch.arange(x.shape[1], device=x.device)[None]
             x = x + self.position_embeddings(position_ids)
         x = self.LayerNorm(x)
-        return self.drop(self.dropout, x.to(stream_dtype(x)) if self.is_fast else x)
+        return self.dropout(x.to(stream_dtype(x)) if self.is_fast else x)
 
 
 class BertSelfAttention(CanBeFast):
@@ -130,10 +123,10 @@ class BertResidual(CanBeFast):
         super().__init__()
         self.dense = nn.Linear(width, config.hidden_size, bias=bias)
         self.LayerNorm = nn.Identity() if config.pre_layer_norm else make_norm(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.norm(self.LayerNorm, self.drop(self.dropout, self.dense(x)) + residual)
+        return self.norm(self.LayerNorm, self.dropout(self.dense(x)) + residual)
 
 
 class BertAttention(nn.Module):
@@ -168,12 +161,12 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
     The norms in front have the names of t5-experiments, which the GENA-LM checkpoints made with it carry.
     """
 
-    def __init__(self, config: BertConfig, layout: SparsityConfig | None, number: int) -> None:
+    def __init__(self, config: BertConfig, number: int) -> None:
         super().__init__()
         self.config = config
         is_normed = config.pre_layer_norm and (number > 0 or config.first_attention_norm)
         self.pre_attention_ln = make_norm(config) if is_normed else nn.Identity()
-        self.attention = BertAttention(config, layout)
+        self.attention = BertAttention(config, layer_layout(config, number))
         self.post_attention_ln = make_norm(config) if config.pre_layer_norm else nn.Identity()
         self.intermediate = BertIntermediate(config)
         self.output = BertResidual(config, config.intermediate_size, config.mlp_bias)
@@ -207,7 +200,7 @@ class BertEncoder(nn.Module):
         self.position = shared_position(config)
         self.local_position = local_position(config)
         self.local_layout = window_layout(config)
-        self.layer = nn.ModuleList(BertLayer(config, layout, number) for number, layout in enumerate(_layouts(config)))
+        self.layer = nn.ModuleList(BertLayer(config, number) for number in range(config.num_hidden_layers))
         final_norm = config.pre_layer_norm and config.last_layer_norm
         self.last_layer_ln = make_norm(config) if final_norm else nn.Identity()
 
@@ -258,18 +251,3 @@ def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:
     if config.norm_type == "rms_norm":
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.norm_bias)
-
-
-def _layouts(config: BertConfig) -> list[SparsityConfig | None]:
-    """The layout of each layer: one for all, unless it has random blocks, which each layer draws for itself."""
-    layout = configured_layout(config)
-    if layout is not None and layout.num_heads != config.num_attention_heads:
-        raise ValueError(
-            f"sparse_attention is for num_heads={layout.num_heads}, but num_attention_heads is "
-            f"{config.num_attention_heads}: leave num_heads out of sparse_attention."
-        )
-    if layout is None or not layout.uses_random_blocks:
-        return [layout] * config.num_hidden_layers
-    return [
-        dataclasses.replace(layout, layer_idx=layout.layer_idx + number) for number in range(config.num_hidden_layers)
-    ]

@@ -1,22 +1,9 @@
-"""Losses of the heads, in float32 or higher."""
+"""Losses of words and of places in a text."""
 
-import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from lm_experiments_tools.labels import IGNORED_LABEL
-
-
-def exact(logits: Tensor) -> Tensor:
-    """Losses are computed in float32 at least."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def mean_loss(logits: Tensor, labels: Tensor, ignored: int = IGNORED_LABEL) -> Tensor:
-    """Cross-entropy of logits [..., classes], mean over the labels [...] that are not `ignored`; 0 if all are."""
-    labels = labels.flatten()
-    total = cross_entropy(exact(logits.flatten(0, -2)), labels, ignore_index=ignored, reduction="sum")
-    return total / (labels != ignored).sum().clamp(min=1)
+from lm_experiments_tools.modules.losses import mean_loss
 
 
 def place_loss(scores: Tensor, positions: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from transformers import PreTrainedModel, initialization
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
@@ -28,13 +27,14 @@ from transformers.utils.output_capturing import capture_outputs
 
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
-from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.modules.fast_step import Dropout
+from lm_experiments_tools.modules.losses import classification_loss, mean_loss
 from lm_experiments_tools.modules.user_classes import set_own_values
-from lm_experiments_tools.modules.variants import TakesBothConfigs
+from lm_experiments_tools.modules.variants import InitializesAllModules, TakesBothConfigs
 from lm_experiments_tools.names import is_of_user
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast, make_norm
-from modeling_bert.losses import exact, mean_loss, place_loss, words_loss
+from modeling_bert.losses import place_loss, words_loss
 from modeling_bert.packing import of_documents, positions_of, spec_of_packed_rows, starts_of
 from modeling_bert.positions import RelativeKeyPosition
 
@@ -44,7 +44,7 @@ TIED = {
 }
 
 
-class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
+class BertPreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):
     """Loading, saving, initial values and everything else that transformers gives a model."""
 
     config_class = BertConfig
@@ -59,11 +59,6 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     accepts_loss_kwargs = False  # of the Trainer: losses are means over the batch, of which it takes the mean
 
     def __init__(self, config: BertConfig, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(config, BertConfig):
-            raise ValueError(
-                f"{type(self).__name__} needs a BertConfig, of modeling_bert or transformers, not "
-                f"{type(config).__module__}.{type(config).__name__}."
-            )
         super().__init__(config, *args, **kwargs)
         if config.position_embedding_type != "absolute":  # and this table, whether it was used or not
             unused = r"embeddings\.position_embeddings\.weight$"
@@ -72,13 +67,8 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     def use_fast_step(self, enabled: bool = True) -> None:
         """Train by the quickest way to the same numbers (modules/fast_step.py); nothing that is saved changes."""
         for part in self.modules():
-            if isinstance(part, CanBeFast | BertPreTrainedModel):
+            if isinstance(part, CanBeFast | BertPreTrainedModel | Dropout):
                 part.is_fast = enabled
-
-    def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
-        """Without the flag that tells transformers of code that is not its own, where it would leave out schemes that
-        have no parameters but those of their layers."""
-        super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -389,25 +379,8 @@ class BertForSequenceClassification(_WithClassifier):
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, **of_documents(segment_ids, labels), return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.pooler_output))
-        loss = None if labels is None else self._loss(logits, labels, segment_ids is not None)
+        loss = None if labels is None else classification_loss(self.config, logits, labels, segment_ids is not None)
         return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
-
-    def _loss(self, logits: Tensor, labels: Tensor, is_packed: bool) -> Tensor:
-        problem = self.config.problem_type
-        if problem is None and self.num_labels == 1:
-            problem = "regression"
-        elif problem is None:
-            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-        if problem == "single_label_classification":
-            return mean_loss(logits, labels)
-        logits = exact(logits)
-        labels = labels.to(logits.dtype)
-        distance = mse_loss if problem == "regression" else binary_cross_entropy_with_logits
-        labels = labels.reshape(logits.shape) if problem == "regression" else labels
-        if not is_packed:
-            return distance(logits, labels)
-        valid = labels != IGNORED_LABEL
-        return (distance(logits, labels, reduction="none") * valid).sum() / valid.sum().clamp(min=1)
 
 
 class BertForTokenClassification(_WithClassifier):

@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from lm_experiments_tools.attention.kernels.bias import T5Bias
+from lm_experiments_tools.attention.kernels.bias import T5Bias, diagonals
 from lm_experiments_tools.attention.layouts import LocalSlidingWindowSparsityConfig, SparsityConfig
-from lm_experiments_tools.attention.positions import (
-    AlibiPosition,
-    NoPosition,
-    PositionScheme,
-    RelativeBiasPosition,
-    RotaryPosition,
-)
-from lm_experiments_tools.names import resolve_configured
+from lm_experiments_tools.attention.positions import NoPosition, PositionScheme, RotaryPosition, named_position
 from modeling_bert.configuration_bert import BertConfig
 
 
 def shared_position(config: BertConfig) -> PositionScheme:
-    """The scheme that all layers share; one that does nothing where embeddings, or each layer, know positions.
-
-    Raises:
-        ValueError: settings that the scheme refuses, or no such class.
-    """
-    kind, heads, is_bidirectional = config.position_embedding_type, config.num_attention_heads, not config.is_decoder
-    if ":" in kind:
-        return resolve_configured(kind, PositionScheme, f"position_embedding_type={kind!r}")(config, is_bidirectional)
-    schemes = {
-        "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
-        "alibi": lambda: AlibiPosition(heads),
-        "relative_attention_bias": lambda: RelativeBiasPosition(
-            config.relative_attention_num_buckets, config.relative_last_bucket_distance, heads, is_bidirectional
-        ),
-    }
-    return schemes.get(kind, NoPosition)()
+    """The scheme that all layers share; one that does nothing where embeddings, or each layer, know positions."""
+    return named_position(
+        config,
+        not config.is_decoder,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        max_distance=config.relative_last_bucket_distance,
+        rotary_base=config.rotary_base,
+    )
 
 
 def local_position(config: BertConfig) -> PositionScheme | None:
@@ -104,7 +88,7 @@ class RelativeKeyPosition(nn.Module):
 
     def by_query(self, q: Tensor) -> Tensor:
         """q_i . a_(i - j), [B, H, L, L]."""
-        return diagonals(q @ self._embeddings(q.shape[2]).flip(0).t())
+        return diagonals(q @ self._embeddings(q.shape[2]).flip(0).t(), q.shape[2])
 
     def _embeddings(self, length: int) -> Tensor:
         """Vectors of distances -(L - 1)..L - 1, [2 L - 1, d]."""
@@ -119,16 +103,4 @@ class RelativeKeyQueryPosition(RelativeKeyPosition):
 
     def by_key(self, k: Tensor) -> Tensor:
         """k_j . a_(i - j), [B, H, L, L]."""
-        return diagonals(k @ self._embeddings(k.shape[2]).t()).transpose(-1, -2)
-
-
-def diagonals(x: Tensor) -> Tensor:
-    """[..., L, 2 L - 1] -> [..., L, L]: row i is moved left by L - 1 - i, so that column j is what stood at j - i.
-
-    Columns of `x` are distances -(L - 1)..L - 1. Nothing is gathered: in rows that are one longer, and read as rows
-    that are not, every row starts one further to the left (Huang et al. 2018, arXiv 1809.04281, section 3.4.1).
-    """
-    length = x.shape[-2]
-    flat = pad(x, (0, 1)).flatten(-2)  # row i starts at 2 L i
-    rows = flat[..., length - 1 : length - 1 + length * (2 * length - 1)].unflatten(-1, (length, 2 * length - 1))
-    return rows[..., :length]
+        return diagonals(k @ self._embeddings(k.shape[2]).t(), k.shape[2]).transpose(-1, -2)

@@ -1,7 +1,5 @@
 """The settings of T5: transformers' own, and those of this package's variants, which are off by default."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -57,6 +55,7 @@ class T5Config(VariantConfig, transformers.T5Config):
 
     Raises:
         ValueError: settings that are unknown, out of range, or exclude each other.
+        StrictDataclassError: a setting of another type. Annotations are no strings here: `strict` skips those.
     """
 
     variant_type = "lm_experiments_t5"
@@ -117,13 +116,6 @@ class T5Config(VariantConfig, transformers.T5Config):
         self._check_sizes()
         if self.dense_act_fn not in ACT2FN:
             raise ValueError(f"feed_forward_proj={self.feed_forward_proj!r} names no activation of transformers.")
-        if not isinstance(self.position_embedding_type, str):
-            raise ValueError(f"position_embedding_type={self.position_embedding_type!r} must be a name.")
-        if self.position_embedding_type not in POSITIONS and ":" not in self.position_embedding_type:
-            raise ValueError(
-                f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}, nor a "
-                "class written module:Class."
-            )
         if self.num_cdq_heads not in (0, self.num_heads, self.num_heads / 2):
             raise ValueError(
                 f"num_cdq_heads={self.num_cdq_heads} must be 0, half of num_heads={self.num_heads}, or all of them: "
@@ -136,20 +128,13 @@ class T5Config(VariantConfig, transformers.T5Config):
                 f"num_cdq_heads={self.num_cdq_heads} is of T5CDQAttention: give encoder_self_attention_layer as "
                 '"modeling_t5:T5CDQAttention" too.'
             )
-        for name in ("rotary_dim", "local_rotary_base"):
-            value = getattr(self, name)
-            if value is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
-                raise ValueError(f'{name}={value} is of position_embedding_type "rotary": leave it out.')
+        if self.local_rotary_base is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
+            value = self.local_rotary_base
+            raise ValueError(f'local_rotary_base={value} is of position_embedding_type "rotary": leave it out.')
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1.")
-
-        if self.num_key_value_heads is not None:
-            if self.num_key_value_heads < 1 or self.num_heads % self.num_key_value_heads:
-                raise ValueError(
-                    f"num_key_value_heads={self.num_key_value_heads} must divide num_heads={self.num_heads}."
-                )
-            if self.num_cdq_heads:
-                raise ValueError("num_cdq_heads and num_key_value_heads exclude each other: leave one out.")
+        if self.num_key_value_heads is not None and self.num_cdq_heads:
+            raise ValueError("num_cdq_heads and num_key_value_heads exclude each other: leave one out.")
         if self.sparse_config_cls is not None and (self.attention_softcap or self.local_attention):
             raise ValueError("sparse_config_cls has neither attention_softcap nor local_attention: leave them out.")
         if self.num_memory_tokens and self.local_attention:
@@ -160,8 +145,6 @@ class T5Config(VariantConfig, transformers.T5Config):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
         self._check_encoder_window()
-        if self.global_attn_every_n_layers < 1:
-            raise ValueError(f"global_attn_every_n_layers={self.global_attn_every_n_layers} must be at least 1.")
 
     @property
     def shares_position_bias(self) -> bool:
@@ -184,15 +167,8 @@ class T5Config(VariantConfig, transformers.T5Config):
             raise ValueError(f"encoder_local_attention={sides} is of local layers: set local_attention too.")
 
     def _check_sizes(self) -> None:
-        for name in ("num_cdq_heads", "num_memory_tokens", "cross_entropy_chunk_size"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number.")
-        for name in ("z_loss", "label_smoothing"):
-            if not isinstance(getattr(self, name), int | float):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number.")
-        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        counts = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads")
+        self.check_variant(POSITIONS, (*counts, "global_attn_every_n_layers"))
         for name in ("num_cdq_heads", "num_memory_tokens", "cross_entropy_chunk_size", "z_loss"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")

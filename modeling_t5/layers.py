@@ -9,28 +9,24 @@ cut to it (`limit_float16`, which does nothing to other dtypes); infinities woul
 
 from __future__ import annotations
 
-import json
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache, GradientCheckpointingLayer
 from transformers.activations import ACT2FN
 
-from lm_experiments_tools.attention.huggingface import configured_layout
+from lm_experiments_tools.attention.huggingface import layer_layout
 from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.eager import limit_float16
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
-from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import (
-    AlibiPosition,
     NoPosition,
     PositionScheme,
     RelativeBiasPosition,
-    RotaryPosition,
+    named_position,
 )
 from lm_experiments_tools.modules.fast_step import Dropout, joined
 from lm_experiments_tools.names import resolve_configured
@@ -41,8 +37,6 @@ from modeling_t5.masks import with_cache, with_window
 ENCODER_SELF = "encoder_self_attention"
 DECODER_SELF = "decoder_self_attention"
 DECODER_CROSS = "decoder_cross_attention"
-
-_LAYOUTS: WeakValueDictionary[str, SparsityConfig] = WeakValueDictionary()  # by their settings
 
 
 class T5LayerNorm(nn.Module):
@@ -170,43 +164,17 @@ def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | 
 
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
     """How one layer learns of positions. Layers behind one with a shared bias are given it, and have none."""
-    name, bidirectional = config.position_embedding_type, kind == ENCODER_SELF
-    is_given = name == "relative_attention_bias" and config.shares_position_bias and layer_idx > 0
-    if kind == DECODER_CROSS or is_given:
+    is_given = config.position_embedding_type == "relative_attention_bias" and config.shares_position_bias
+    if kind == DECODER_CROSS or (is_given and layer_idx > 0):
         return NoPosition()
-    if ":" in name:
-        return resolve_configured(name, PositionScheme, f"position_embedding_type={name!r}")(config, bidirectional)
     is_global = config.local_rotary_base is None or window_of(config, kind, layer_idx) is None
-    rotary_base = config.rotary_base if is_global else config.local_rotary_base
-    schemes = {
-        "relative_attention_bias": lambda: RelativeBiasPosition(
-            config.relative_attention_num_buckets,
-            config.relative_attention_max_distance,
-            config.num_heads,
-            bidirectional,
-        ),
-        "rotary": lambda: RotaryPosition(config.d_kv, config.rotary_dim, rotary_base),
-        "alibi": lambda: AlibiPosition(config.num_heads),
-        "none": NoPosition,
-    }
-    return schemes[name]()
-
-
-def encoder_layout(config: T5Config, layer_idx: int) -> SparsityConfig | None:
-    """The block-sparse layout of a layer of the encoder, with random blocks of its own; None for exact attention.
-
-    Equal layouts are one object, which keeps the lists that kernels need.
-    """
-    layout = configured_layout(config)
-    if layout is None:
-        return None
-    if layout.num_heads != config.num_heads:
-        raise ValueError(
-            f"sparse_attention has num_heads={layout.num_heads}, but the model {config.num_heads}: leave it out."
-        )
-    if layout.uses_random_blocks:
-        layout.layer_idx += layer_idx
-    return _LAYOUTS.setdefault(json.dumps(layout.to_dict(), sort_keys=True), layout)
+    return named_position(
+        config,
+        kind == ENCODER_SELF,
+        head_dim=config.d_kv,
+        max_distance=config.relative_attention_max_distance,
+        rotary_base=config.rotary_base if is_global else config.local_rotary_base,
+    )
 
 
 class T5Attention(nn.Module):
@@ -239,7 +207,7 @@ class T5Attention(nn.Module):
         # The one scheme with parameters that transformers knows is found under transformers' name.
         self.position_name = "relative_attention_bias" if isinstance(position, RelativeBiasPosition) else "scheme"
         self.add_module(self.position_name, position)
-        self.layout = encoder_layout(config, layer_idx) if kind == ENCODER_SELF else None
+        self.layout = layer_layout(config, layer_idx) if kind == ENCODER_SELF else None
 
     @property
     def position(self) -> PositionScheme:
@@ -406,13 +374,14 @@ def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
     return resolve_configured(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)
 
 
-class T5LayerSelfAttention(T5Sublayer):
-    """x + attention(norm(x)); returns what `T5Attention` does."""
+class T5LayerAttention(T5Sublayer):
+    """x + attention(norm(x)); returns what `T5Attention` does. `attention_name` is the module's in state dicts."""
 
-    def __init__(self, config: T5Config, layer_idx: int) -> None:
+    attention_name: ClassVar[str]
+
+    def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
         super().__init__()
-        kind = DECODER_SELF if config.is_decoder else ENCODER_SELF
-        self.SelfAttention = make_attention(config, kind, layer_idx)
+        self.add_module(self.attention_name, make_attention(config, kind, layer_idx))
         self.add_norms(config)
 
     def forward(
@@ -424,7 +393,7 @@ class T5LayerSelfAttention(T5Sublayer):
         output_attentions: bool,
         **encoder: Any,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        output, bias, weights = self.SelfAttention(
+        output, bias, weights = self._modules[self.attention_name](
             self.layer_norm(x),
             spec,
             bias,
@@ -435,30 +404,16 @@ class T5LayerSelfAttention(T5Sublayer):
         return self.added(x, output), bias, weights
 
 
-class T5LayerCrossAttention(T5Sublayer):
-    """x + attention(norm(x), encoder's output); returns the sum and the weights or None."""
+class T5LayerSelfAttention(T5LayerAttention):
+    """Self-attention, or that of a decoder over its own and the encoder's tokens."""
 
-    def __init__(self, config: T5Config, layer_idx: int) -> None:
-        super().__init__()
-        self.EncDecAttention = make_attention(config, DECODER_CROSS, layer_idx)
-        self.add_norms(config)
+    attention_name = "SelfAttention"
 
-    def forward(
-        self,
-        x: Tensor,
-        key_value_states: Tensor,
-        spec: AttentionSpec,
-        past_key_values: Cache | None,
-        output_attentions: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        output, _, weights = self.EncDecAttention(
-            self.layer_norm(x),
-            spec,
-            key_value_states=key_value_states,
-            past_key_values=past_key_values,
-            output_attentions=output_attentions,
-        )
-        return self.added(x, output), weights
+
+class T5LayerCrossAttention(T5LayerAttention):
+    """Attention to the encoder's output."""
+
+    attention_name = "EncDecAttention"
 
 
 class T5Block(GradientCheckpointingLayer):
@@ -469,10 +424,11 @@ class T5Block(GradientCheckpointingLayer):
 
     def __init__(self, config: T5Config, layer_idx: int) -> None:
         super().__init__()
-        self.layer = nn.ModuleList([T5LayerSelfAttention(config, layer_idx)])
+        kind = DECODER_SELF if config.is_decoder else ENCODER_SELF
+        self.layer = nn.ModuleList([T5LayerSelfAttention(config, kind, layer_idx)])
         self.is_merged = self.layer[0].SelfAttention.is_merged
         if config.is_decoder and not self.is_merged:
-            self.layer.append(T5LayerCrossAttention(config, layer_idx))
+            self.layer.append(T5LayerCrossAttention(config, DECODER_CROSS, layer_idx))
         self.layer.append(T5LayerFF(config))
 
     def forward(
@@ -488,5 +444,6 @@ class T5Block(GradientCheckpointingLayer):
         encoder = {"key_value_states": encoder_hidden_states, "encoder_spec": encoder_spec} if self.is_merged else {}
         x, bias, _ = self.layer[0](x, spec, bias, past_key_values, output_attentions, **encoder)
         if encoder_hidden_states is not None and not self.is_merged:
-            x, _ = self.layer[1](x, encoder_hidden_states, encoder_spec, past_key_values, output_attentions)
+            encoder = {"key_value_states": encoder_hidden_states}
+            x, _, _ = self.layer[1](x, encoder_spec, None, past_key_values, output_attentions, **encoder)
         return self.layer[-1](x), bias

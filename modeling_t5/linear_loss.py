@@ -18,21 +18,18 @@ from torch.autograd.function import once_differentiable
 
 from lm_experiments_tools.attention.kernels.triton import lacks_triton
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
+from lm_experiments_tools.modules.fast_step import is_unwrapped
 
 BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 MiB, which its caches hold
 
 
-def is_plain(head: object, states: Tensor) -> bool:
+def replaces_head(head: nn.Module, states: Tensor) -> bool:
     """True if `linear_token_loss` computes what calling the head would, hooks and wrappers included.
 
     float16 is left out: its gradients need the loss's scale, which is known in the backward pass only.
     """
-    if type(head) is not nn.Linear or head.bias is not None or torch.compiler.is_compiling():
-        return False
-    weight = head.weight
-    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
-    is_whole = not hasattr(weight, "to_local") and weight.is_floating_point()
-    return is_whole and not hooks and compute_dtype(states) != torch.float16
+    is_linear = is_unwrapped(head, nn.Linear) and head.bias is None
+    return is_linear and not torch.compiler.is_compiling() and compute_dtype(states) != torch.float16
 
 
 def compute_dtype(states: Tensor) -> torch.dtype:

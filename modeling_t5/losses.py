@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, of all logits or of some at a time, and the losses of classes and values."""
+"""Cross-entropy over a large vocabulary, of all logits or of some at a time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
-from modeling_t5.configuration_t5 import T5Config
-from modeling_t5.linear_loss import is_plain, linear_token_loss
+from lm_experiments_tools.modules.losses import exact
+from modeling_t5.linear_loss import linear_token_loss, replaces_head
 
 
 def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
@@ -25,7 +25,7 @@ def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smooth
         label_smoothing: share of the target's probability spread over the vocabulary, the label included (Szegedy et
             al. 2016, arXiv 1512.00567, section 7).
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = exact(logits)
     loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
     if z_loss:
         loss = loss + z_loss * (logits.logsumexp(-1).square() * (labels != IGNORED)).sum()
@@ -53,7 +53,7 @@ def chunked_token_loss(
         labels: [tokens], -100 where there is none.
     """
 
-    if is_plain(head, hidden_states):
+    if replaces_head(head, hidden_states):
         return linear_token_loss(hidden_states, head.weight, labels, chunk_size, z_loss, label_smoothing)
 
     def chunk_loss(states: Tensor, targets: Tensor) -> Tensor:
@@ -64,20 +64,3 @@ def chunked_token_loss(
         for states, targets in zip(hidden_states.split(chunk_size), labels.split(chunk_size), strict=True)
     ]
     return torch.stack(losses).sum()
-
-
-def classification_loss(config: T5Config, logits: Tensor, labels: Tensor) -> Tensor:
-    """By `config.problem_type`, which is set from the first labels seen, as transformers does; in float32 at least."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if config.problem_type is None:
-        if config.num_labels == 1:
-            config.problem_type = "regression"
-        else:
-            is_class = labels.dtype in (torch.long, torch.int)
-            config.problem_type = "single_label_classification" if is_class else "multi_label_classification"
-    if config.problem_type == "regression":
-        return mse_loss(logits.squeeze(), labels.squeeze().to(logits.dtype))
-    if config.problem_type == "single_label_classification":
-        labels = labels.flatten()
-        return token_loss(logits.view(-1, config.num_labels), labels) / (labels != IGNORED).sum().clamp(min=1)
-    return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))

@@ -23,12 +23,13 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
+from lm_experiments_tools.modules.losses import classification_loss
 from modeling_t5.cdq import T5CDQAttention as T5CDQAttention  # found here too, by configurations
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.fast_step import LOSS_CHUNK, embed_both
 from modeling_t5.layers import T5Attention as T5Attention
 from modeling_t5.layers import T5ClassificationHead
-from modeling_t5.losses import IGNORED, chunked_token_loss, classification_loss, token_loss
+from modeling_t5.losses import IGNORED, chunked_token_loss, token_loss
 from modeling_t5.packing import Segments, masked
 from modeling_t5.stack import T5PreTrainedModel, T5Stack
 

@@ -20,7 +20,7 @@ from lm_experiments_tools.attention.kernels.spec import AttentionSpec, causal_ma
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.modules.fast_step import Dropout, is_whole, stream_dtype
 from lm_experiments_tools.modules.user_classes import set_own_values
-from lm_experiments_tools.modules.variants import TakesBothConfigs
+from lm_experiments_tools.modules.variants import InitializesAllModules, TakesBothConfigs
 from lm_experiments_tools.names import is_of_user
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import (
@@ -37,7 +37,7 @@ from modeling_t5.masks import spec_of
 from modeling_t5.packing import Segments, shift_right_in_segments
 
 
-class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
+class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):
     """Loading, saving, initial values and everything else that transformers gives a model."""
 
     config_class = T5Config
@@ -57,11 +57,6 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     }
 
     def __init__(self, config: T5Config, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(config, T5Config):
-            raise ValueError(
-                f"{type(self).__name__} needs a T5Config, of modeling_t5 or transformers, not "
-                f"{type(config).__module__}.{type(config).__name__}."
-            )
         super().__init__(config, *args, **kwargs)
         self._keep_in_fp32_modules = list(config.keep_in_fp32)
 
@@ -77,11 +72,6 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
         for part in self.modules():
             if isinstance(part, T5PreTrainedModel):
                 part.config._attn_implementation_internal = self.config._attn_implementation
-
-    def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
-        """Without the flag that tells transformers of code that is not its own, where it would leave out every module
-        that has no parameters but those of its children, which are most of the table below."""
-        super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

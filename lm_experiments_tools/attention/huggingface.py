@@ -127,6 +127,20 @@ def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
     return get_sparsity_config(name, **{"num_heads": config.num_attention_heads, **(settings or {})})
 
 
+def layer_layout(config: PreTrainedConfig, layer_idx: int) -> SparsityConfig | None:
+    """The layout of one layer, with random blocks of its own; equal layouts are one object. None without a layout.
+
+    Raises:
+        UserError: as `configured_layout`, or a layout for another number of heads.
+    """
+    layout, num_heads = configured_layout(config), config.num_attention_heads
+    if layout is None:
+        return None
+    if layout.num_heads != num_heads:
+        raise UserError(f"sparse_attention has num_heads={layout.num_heads}, but the model {num_heads}: leave it out.")
+    return _layout_of(config.sparse_config_cls, config.sparse_attention, num_heads, layer_idx)
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -203,10 +217,8 @@ def attention_forward(
             raise UserError(
                 f'Block-sparse attention has no {option}. Load the model with attn_implementation="eager".'
             )
-    num_heads = query.shape[1]
-    key, value = (_for_all_heads(x, num_heads) for x in (key, value))
-    bias = _bias(module, position_bias)
-    layout = _layout(module, num_heads, as_number=torch.compiler.is_compiling())
+    key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
+    bias, layout = _bias(module, position_bias), _layout(module, query.shape[1])
     if attention_mask is not None and attention_mask.dim() == 4:
         lengths = query.shape[2], key.shape[2]
         spec = _with_matrix(attention_mask.expand(-1, -1, *lengths), bias, layout)
@@ -232,10 +244,9 @@ def forward_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """The same attention with its weights, [batch, heads, queries, keys]: dense, without dropout."""
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
+    options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling}
     layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)
-    causal = _is_causal(module, is_causal, query, key)
-    weights = attention_probabilities(query, key, layout, bias, attention_mask, causal=causal, scale=scaling)
-    weights = weights.to(query.dtype)
+    weights = attention_probabilities(query, key, layout, bias, attention_mask, **options).to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -262,24 +273,27 @@ def _bias(module: nn.Module, position_bias: Tensor | None) -> Bias | None:
     )
 
 
-def _layout(module: nn.Module, num_heads: int, as_number: bool = False) -> SparsityConfig | int | None:
-    """The layout of a layer's configuration, None for exact attention; for torch.compile its number."""
+def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | int | None:
+    """The layout of a layer's configuration, None for exact attention; while torch.compile traces its number."""
     config = module.config
     name = getattr(config, TYPE_KEY, None)
     if name is None or _stays_exact(module, config):
         return None
-    settings, layer_idx = getattr(config, SETTINGS_KEY, None) or {}, getattr(module, "layer_idx", None) or 0
-    return (_layout_number if as_number else _layout_of)(name, settings, num_heads, layer_idx)
+    settings, layer_idx = getattr(config, SETTINGS_KEY, None), getattr(module, "layer_idx", None) or 0
+    if torch.compiler.is_compiling():
+        return _layout_number(name, settings, num_heads, layer_idx)
+    layout = _layout_of(name, settings, num_heads, layer_idx)
+    return None if isinstance(layout, DenseSparsityConfig) else layout
 
 
-def _layout_of(name: str, settings: dict[str, Any], num_heads: int, layer_idx: int) -> SparsityConfig | None:
-    return _sparsity_config(name, json.dumps(settings, sort_keys=True), num_heads, layer_idx)
+def _layout_of(name: str, settings: dict[str, Any] | None, num_heads: int, layer_idx: int) -> SparsityConfig:
+    return _sparsity_config(name, json.dumps(settings or {}, sort_keys=True), num_heads, layer_idx)
 
 
 @torch.compiler.assume_constant_result  # evaluated once a graph, which is guarded by the configuration's values
-def _layout_number(name: str, settings: dict[str, Any], num_heads: int, layer_idx: int) -> int | None:
+def _layout_number(name: str, settings: dict[str, Any] | None, num_heads: int, layer_idx: int) -> int | None:
     layout = _layout_of(name, settings, num_heads, layer_idx)
-    return None if layout is None else number_of_layout(layout)
+    return None if isinstance(layout, DenseSparsityConfig) else number_of_layout(layout)
 
 
 def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
@@ -291,10 +305,8 @@ def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
 
 
 @functools.lru_cache(maxsize=512)  # one object a layout, because kernels' lists are cached by object
-def _sparsity_config(name: str, settings: str, num_heads: int, layer_idx: int) -> SparsityConfig | None:
+def _sparsity_config(name: str, settings: str, num_heads: int, layer_idx: int) -> SparsityConfig:
     config = get_sparsity_config(name, **{"num_heads": num_heads, **json.loads(settings)})
-    if isinstance(config, DenseSparsityConfig):
-        return None
     if layer_idx and not config.uses_random_blocks:
         return _sparsity_config(name, settings, num_heads, 0)
     config.layer_idx += layer_idx
@@ -340,7 +352,7 @@ def _table_bias(compute_bias: Any) -> Any:
         # Through the embedding because weights may be sharded. Gradients of all layers meet in its output, whichever
         # layers checkpoint activations.
         table = self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
-        is_dense = _layout(self, table.shape[1], as_number=torch.compiler.is_compiling()) is None
+        is_dense = _layout(self, table.shape[1]) is None
         bias = shared_bias(_bias(self, table), query_length, key_length, "auto", table.device, is_dense, self.training)
         return bias if isinstance(bias, Tensor) else table
 

@@ -6,12 +6,14 @@ A model calls `rotate` before keys enter the cache, and `bias`. A user-defined s
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, DistanceBias, T5Bias, alibi_slopes, t5_bucket
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_configured
 
 Device = torch.device | str | None
 
@@ -124,6 +126,29 @@ class RelativeBiasPosition(PositionScheme):
         distances = _distances(query_length, key_length, offset, device)
         buckets = t5_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
         return nn.functional.embedding(buckets, self.weight).permute(2, 0, 1)[None]
+
+
+def named_position(
+    config: Any, bidirectional: bool, *, head_dim: int, max_distance: int, rotary_base: float
+) -> PositionScheme:
+    """The scheme that a configuration names by `position_embedding_type`; one that does nothing for other names.
+
+    Args:
+        config: has `num_attention_heads`, `rotary_dim` and `relative_attention_num_buckets`.
+        max_distance: as of `T5Bias`.
+
+    Raises:
+        UserError: settings that the scheme refuses, or no such class.
+    """
+    name, num_heads = config.position_embedding_type, config.num_attention_heads
+    if ":" in name:
+        cls = resolve_configured(name, PositionScheme, f"position_embedding_type={name!r}")
+        return cls(config, bidirectional)
+    if name == "rotary":
+        return RotaryPosition(head_dim, config.rotary_dim, rotary_base)
+    if name == "relative_attention_bias":
+        return RelativeBiasPosition(config.relative_attention_num_buckets, max_distance, num_heads, bidirectional)
+    return AlibiPosition(num_heads) if name == "alibi" else NoPosition()
 
 
 def _slopes(num_heads: int, device: torch.device) -> Tensor:

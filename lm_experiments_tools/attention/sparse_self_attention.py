@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
-from lm_experiments_tools.attention.kernels.layout_cache import Layout, describe, num_blocks
+from lm_experiments_tools.attention.kernels.layout_cache import Layout, cached, describe, num_blocks
 from lm_experiments_tools.attention.kernels.spec import check_bias
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.errors import UserError
@@ -61,7 +61,6 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
-        self._layouts: dict[int, Layout] = {}
 
     def forward(
         self,
@@ -106,10 +105,16 @@ class SparseSelfAttention(nn.Module):
         bias = rpe
         keep = None
         if key_padding_mask is not None:
-            keep, added = self._key_padding(key_padding_mask, query)
-            bias = _plus(bias, added, length)
+            mode, shape = self.key_padding_mask_mode, (len(query), length)
+            added = _additive("key_padding_mask", key_padding_mask, mode, query, shape)
+            keep = added > -torch.inf
+            others = added.masked_fill(~keep, 0)
+            # Looking costs one synchronisation on a GPU; a bias for each key where none is wanted costs far more.
+            if mode == "add" and bool(others.any()):
+                bias = _plus(bias, others[:, None, None, :], length)
         if attn_mask is not None:
-            bias = _plus(bias, self._attention_mask(attn_mask, query), length)
+            mask = _additive("attn_mask", attn_mask, self.attn_mask_mode, query, (length, length))
+            bias = _plus(bias, mask[None, None], length)
         return block_sparse_attention(query, key, value, self._layout(length), bias=bias, key_padding_mask=keep)
 
     def _layout(self, length: int) -> Layout:
@@ -121,62 +126,35 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention: an input of {length} tokens is longer than max_seq_length="
                 f"{master.shape[-1] * block}."
             )
-        layout = self._layouts.get(blocks)
-        if layout is None or layout.blocks.data_ptr() != master.data_ptr():  # the buffer is another tensor now
-            layout = self._layouts[blocks] = Layout(master[:, :blocks, :blocks], block)
-        return layout
-
-    def _key_padding(self, mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Keys to keep, bool [batch, length], and what else the mask adds to them, [batch, 1, 1, length] or None."""
-        batch, _, length, _ = query.shape
-        _check_mask("key_padding_mask", mask, query)
-        if mask.dim() < 2 or mask.numel() != batch * length or (mask.shape[0], mask.shape[-1]) != (batch, length):
-            raise UserError(
-                f"SparseSelfAttention: key_padding_mask has shape {list(mask.shape)}, not [{batch}, {length}]."
-            )
-        mask = mask.reshape(batch, length)
-        if self.key_padding_mask_mode == "mul":
-            return mask != 0, None
-        _check_additive("key_padding_mask", mask)
-        keep = mask > _BLOCKED
-        added = mask.masked_fill(~keep, 0)
-        # Looking costs one synchronisation on a GPU; a bias for each key where none is wanted costs far more.
-        return keep, added[:, None, None, :] if bool(added.any()) else None
-
-    def _attention_mask(self, mask: Tensor, query: Tensor) -> Tensor:
-        """The mask as it is added to scores, -inf where it leaves nothing: [1, 1, length, length]."""
-        length = query.shape[2]
-        _check_mask("attn_mask", mask, query)
-        if mask.shape[-2:] != (length, length) or mask.numel() != length * length:
-            raise UserError(
-                f"SparseSelfAttention: attn_mask has shape {list(mask.shape)}, not [{length}, {length}]; "
-                "one that differs between samples goes into rpe."
-            )
-        mask = mask.reshape(1, 1, length, length)
-        if self.attn_mask_mode == "add":
-            _check_additive("attn_mask", mask)
-            return mask.masked_fill(mask <= _BLOCKED, float("-inf")).to(query.dtype)
-        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask == 0, float("-inf"))
+        return cached(master, ("corner", blocks), lambda: Layout(master[:, :blocks, :blocks], block))
 
 
-def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
+def _additive(name: str, mask: Tensor, mode: str, query: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A mask as it is added to scores, -inf where it leaves nothing: of `shape`, which it may have among others of 1.
+
+    Raises:
+        UserError: not a tensor on the device of `query`, another shape, or whole numbers to be added.
+    """
     if not isinstance(mask, Tensor):
         raise UserError(f"SparseSelfAttention: {name} is {describe(mask)}; it must be a tensor.")
     if mask.device != query.device:
         raise UserError(f"SparseSelfAttention: {name} is on {mask.device}, but query is on {query.device}.")
-
-
-def _check_additive(name: str, mask: Tensor) -> None:
+    sizes, expected = ([size for size in one if size > 1] for one in (mask.shape, shape))
+    if mask.dim() < 2 or mask.shape[-1] != shape[1] or sizes != expected:
+        raise UserError(f"SparseSelfAttention: {name} has shape {list(mask.shape)}, not {list(shape)}.")
+    mask = mask.reshape(shape)
+    if mode == "mul":
+        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask == 0, -torch.inf)
     if not mask.is_floating_point():
         raise UserError(
             f"SparseSelfAttention: {name} is {mask.dtype}, but is to be added to scores: pass {name}_mode='mul', "
             "or numbers that are 0 at what to keep and very negative elsewhere."
         )
+    return mask.masked_fill(mask <= _BLOCKED, -torch.inf).to(query.dtype)
 
 
-def _plus(bias: Bias | None, added: Tensor | None, length: int) -> Bias | None:
-    if added is None:
-        return bias
+def _plus(bias: Bias | None, added: Tensor, length: int) -> Bias:
+    """The bias with a mask [1 or batch, 1, 1 or length, length]."""
     if bias is None:
         return added.expand(-1, -1, length, -1)
     return (bias if isinstance(bias, Tensor) else dense_bias(bias, length, length)) + added

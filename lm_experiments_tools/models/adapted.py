@@ -112,8 +112,12 @@ def _check(source: PreTrainedModel, table: dict[str, str], what: str) -> str:
     config, name = source.config, type(source).__name__
     kind = config.model_type
     if kind not in table or not name.endswith("ForCausalLM"):
-        other = " (it can become an encoder)" if kind in ENCODERS and table is not ENCODERS else ""
-        raise UserError(f"a {name} ({kind}) cannot become an {what}{other}: sources are {', '.join(table)}.")
+        if kind in ENCODERS and table is not ENCODERS:
+            raise UserError(
+                f"a {name} ({kind}) cannot become an encoder-decoder: T5Gemma's classes need a Gemma 2 or Gemma 3. "
+                "Make an encoder of it, or choose another source."
+            )
+        raise UserError(f"a {name} ({kind}) cannot become an {what}: sources are {', '.join(table)}.")
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise UserError(f"this {name} is bidirectional already: it needs no adapting.")
     return kind

@@ -21,7 +21,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm_experiments_tools.checkpoint.adapter_files import (
     DEFAULT_ADAPTER,
@@ -51,6 +51,8 @@ KINDS = {
 }
 # Layers for LoRA in our models, as peft has them for transformers'.
 LORA_TARGETS = {"lm_experiments_t5": ["q", "v"], "lm_experiments_bert": ["query", "value"]}
+# Parts of the names of parameters that start from embeddings of words.
+_STARTED = {"prompt_tuning": "prompt_encoder", "new_tokens": "trainable_tokens_delta"}
 _COMMON_WORDS = 5000  # words that prompts start from: Lester et al. 2021, section 3.2
 _NEW_TOKEN = re.compile(r"<prompt_\d+>")
 _LONGEST_REASON = 300  # in characters, of what peft says
@@ -71,7 +73,7 @@ def add_adapter(
     tokenizer: PreTrainedTokenizerBase,
     base_name: str | None,
     new_weights: Sequence[str],
-) -> PeftModel:
+) -> PeftModel | PromptEnsemble:
     """The frozen `model` with a new adapter of kind `--peft`; what it draws at random depends on --seed alone.
 
     Args:
@@ -86,64 +88,67 @@ def add_adapter(
         config = _config(model, args, tokenizer, heads_of(model, args.model_type, new_weights))
         config.base_model_name_or_path = base_name
         if args.num_prompts > 1:
-            words = [prompt_words(args, tokenizer, args.num_virtual_tokens) for _ in range(args.num_prompts)]
-            starts = [_rows(model, some) for some in words]
-            return _ensemble(model, torch.stack(starts), config, args.model_type, new_weights)
-        adapted = _new(model, config, args)
-        if args.peft == "prompt_tuning":
-            words = prompt_words(args, tokenizer, config.num_virtual_tokens)
-            _start_from(adapted.prompt_encoder[DEFAULT_ADAPTER].embedding.weight, _rows(model, words))
-        elif args.peft == "new_tokens":
-            words = prompt_words(args, tokenizer, args.num_virtual_tokens)
-            delta = next(p for name, p in adapted.named_parameters() if "trainable_tokens_delta" in name)
-            _start_from(delta, _rows(model, words))
+            starts = [_word_embeddings(model, args, tokenizer) for _ in range(args.num_prompts)]
+            adapted = PromptEnsemble(model, torch.stack(starts), config)
+        else:
+            flag = "--lora_targets" if args.lora_targets else f"--peft {args.peft}"
+            hint = "; name layers by --lora_targets" if args.peft == "lora" and not args.lora_targets else ""
+            with peft_errors_named(f"{flag} does not fit {type(model).__name__}{hint}"):
+                adapted = _wrapped(model, config, args)
+            if args.peft in _STARTED:
+                weight = next(p for name, p in adapted.named_parameters() if _STARTED[args.peft] in name)
+                weight.data.copy_(_word_embeddings(model, args, tokenizer))
     _train_heads(adapted, args.model_type, new_weights)
     return adapted
 
 
 @contextlib.contextmanager
-def described_by(file: Path) -> Iterator[None]:
-    """Turn what peft raises of an adapter_config.json that it cannot follow into a UserError."""
+def peft_errors_named(problem: str) -> Iterator[None]:
+    """Turn what peft raises of an adapter that it cannot build into a UserError."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, re.error) as error:
         reason = " ".join(str(error).split())[:_LONGEST_REASON]
-        raise UserError(
-            f"{file}: peft cannot build the adapter that it describes ({type(error).__name__}: {reason})."
-        ) from error
+        raise UserError(f"{problem} ({type(error).__name__}: {reason}).") from error
 
 
-def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel:
+def described_by(file: Path) -> contextlib.AbstractContextManager[None]:
+    """`peft_errors_named` for an adapter_config.json."""
+    return peft_errors_named(f"{file}: peft cannot build the adapter that it describes")
+
+
+def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel | PromptEnsemble:
     """`model` with the adapter in a folder, to be trained further. Raises UserError."""
     folders = ensemble_folders(path)
-    with described_by((path / folders[0] if folders else path) / ADAPTER_CONFIG):
-        adapted = _described(model, path, folders, args)
+    first = path / folders[0] if folders else path
+    with described_by(first / ADAPTER_CONFIG):
+        adapted = _described(model, path, first, len(folders), args)
+        _train_heads(adapted, args.model_type, list(saved_by_name(first)))
     read_adapter_into(adapted, path)
     return adapted
 
 
-def _described(model: PreTrainedModel, path: Path, folders: list[str], args: FinetuningArgs) -> PeftModel:
-    """`model` with an adapter as its files describe it, whose weights are still to be read."""
+def _described(
+    model: PreTrainedModel, path: Path, first: Path, num_prompts: int, args: FinetuningArgs
+) -> PeftModel | PromptEnsemble:
+    """`model` with an adapter as the files in `first` describe it, whose weights are still to be read."""
     from peft import PeftConfig
 
-    config = PeftConfig.from_pretrained(str(path / folders[0] if folders else path))
+    config = PeftConfig.from_pretrained(str(first))
     if args.peft is not None and config.peft_type != KINDS[args.peft]:
         raise UserError(
             f"--peft {args.peft} does not fit the adapter in {path}, which is {config.peft_type}: leave --peft out."
         )
-    _refuse_other_settings(args, path, config, len(folders) or 1)
+    _refuse_other_settings(args, path, config, num_prompts or 1)
     config.inference_mode = False
     if config.peft_type == KINDS["prompt_tuning"]:
         config.prompt_tuning_init = "RANDOM"  # overwritten by the file
-    new_weights = list(saved_by_name(path / folders[0] if folders else path))
-    if folders:
-        start = torch.zeros(len(folders), config.num_virtual_tokens, model.get_input_embeddings().embedding_dim)
-        return _ensemble(model, start, config, args.model_type, new_weights)
-    adapted = _wrapped(model, config, args)
-    _train_heads(adapted, args.model_type, new_weights)
-    return adapted
+    if num_prompts:
+        start = torch.zeros(num_prompts, config.num_virtual_tokens, model.get_input_embeddings().embedding_dim)
+        return PromptEnsemble(model, start, config)
+    return _wrapped(model, config, args)
 
 
 def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig, num_prompts: int) -> None:
@@ -165,27 +170,6 @@ def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig,
     other = [f"--{name} ({saved[name]} there)" for name, value in given.items() if value != saved[name]]
     if other:
         raise UserError(f"{', '.join(other)} cannot change the adapter in {path}: leave it out.")
-
-
-def _ensemble(
-    model: PreTrainedModel, start: Tensor, config: PeftConfig, model_type: str, new_weights: Sequence[str]
-) -> PromptEnsemble:
-    ensemble = PromptEnsemble(model, start, config)
-    _train_parts(model, heads_of(model, model_type, new_weights))
-    return ensemble
-
-
-def _new(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -> PeftModel:
-    try:
-        return _wrapped(model, config, args)
-    except UserError:
-        raise
-    except (ValueError, KeyError, AttributeError) as error:
-        flag = "--lora_targets" if args.lora_targets else f"--peft {args.peft}"
-        hint = "; name layers by --lora_targets" if args.peft == "lora" else ""
-        raise UserError(
-            f"{flag} does not fit {type(model).__name__}: {' '.join(str(error).split())}{hint}."
-        ) from error
 
 
 def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -> PeftModel:
@@ -240,15 +224,12 @@ def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]
     return heads + (["pooler"] if any(".pooler." in name for name in new_weights) else [])
 
 
-def _train_heads(adapted: PeftModel, model_type: str, new_weights: Sequence[str]) -> None:
+def _train_heads(adapted: PeftModel | PromptEnsemble, model_type: str, new_weights: Sequence[str]) -> None:
     """LoRA trains copies of the heads; with other adapters the model's own heads are trained."""
     if adapted.peft_config[DEFAULT_ADAPTER].peft_type == KINDS["lora"]:
         return
     base = adapted.get_base_model()
-    _train_parts(base, heads_of(base, model_type, new_weights))
-
-
-def _train_parts(base: nn.Module, names: list[str]) -> None:
+    names = heads_of(base, model_type, new_weights)
     for name, parameter in base.named_parameters():
         words = name.split(".")
         if "original_module" not in words and any(word in names for word in words):  # peft itself copies some heads
@@ -281,10 +262,7 @@ def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count
     return [common[i] for i in torch.randint(len(common), (count,)).tolist()]
 
 
-def _rows(model: PreTrainedModel, words: list[int]) -> Tensor:
+def _word_embeddings(model: PreTrainedModel, args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Embeddings of the words that a prompt starts from, float[num_virtual_tokens, width]."""
+    words = prompt_words(args, tokenizer, args.num_virtual_tokens)
     return model.get_input_embeddings().weight[words].detach().float()
-
-
-def _start_from(parameter: nn.Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        parameter.copy_(values)

@@ -275,7 +275,7 @@ def first_position(model: nn.Module) -> int:
 
 
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
-    """Refuse inputs longer than the absolute positions of the model.
+    """Refuse inputs longer than the absolute positions of the model; warn of those longer than its rotary ones.
 
     Args:
         length: most positions of an input.
@@ -285,14 +285,17 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: 
     Raises:
         UserError: with both numbers.
     """
+    config = config.get_text_config(decoder=True)  # T5Gemma's is in its parts
     positions = getattr(config, "max_position_embeddings", None)
     kind = getattr(config, "position_embedding_type", "absolute")
-    bounded = kind in ("absolute", "relative_key", "relative_key_query") and not hasattr(config, "rope_parameters")
-    if bounded and positions is not None and length > positions - first:
-        raise UserError(
-            f"{of_what} is more than the {positions - first} positions of the model (max_position_embeddings): "
-            "shorten it, or choose another model or configuration."
-        )
+    kind = "rotary" if hasattr(config, "rope_parameters") else kind
+    if positions is None or length <= positions - first:
+        return
+    problem = f"{of_what} is more than the {positions - first} positions of the model (max_position_embeddings)"
+    if kind in ("absolute", "relative_key", "relative_key_query"):
+        raise UserError(f"{problem}: shorten it, or choose another model or configuration.")
+    if kind == "rotary":
+        logger.warning("%s: its rotary positions go on, but beyond those of its training it is usually worse", problem)
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
@@ -327,11 +330,8 @@ class ParameterCount:
 def num_parameters(model: nn.Module) -> ParameterCount:
     """Count the parameters of a model (on any device, meta included)."""
     parameters = list(model.parameters())
-    tables = [
-        getter()
-        for getter in (getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None))
-        if getter is not None
-    ]
+    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    tables = [getter() for getter in getters if getter is not None]
     embedding = {table.weight for table in tables if table is not None}
     return ParameterCount(
         total=sum(number_of(p) for p in parameters),

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import first_position
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.modules.inspection import evaluated, forward_names
 from modeling_bert.packing import positions_of
 
 NAME = "sdpa_of_documents"
@@ -98,16 +98,12 @@ def _failed_check(model: nn.Module, length: int, transform: Transform) -> str | 
     if (pad := getattr(model.config, "pad_token_id", None)) is not None:  # some models count positions without it
         ids = ids.masked_fill(ids == pad, pad - 1 if pad else 1)
     row = {"input_ids": torch.cat([*ids, ids[0, :1]])[None], "segment_ids": segments}
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluated(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             alone = _logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).flatten(0, 1)
             found = _logits(model, transform({**row, "attention_mask": (segments > 0).long()}))[0, : 2 * length]
     except (IndexError, ValueError) as error:  # too few positions, or a layout over the whole row
         return " ".join(str(error).split())
-    finally:
-        model.train(training)
     same = (found - alone).abs().max() <= _SAME * alone.abs().max()
     return None if same else "the documents of a row see each other"
 

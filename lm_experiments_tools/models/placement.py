@@ -117,20 +117,12 @@ def say_where(model: nn.Module) -> None:
         logger.info("on %s: %s", device, ", ".join(names))
 
 
-def keep_embeddings_on_cpu(model: nn.Module) -> None:
-    """Turn the token embeddings of a model that will train on a GPU into `HostEmbedding`s.
+def host_embeddings(model: nn.Module) -> None:
+    """Turn the token embeddings of a model into `HostEmbedding`s.
 
     Raises:
         UserError: the embeddings are tied to the output layer.
     """
-    if not torch.cuda.is_available():
-        logger.info("--embeddings_on_cpu: this machine has no GPU, so all of the model is in main memory anyway")
-        return
-    host_embeddings(model)
-
-
-def host_embeddings(model: nn.Module) -> None:
-    """`keep_embeddings_on_cpu`, on any machine."""
     table, output = model.get_input_embeddings(), model.get_output_embeddings()
     if output is not None and output.weight is table.weight:
         raise UserError(

@@ -6,9 +6,10 @@ file of t5-experiments or nanoT5 (with --model_cfg).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ from lm_experiments_tools.models.build import (
     untie_only_output,
 )
 from lm_experiments_tools.models.freezing import freeze
-from lm_experiments_tools.models.placement import keep_embeddings_on_cpu, loading_options, say_where, weights_dtype
+from lm_experiments_tools.models.placement import host_embeddings, loading_options, say_where, weights_dtype
 from lm_experiments_tools.models.speed import speed_up
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
@@ -55,6 +56,7 @@ AUTO_CLASSES = {
     "encoder-decoder": "AutoModelForSeq2SeqLM",
     "decoder": "AutoModelForCausalLM",
 }
+STRICTLY: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
 _NAMES_SHOWN = 4
 
 
@@ -94,8 +96,10 @@ def pretrained_model(
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if args.gradient_checkpointing:
         enable_checkpointing(model)
-    if args.embeddings_on_cpu:
-        keep_embeddings_on_cpu(model)
+    if args.embeddings_on_cpu and torch.cuda.is_available():
+        host_embeddings(model)
+    elif args.embeddings_on_cpu:
+        logger.info("--embeddings_on_cpu: this machine has no GPU, so all of the model is in main memory anyway")
     if base is not None and (adapter is not None or args.peft is not None):
         model.base_fingerprint = base.fingerprint()
     if adapter is not None:
@@ -215,10 +219,8 @@ def _config(args: FinetuningArgs, files: ModelFiles) -> PreTrainedConfig:
         return load_model_config(args.model_cfg, config_cls)
     source = files.configuration
     register_own_models(source)
-    try:
+    with read_errors_named(source.name, "its configuration cannot be read"):
         return pretrained_config(source.name, config_cls)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{source.name}: its configuration cannot be read ({first_line(error)}).") from error
 
 
 def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
@@ -288,21 +290,12 @@ def load_pretrained(
     """
     ours = takes_our_attention(config)
     unties = source.config.get("tie_word_embeddings") is False
-    try:
-        with quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(args.seed)
-            model, info = model_cls.from_pretrained(
-                source.name,
-                config=config,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                trust_remote_code=False,
-                **{"dtype": torch.float32, **options},
-            )
-    except UnpicklingError as error:
-        raise refused_pickle(source.name) from error
-    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError) as error:
-        raise UserError(f"{source.name}: its weights cannot be read ({first_line(error)}).") from error
+    readable = read_errors_named(source.name, "its weights cannot be read")
+    with readable, quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        model, info = model_cls.from_pretrained(
+            source.name, config=config, ignore_mismatched_sizes=True, **{**STRICTLY, **options}
+        )
     new_weights = _judge(model, info, source, args)
     if unties and getattr(model, "_tied_weights_keys", None):
         untie_only_output(model)
@@ -346,9 +339,17 @@ def _in_head(model: PreTrainedModel, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
-def refused_pickle(name: str) -> UserError:
-    """Error for weights that torch does not unpickle safely; its own message advises to unpickle anything."""
-    return UserError(f"{name}: its weights are a pickle with more than tensors, and were not read: use safetensors.")
+@contextlib.contextmanager
+def read_errors_named(name: str, problem: str) -> Iterator[None]:
+    """Turn what transformers raises of files that are no model, or one that may run code, into a UserError."""
+    try:
+        yield
+    except UnpicklingError as error:  # torch's own message advises to unpickle anything
+        raise UserError(
+            f"{name}: its weights are a pickle with more than tensors, and were not read: use safetensors."
+        ) from error
+    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError) as error:
+        raise UserError(f"{name}: {problem} ({first_line(error)}).") from error
 
 
 def some_names(names: Sequence[str]) -> str:

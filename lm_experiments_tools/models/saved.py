@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,19 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from lm_experiments_tools.checkpoint.adapter_files import check_base, saved_by_name
 from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step
 from lm_experiments_tools.checkpoint.source import Source, find_base, find_source
 from lm_experiments_tools.checkpoint.weights import mean_state
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.adapters import check_peft, described_by
 from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
-from lm_experiments_tools.models.pretrained import AUTO_CLASSES, kind_of, refused_pickle, some_names
+from lm_experiments_tools.models.pretrained import AUTO_CLASSES, STRICTLY, kind_of, read_errors_named, some_names
 from lm_experiments_tools.models.tokenizers import read_tokenizer, without_end
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import resolve_configured
@@ -44,7 +40,6 @@ READERS = (
     "AutoModelForSequenceClassification",
     "AutoModel",
 )
-_STRICTLY: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
 _LIBRARIES = ("transformers", "modeling_t5", "modeling_bert")
 
 
@@ -176,24 +171,13 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
         UserError: it cannot be read, or weights are missing or unexpected.
     """
     name, called = name or folder, cls.__name__
-    with unread(name, called), quiet_loading(), torch.random.fork_rng(devices=[]):
-        model, info = cls.from_pretrained(folder, **_STRICTLY)
+    with read_errors_named(name, f"it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
+        model, info = cls.from_pretrained(folder, **STRICTLY)
     for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "are not its own")):
         if info[kind]:
             number, names = len(info[kind]), some_names(sorted(info[kind]))
             raise UserError(f"{name} is no {called}: {number} of its weights {what} ({names}): check --model_cls.")
     return model
-
-
-@contextlib.contextmanager
-def unread(name: str, called: str) -> Iterator[None]:
-    """Turn what transformers raises of files that are no model, or one that may run code, into a UserError."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise refused_pickle(name) from error
-    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError) as error:
-        raise UserError(f"{name}: it cannot be read as {called} ({first_line(error)}).") from error
 
 
 @torch.no_grad()
@@ -240,7 +224,7 @@ def whole_model(source: Source) -> PreTrainedModel:
     if base.is_file:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
     register_own_models(base)
-    with unread(base.name, "a configuration"):
+    with read_errors_named(base.name, "its configuration cannot be read"):
         config = transformers.AutoConfig.from_pretrained(base.name, trust_remote_code=False)
     kind = kind_of(config)
     if kind is None:
@@ -265,8 +249,8 @@ def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
     names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     options = labels if names else {}
-    with unread(base.name, classes.__name__), quiet_loading():
-        model, _ = classes.from_pretrained(base.name, **_STRICTLY, **options)
+    with read_errors_named(base.name, f"it cannot be read as {classes.__name__}"), quiet_loading():
+        model, _ = classes.from_pretrained(base.name, **STRICTLY, **options)
     model.base_fingerprint = base.fingerprint()
     with described_by(adapter.base_named_in):
         adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))

@@ -27,13 +27,17 @@ def is_whole(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and not hasattr(parameter, "to_local") and not hasattr(parameter, "ds_id")
 
 
-def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
+def is_unwrapped(module: nn.Module, cls: type[nn.Module]) -> bool:
     """True if a module is of this class, has a full weight, and no adapter, hook or forward of its own."""
-    if type(module) is not cls:
+    if type(module) is not cls or "forward" in vars(module):
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    is_own = not hooks and "forward" not in vars(module) and not _has_any_global_hook()
-    return is_own and module.weight is not None and is_whole(module.weight)
+    return not hooks and module.weight is not None and is_whole(module.weight)
+
+
+def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """True if `is_unwrapped` and no hook of all modules would miss its call."""
+    return is_unwrapped(module, cls) and not _has_any_global_hook()
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:

@@ -1,8 +1,10 @@
-"""Properties of a model: trained parameters, devices, arguments of its forward."""
+"""Properties of a model: trained parameters, devices, arguments of its forward, evaluation mode."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -37,3 +39,15 @@ def forward_names_of(model_cls: type) -> set[str]:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
     return names
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module gets its previous mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.modules.inspection import evaluated, forward_names
 
 LABEL_POSITIONS = "label_positions"
 _ROWS = 2  # that a head is tried on
@@ -59,15 +59,11 @@ def pick_labelled(model: nn.Module, length: int, *, tried: bool = True) -> str |
     """
     if getattr(getattr(model, "config", None), "sparse_prediction", False):
         return "it selects them itself (sparse_prediction in its configuration)"
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluated(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return _pick_if_equal(model, length, tried)
     except _FAILURES as error:
         return f"its forward fails with labels of a few tokens ({type(error).__name__})"
-    finally:
-        model.train(training)
 
 
 def _pick_if_equal(model: nn.Module, length: int, tried: bool) -> str | None:

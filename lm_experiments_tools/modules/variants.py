@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -23,6 +23,29 @@ class VariantConfig:
         ours = next(cls for cls in type(self).__mro__ if "variant_type" in vars(cls))
         return type(self) is not ours or any(getattr(self, key) != getattr(ours, key) for key in self.variant_keys)
 
+    def check_variant(self, positions: Collection[str], counts: Sequence[str]) -> None:
+        """Refuse settings that variants of all models have.
+
+        Args:
+            positions: values of `position_embedding_type` besides a user's class.
+            counts: names of settings that are at least 1.
+
+        Raises:
+            ValueError: a setting out of range, or settings that exclude each other.
+        """
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        kind = self.position_embedding_type
+        if kind not in positions and ":" not in kind:
+            known = ", ".join(positions)
+            raise ValueError(f"position_embedding_type={kind!r} is none of {known}, nor a class written module:Class.")
+        if self.rotary_dim is not None and kind != "rotary" and kind in positions:
+            raise ValueError(f'rotary_dim={self.rotary_dim} is of position_embedding_type "rotary": leave it out.')
+        groups, heads = self.num_key_value_heads, self.num_attention_heads
+        if groups is not None and (groups < 1 or heads % groups):
+            raise ValueError(f"num_key_value_heads={groups} must divide num_attention_heads={heads}.")
+
     def to_diff_dict(self) -> dict[str, Any]:
         """Values for config.json."""
         values = super().to_diff_dict()
@@ -38,13 +61,30 @@ class VariantConfig:
 
 
 class TakesBothConfigs(type):
-    """Metaclass of models that also take the base class of their configuration, transformers' own."""
+    """Metaclass of models that also take the base class of their configuration, transformers' own.
+
+    Raises:
+        ValueError: a configuration of another class.
+    """
 
     def __call__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = cls.config_class
-        if type(config) in ours.__mro__ and not isinstance(config, VariantConfig):
+        ours, given = cls.config_class, type(config)
+        if given in ours.__mro__ and not isinstance(config, VariantConfig):
             config = ours(**config.to_dict())
+        if not isinstance(config, ours):
+            raise ValueError(
+                f"{cls.__name__} needs a {ours.__name__}, of {ours.__module__.partition('.')[0]} or transformers, not "
+                f"{given.__module__}.{given.__name__}."
+            )
         return super().__call__(config, *args, **kwargs)
+
+
+class InitializesAllModules:
+    """Mixin before PreTrainedModel: `_init_weights` is called for every module."""
+
+    def _initialize_weights(self, module: Any, *args: Any) -> None:
+        """Without transformers' flag for remote code, with which modules without direct parameters are left out."""
+        super()._initialize_weights(module)
 
 
 def register_variants(

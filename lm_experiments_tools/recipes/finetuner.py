@@ -49,11 +49,10 @@ from lm_experiments_tools.models.inherited import inherited_settings
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.speed import choose_speed, fast_process
 from lm_experiments_tools.models.tokenizers import load_tokenizer
-from lm_experiments_tools.modules.inspection import forward_names, is_adapted
+from lm_experiments_tools.modules.inspection import evaluated, forward_names, is_adapted
 from lm_experiments_tools.recipes.common import show_run, start_run
 from lm_experiments_tools.recipes.finetuning import (
     evaluate_last,
-    evaluated,
     finetuning_loop,
     saved_task,
     show_inherited,

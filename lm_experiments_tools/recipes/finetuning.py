@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.models.from_args import optimizer_from_args
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.modules.inspection import evaluated, forward_names
 from lm_experiments_tools.recipes.common import save_tokenizer, seed_worker, show_run, start_run
 from lm_experiments_tools.recipes.finetuning_data import FinetuningData, finetuning_data
 from lm_experiments_tools.recipes.recipe import Recipe
@@ -218,18 +217,6 @@ def _probe(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
     segments = torch.tensor([1, 2]).repeat_interleave(length).repeat(3, 1)
     inputs = {"input_ids": ids, "segment_ids": segments, "attention_mask": torch.ones_like(ids)}
     return inputs if model_type == "encoder" else {**inputs, "labels": ids, "decoder_segment_ids": segments}
-
-
-@contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module gets its previous mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def evaluate_last(trainer: TrainingLoop, data: FinetuningData) -> None:

@@ -21,8 +21,8 @@ from lm_experiments_tools.data.objectives.registry import (
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.models.build import check_vocabulary
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.models.build import check_positions, check_vocabulary
+from lm_experiments_tools.modules.inspection import evaluated, forward_names
 from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
 from lm_experiments_tools.recipes.recipe import Pretraining
 from lm_experiments_tools.recipes.report import WrittenExamples, filled_right, t5_examples, write_report
@@ -142,12 +142,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
             f"of kind {kind}: {advice}, or another --task."
         )
     check_vocabulary(model.config, vocabulary_size)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and args.input_seq_len > positions:
-        raise UserError(
-            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions "
-            "(max_position_embeddings)."
-        )
+    check_positions(model.config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
 
 
 def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
@@ -161,11 +156,8 @@ def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int =
     ids = torch.arange(num_tokens)[None]
     other = ids.clone()
     other[0, -1] = 0
-    training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluated(model), torch.no_grad():
         first, second = (model(input_ids=row)["logits"][0, 0] for row in (ids, other))
-    model.train(training)
     if not torch.equal(first, second):
         raise UserError(
             f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it is to predict; set is_decoder to "

@@ -286,7 +286,7 @@ def test_a_t5_with_settings_left_out_is_written_with_its_logits_and_loss(case: s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_key_value_heads": 3}, "must divide num_heads"),
+        ({"num_key_value_heads": 3}, "must divide num_attention_heads"),
         ({"final_softcap": 3.0, "cross_entropy_chunk_size": 8}, "knows no final_softcap"),
         ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0"),
         ({"sparse_config_cls": "BigBird", "local_attention": 4}, "leave them out"),

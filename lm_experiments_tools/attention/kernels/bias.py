@@ -208,12 +208,19 @@ def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
     """The matrices [..., rows, columns] whose diagonals are `vector` [..., rows + columns - 1], bottom left first."""
     if _are_numbers(rows, columns):
         return _Toeplitz.apply(vector, rows, columns)
-    # Unfolding would fix the lengths. Instead copies padded by one element are read as rows of one element less, so
-    # that each row starts one element earlier.
-    width = rows + columns - 1
-    padded = torch.nn.functional.pad(vector, (0, 1)).unsqueeze(-2)
-    copies = padded.expand(*vector.shape[:-1], rows, width + 1).flatten(-2)
-    return copies[..., rows - 1 : rows - 1 + rows * width].unflatten(-1, (rows, width))[..., :columns]
+    # unfolding would fix the lengths
+    return diagonals(vector.unsqueeze(-2).expand(*vector.shape[:-1], rows, rows + columns - 1), columns)
+
+
+def diagonals(x: Tensor, columns: int) -> Tensor:
+    """[..., rows, rows + columns - 1] -> [..., rows, columns], where element (r, c) is x[r, c - r + rows - 1].
+
+    Rows padded by one element are read as rows of one element less, so that each starts one element earlier (Huang et
+    al. 2018, arXiv 1809.04281, section 3.4.1).
+    """
+    rows, width = x.shape[-2:]
+    flat = torch.nn.functional.pad(x, (0, 1)).flatten(-2)
+    return flat[..., rows - 1 : rows - 1 + rows * width].unflatten(-1, (rows, width))[..., :columns]
 
 
 def _are_numbers(*lengths: int) -> bool:

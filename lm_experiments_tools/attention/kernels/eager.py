@@ -46,12 +46,17 @@ def _weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     scores = limit_float16(q @ k.transpose(-1, -2) * scale)
     if spec.softcap is not None:
         scores = spec.softcap * (scores / spec.softcap).tanh()
+    empty = None
     if bias is not None:
         matrix = bias if isinstance(bias, Tensor) else dense_bias(bias, q.shape[2], k.shape[2])
+        if allowed is None:  # a matrix may be shared by the batch, which makes this cheaper than masking scores
+            empty = matrix.detach().amax(-1, keepdim=True) == -torch.inf
+            matrix = matrix.masked_fill(empty, 0.0)
+        else:
+            allowed = allowed & (matrix > -torch.inf)
         scores = limit_float16(scores + matrix)
-        allowed = None if allowed is None else allowed & (matrix > -torch.inf)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        empty = ~allowed.any(-1, keepdim=True)
     weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
-    weights = F.dropout(weights, spec.dropout_p)
-    return weights, None if allowed is None else ~allowed.any(-1, keepdim=True)
+    return F.dropout(weights, spec.dropout_p), empty

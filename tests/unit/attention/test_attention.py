@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import layout_cache
-from lm_experiments_tools.attention.kernels.bias import T5Table, dense_bias, distance_tiles, t5_bucket
+from lm_experiments_tools.attention.kernels.bias import T5Table, t5_bucket
 from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from tests.helpers.attention_cases import Case, errors, tensors
@@ -150,16 +149,6 @@ def test_a_table_computed_once_for_several_layers_is_the_bias_that_it_was_made_o
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_tiles_cut_the_matrix_of_the_bias():
-    bias = T5Bias(torch.randn(32, 2))
-    tiles, matrix = distance_tiles(bias.table(), 16), dense_bias(bias, 256, 256)[0]
-    reach = tiles.shape[1] // 2
-    for row, column in itertools.product(range(16), repeat=2):
-        place = max(-reach, min(reach, column - row)) + reach
-        rows, columns = slice(16 * row, 16 * row + 16), slice(16 * column, 16 * column + 16)
-        assert torch.equal(tiles[:, place], matrix[:, rows, columns])
-
-
 def test_alibi_slopes_are_those_of_the_paper():
     assert alibi_slopes(8).tolist() == [2**-n for n in range(1, 9)]
     assert alibi_slopes(16)[:3].tolist() == pytest.approx([2**-0.5, 2**-1, 2**-1.5])
@@ -167,33 +156,6 @@ def test_alibi_slopes_are_those_of_the_paper():
         [2**-n for n in range(1, 9)] + [2 ** -(n + 0.5) for n in range(4)]
     )
     assert AlibiBias(torch.tensor([2.0])).dense(2, 3).tolist() == [[[[0, -2, -4], [-2, 0, -2]]]]
-
-
-@pytest.mark.parametrize("backend", ["gather", "sdpa", "auto"])
-def test_a_learned_bias_does_train_under_a_sparse_layout(backend):
-    """DeepSpeed's sparse softmax returned no gradient for its rpe, so that a T5 bias stayed as it was initialised."""
-    q, k, v = tensors(2, 2, 64, 8)
-    target = torch.randn(2, 2, 64, 8, dtype=torch.float64)
-    weight = torch.nn.Parameter(torch.zeros(32, 2, dtype=torch.float64))
-    layout, losses = BigBirdSparsityConfig(2, block=16), []
-    for _ in range(5):
-        loss = (block_sparse_attention(q, k, v, layout, T5Bias(weight), backend=backend) - target).square().sum()
-        (gradient,) = torch.autograd.grad(loss, weight)
-        with torch.no_grad():
-            weight -= 0.01 * gradient
-        losses.append(loss.item())
-    assert (weight != 0).any(1).sum() > 16 and losses == sorted(losses, reverse=True)
-
-
-def test_bucket_gradients_of_a_head_sum_to_zero():
-    """Adding one number to all scores of a row changes nothing, so it has no gradient."""
-    q, k, v = tensors(2, 3, 200, 8)
-    (weight,) = tensors(32, 3, count=1)
-    bias = T5Bias(weight)
-    layout = BigBirdSparsityConfig(3, block=16, different_layout_per_head=True)
-    output = block_sparse_attention(q, k, v, layout, bias, backend="gather")
-    (gradient,) = torch.autograd.grad(output, weight, torch.randn_like(output))
-    assert gradient.abs().max() > 0.1 and gradient.sum(0).abs().max() < 1e-12
 
 
 # What the masks mean
@@ -231,8 +193,7 @@ def test_queries_that_may_attend_to_nothing_give_zeros_and_get_none(backend):
 
 @pytest.mark.parametrize(
     ("backend", "masked"),
-    # Without any mask "eager" returns NaN for a row whose bias is -inf everywhere.
-    [*itertools.product(["reference", "gather", "sdpa"], [False, True]), ("eager", True)],
+    [*itertools.product(["reference", "gather", "sdpa", "eager"], [False, True])],
 )
 def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(masked, backend):
     """Against the definition written out, over the keys that are left; also where a mask takes the last of them."""
@@ -265,13 +226,6 @@ def test_a_learned_bucket_of_minus_infinity_gives_zeros_where_it_is_all_there_is
     output = block_sparse_attention(q, k, v, Layout(torch.ones(1, 5, 5), 4), T5Bias(weight), backend="gather")
     assert (output[:, 0] == 0).all() and (output[:, 1] != 0).all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(output.square().sum(), [q, k, v, weight]))
-
-
-def test_causal_is_token_by_token_whatever_the_layout():
-    q, k, v = tensors(1, 2, 48, 8)
-    output = block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), causal=True, backend="gather")
-    (gradient,) = torch.autograd.grad(output[:, :, 20].sum(), v)
-    assert (gradient[:, :, :21] != 0).all() and (gradient[:, :, 21:] == 0).all()
 
 
 # Dropout
@@ -426,20 +380,3 @@ def test_a_layout_made_in_inference_mode_serves():
         assert (block_sparse_attention(q, k, v, blocks) == 0).all()
         blocks[:] = True
         assert (block_sparse_attention(q, k, v, blocks) != 0).all()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_the_same_dropout(reentrant):
-    q, k, v = tensors(1, 2, 50, 8)
-
-    def call(q: Tensor) -> Tensor:
-        return block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), dropout_p=0.4, backend="gather")
-
-    torch.manual_seed(0)
-    (plain,) = torch.autograd.grad(call(q).square().sum(), q)
-    torch.manual_seed(0)
-    if reentrant:
-        checkpoint(call, q, use_reentrant=True).square().sum().backward()
-    else:
-        q.grad = torch.autograd.grad(checkpoint(call, q, use_reentrant=False).square().sum(), q)[0]
-    assert torch.equal(plain, q.grad)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention
 from lm_experiments_tools.attention.kernels import dispatch as functional
-from lm_experiments_tools.attention.kernels import layout_cache, sdpa
+from lm_experiments_tools.attention.kernels import layout_cache
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from tests.helpers.attention_cases import tensors
 
@@ -105,16 +105,6 @@ def test_the_default_device_is_that_of_new_tensors_alone():
     with torch.device("meta"):
         assert block_sparse_attention(q, q, q, bias=T5Bias(torch.zeros(32, 2, device="cpu"))).device.type == "cpu"
         assert block_sparse_attention(q, q, q, dropout_p=0.1, backend="gather").device.type == "cpu"
-
-
-def test_rows_opened_for_gpus_may_be_closed_by_the_bias():
-    q, k, v = tensors(1, 2, 6, 8)
-    bias = torch.zeros(1, 2, 6, 6, dtype=torch.float64)
-    bias[:, :, 2] = bias[:, :, :, 4] = -torch.inf
-    output = sdpa.masked(q, k, v, bias, torch.ones_like(bias, dtype=torch.bool), None, 0.0)
-    expected = block_sparse_attention(q, k, v, bias=bias, backend="reference")
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(output.sum(), [q, k, v]))
 
 
 class OldStyle:

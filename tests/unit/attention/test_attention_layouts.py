@@ -260,24 +260,6 @@ class TestNames:
             assert torch.equal(again.make_layout(64), config.make_layout(64))
         assert Widened(4, 3).to_dict() == {"sparse_config_cls": f"{__name__}:Widened", "num_heads": 4, "width": 3}
 
-    def test_a_model_takes_a_deepspeed_class(self):
-        huggingface = pytest.importorskip("lm_experiments_tools.attention.huggingface")
-        from transformers import BertConfig, BertModel
-
-        config = BertConfig(
-            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16
-        )
-        torch.manual_seed(0)
-        model = BertModel(config).eval()
-        input_ids = torch.arange(32)[None]
-        changed = input_ids.clone()
-        changed[:, 16:] = 0
-        dense = [model(ids).last_hidden_state[:, :16] for ids in (input_ids, changed)]
-        assert not torch.allclose(*dense)
-        huggingface.enable(model, Widened(4, 1))
-        sparse = [model(ids).last_hidden_state[:, :16] for ids in (input_ids, changed)]
-        torch.testing.assert_close(*sparse)  # blocks of 16 tokens that attend to themselves alone
-
     @pytest.mark.parametrize(
         ("make", "message"),
         [

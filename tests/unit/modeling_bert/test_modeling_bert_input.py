@@ -116,7 +116,7 @@ def test_masks_of_queries_by_keys_are_understood(way):
             {"position_embedding_type": "relative_attention_bias", "relative_attention_num_buckets": 2},
             "num_buckets=2 must be at least 4",
         ),
-        ({**SPARSE, "sparse_attention": {"num_heads": 3}}, "num_heads=3, but num_attention_heads is 4"),
+        ({**SPARSE, "sparse_attention": {"num_heads": 3}}, "num_heads=3, but the model 4"),
         ({**SPARSE, "sparse_attention": {"blok": 8}}, "did you mean 'block'"),
         ({"sparse_config_cls": "BigBrid"}, "did you mean BigBirdSparsityConfig"),
         ({"sparse_attention": {"block": 8}}, "without sparse_config_cls"),

@@ -52,28 +52,6 @@ def test_variants_have_the_parameters_that_their_keys_say():
     assert totals["bert_base_uncased-bigbird"] == base + 7 * positions  # 4,096 instead of 512
 
 
-@pytest.mark.parametrize("preset", OURS)
-def test_preset_trains_and_survives_save_and_load(preset, tmp_path):
-    model = build_model(BertForPreTraining, small(preset), seed=0).train()
-    ids = torch.randint(1, 99, (2, 64), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids.masked_fill(ids > 30, -100), "next_sentence_label": torch.tensor([0, 1])}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    model.save_pretrained(tmp_path)
-    loaded, report = BertForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()), report
-    assert torch.equal(loaded.eval()(**batch).loss, model.eval()(**batch).loss)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_words_added_to_a_model_are_saved_with_their_biases(tied, tmp_path):
     config = BertConfig(**{**small("bert_base_uncased").to_dict(), "tie_word_embeddings": tied})

@@ -146,20 +146,14 @@ def test_gradient_checkpointing_changes_no_gradient(variant, reentrant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_autocast_to_bfloat16_is_near_and_trains(variant):
+@pytest.mark.parametrize("is_cast", [True, False], ids=["autocast", "weights"])
+def test_in_bfloat16_it_is_near_and_trains(variant, is_cast):
     model = model_of(variant).eval()
     expected = model(**batch()).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch()).loss
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        loss = (model if is_cast else model.bfloat16())(**batch()).loss
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_half_precision_weights_give_finite_gradients(variant):
-    model = model_of(variant).bfloat16().train()
-    model(**batch()).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 

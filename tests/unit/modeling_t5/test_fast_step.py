@@ -9,12 +9,12 @@ from torch._dynamo.testing import CompileCounter
 import modeling_t5
 from lm_experiments_tools.recipes.t5 import without_full_masks
 from modeling_t5 import fast_step
-from tests.helpers.t5_pair import SIZES, T5_1_1, batch, pair
+from tests.helpers.t5_pair import SIZES, T5_1_1, batch
 
 CDQ = {"encoder_self_attention_layer": "modeling_t5:T5CDQAttention", "num_cdq_heads": 2}
 VARIANTS = {
-    "1.0": {},
-    "1.1": T5_1_1,
+    "1.0": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
+    "1.1": {},
     "bias per layer": {"relative_attention_bias_per_layer": True},
     "rotary": {"position_embedding_type": "rotary"},
     "alibi": {"position_embedding_type": "alibi"},
@@ -49,17 +49,6 @@ def assert_close(found, wanted, relative):
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).abs().max() <= relative * gradient.abs().max(), name
-
-
-@pytest.mark.parametrize("inputs", [batch(), full()], ids=["padding", "no padding"])
-@pytest.mark.parametrize("settings", [{}, T5_1_1], ids=["1.0", "1.1"])
-def test_loss_and_gradients_are_those_of_transformers(settings, inputs):
-    theirs, ours = pair("T5ForConditionalGeneration", "sdpa", **settings)
-    ours.train().use_fast_step()
-    loss, wanted = gradients(theirs, inputs)
-    again, found = gradients(ours, inputs, return_logits=False, use_cache=False)
-    torch.testing.assert_close(again, loss, rtol=1e-10, atol=0)
-    assert_close(found, wanted, 1e-9)
 
 
 @pytest.mark.parametrize("inputs", [batch(), full()], ids=["padding", "no padding"])

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 
 from lm_experiments_tools.attention import AttentionSpec, T5Bias
@@ -324,8 +325,6 @@ BAD = {
     "rotary_dim=2 is of position_embedding_type": {"rotary_dim": 2},
     "tie_word_embeddings='no' must be true or false": {"tie_word_embeddings": "no"},
     "feed_forward_proj='gated-foo' names no activation": {"feed_forward_proj": "gated-foo"},
-    "cross_entropy_chunk_size": {"cross_entropy_chunk_size": 1.5},
-    "z_loss": {"z_loss": "1e-4"},
     "label_smoothing=1.5 must be": {"label_smoothing": 1.5},
     "rotary_dim=3 must be an even number": {"position_embedding_type": "rotary", "rotary_dim": 3},
     "sparse_attention has num_heads=8, but the model 4": {
@@ -342,6 +341,16 @@ def test_what_cannot_be_is_a_sentence(sentence, settings):
     with pytest.raises(ValueError, match=sentence) as error:
         make(**settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"cross_entropy_chunk_size": 1.5}, {"z_loss": "1e-4"}, {"qk_norm": "no"}, {"position_embedding_type": 3}],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_refused_by_name(settings):
+    with pytest.raises(StrictDataclassFieldValidationError, match=f"'{next(iter(settings))}'"):
+        make(**settings)
 
 
 def test_calls_that_cannot_be_are_a_sentence():
@@ -372,6 +381,15 @@ def test_one_token_and_rows_of_padding_give_finite_numbers(settings):
     together["attention_mask"][0] = alone["attention_mask"][0]
     if model.config.cross_entropy_chunk_size == 0:  # the other row does not feel it
         torch.testing.assert_close(model(**together).logits[:1], model(**alone).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_mask_of_one_row_is_that_mask_in_each_row(implementation):
+    model, inputs = make(T5EncoderModel), batch()
+    model.set_attn_implementation(implementation)
+    masks = inputs["attention_mask"][:1], inputs["attention_mask"][:1].expand(2, -1)
+    found, expected = (model(inputs["input_ids"], attention_mask=mask).last_hidden_state for mask in masks)
+    assert torch.equal(found, expected)
 
 
 def test_loss_of_no_labels_is_zero():

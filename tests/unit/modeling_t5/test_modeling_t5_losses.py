@@ -126,7 +126,7 @@ def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypat
     states = torch.randn(50, 16, dtype=head.weight.dtype, requires_grad=True)
     labels = torch.randint(0, 1000, (50,)).masked_fill(torch.arange(50) % 7 == 0, -100)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        assert linear_loss.is_plain(head, states)
+        assert linear_loss.replaces_head(head, states)
         loss = chunked_token_loss(states, head, labels, 16, **extras)
         wanted = token_loss(head(states), labels, **extras)
     got = torch.autograd.grad(loss / 3, (states, head.weight))

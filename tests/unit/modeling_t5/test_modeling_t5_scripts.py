@@ -105,18 +105,9 @@ def test_chunks_bound_the_logits_of_training_and_of_validation(start, monkeypatc
     assert found[16] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_a_mistyped_key_is_refused_with_the_nearest(start):
-    with pytest.raises(UserError, match="has no 'num_memory_token'; did you mean 'num_memory_tokens'"):
-        start("modeling_t5:T5ForConditionalGeneration", {"base": "t5-small", **SIZES, "num_memory_token": 2})
-    with pytest.raises(UserError, match="num_cdq_heads=5 must be 0, half of num_heads=2"):
-        start("modeling_t5:T5ForConditionalGeneration", {"base": "t5-small", **SIZES, "num_cdq_heads": 5})
-
-
 def test_transformers_class_names_the_one_that_knows_our_keys():
     with pytest.raises(UserError, match="which --model_cls modeling_t5:T5ForConditionalGeneration understands"):
         load_model_config("t5-base-only-cdQ")
-    with pytest.raises(UserError, match="which --model_cls modeling_bert"):
-        load_model_config("bert_base_uncased-4L_preln_sparse_rope", transformers.BertConfig)
 
 
 def test_the_page_about_variants_is_right(start, tmp_path, monkeypatch):
@@ -176,15 +167,9 @@ def test_peft(kind, settings):
         "prompt": lambda: peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=4),
     }[kind]()
     model = peft.get_peft_model(tiny(**settings), config)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    losses = []
-    for _ in range(8):
-        loss = model(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    model(**batch()).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_A" not in name}
+    assert gradients and all(gradient.any() for gradient in gradients.values())
     inputs = batch()
     del inputs["labels"]
     assert model.eval().generate(**inputs, max_new_tokens=4).shape[0] == 2

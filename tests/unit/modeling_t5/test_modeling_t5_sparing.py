@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lm_experiments_tools.attention import AttentionSpec
 from modeling_t5 import T5Config, T5EncoderModel
@@ -23,23 +22,13 @@ def layers(model: T5EncoderModel) -> list:
     return [block.layer[0].SelfAttention for block in model.encoder.block]
 
 
-def test_queries_of_cdq_equal_those_of_the_split_matrix_and_need_no_wide_tensor():
-    """cd_q (W_p P + W_x x), where cd_w = [W_p, W_x], values and gradients; nothing kept is [B, heads, L, D]."""
-    layer = layers(make(**CDQ).double())[0]
-    x = torch.randn(2, 7, 16, dtype=torch.float64)
-    real = torch.tensor([[True] * 4 + [False] * 3, [True] * 7])
-    scores = layer.T(F.relu(layer.W_t(x))).transpose(1, 2).masked_fill(~real[:, None], -torch.inf)
-    for_pooled, for_token = layer.cd_w.weight.chunk(2, dim=1)
-    mixed = F.linear(scores.softmax(-1) @ x, for_pooled)[:, :, None] + F.linear(x, for_token)[:, None]
-    wanted = layer.cd_q(mixed)
-    kept = []
+def test_queries_of_cdq_need_no_wide_tensor():
+    """Nothing kept is [B, heads, L, D]; test_modeling_t5.py compares values."""
+    layer, kept = layers(make(**CDQ))[0], []
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.shape) or saved, lambda x: x):
-        got = layer.context_queries(x, AttentionSpec(key_padding_mask=real))
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    assert kept and not any(shape[-1:] == (16,) and shape.numel() == mixed.numel() for shape in kept)
-    parameters = [layer.cd_w.weight, layer.cd_q.weight, layer.T.weight, layer.W_t.weight]
-    for ours, theirs in zip(*(torch.autograd.grad(y.pow(2).sum(), parameters) for y in (got, wanted)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        layer.context_queries(torch.randn(2, 7, 16), AttentionSpec())
+    wide = 2 * CDQ["num_cdq_heads"] * 7 * 16
+    assert kept and not any(shape[-1:] == (16,) and shape.numel() == wide for shape in kept)
 
 
 def test_adapters_of_every_matrix_of_cdq_are_trained_and_merged():

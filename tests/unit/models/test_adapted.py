@@ -201,7 +201,8 @@ def test_an_encoder_decoder_generates_what_it_scores_highest(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("llama", {}, "cannot become an encoder-decoder .it can become an encoder.: sources are gemma2, gemma3_text"),
+        ("llama", {}, "a Llama.* cannot become an encoder-decoder: T5Gemma's classes need a Gemma 2 or Gemma 3. Make"),
+        ("qwen3", {}, "a Qwen3.* cannot become an encoder-decoder: T5Gemma's"),
         ("gemma2", {"bos_token_id": None}, "no bos_token_id"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional already"),
     ],

@@ -61,14 +61,6 @@ def check_documents_alone(model, alone, rows):
     assert torch.equal(logits(model, **padded), logits(alone, **padded)), "rows of one document are as before"
 
 
-@pytest.mark.parametrize("name", ["BertForPreTraining", "BertForMaskedLM"])
-@pytest.mark.parametrize("positions", ["absolute", "rotary", "relative_attention_bias"])
-def test_our_models_isolate_documents(name, positions, rows):
-    settings = {**ABSOLUTE, "position_embedding_type": positions, "pre_layer_norm": positions == "rotary"}
-    build = (getattr(modeling_bert, name), modeling_bert.BertConfig, settings)
-    check_documents_alone(model_of(*build), model_of(*build), rows)
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

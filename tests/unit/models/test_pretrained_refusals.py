@@ -5,13 +5,14 @@ import shutil
 
 import pytest
 import torch
-from transformers import BartConfig, BertForSequenceClassification, LlamaConfig
+from transformers import BartConfig, BertForSequenceClassification, LlamaConfig, T5GemmaConfig, T5GemmaModuleConfig
 
 from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions, set_dropout
 from lm_experiments_tools.models.saved import open_saved, whole_model
+from modeling_bert import BertConfig
 from tests.helpers.pretrained_toys import made, save_toy, toy_args, toy_batch, toy_tokenizer
 
 T5_CLASSIFIER = "modeling_t5:T5EncoderForSequenceClassification"
@@ -183,5 +184,22 @@ def test_inputs_are_within_the_positions(kind, flags, sentence, bases):
         made(toy_args(bases[kind], kind, **flags))
 
 
-def test_rotary_positions_have_no_end():
-    check_positions(LlamaConfig(max_position_embeddings=64), 65, "a text")
+ROTARY = LlamaConfig(max_position_embeddings=64)
+MODULE = T5GemmaModuleConfig(max_position_embeddings=64)
+BERT = BertConfig(position_embedding_type="rotary", max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    "config", [ROTARY, T5GemmaConfig(encoder=MODULE, decoder=MODULE), BERT], ids=lambda config: type(config).__name__
+)
+def test_inputs_longer_than_rotary_positions_are_a_warning(config, caplog):
+    check_positions(config, 64, "a text")
+    assert not caplog.records
+    check_positions(config, 65, "a text")
+    [record] = caplog.records
+    assert "a text is more than the 64 positions of the model (max_position_embeddings)" in record.message
+
+
+def test_a_bias_by_distance_has_no_end(caplog):
+    check_positions(BertConfig(position_embedding_type="alibi", max_position_embeddings=64), 65, "a text")
+    assert not caplog.records

@@ -305,7 +305,7 @@ REFUSED = [
     ({**MASKED, "task": "ul2"}, "ul2 is for encoder-decoders, .*BertForMaskedLM is of kind encoder"),
     ({"task": "mlm", "target_seq_len": None}, "mlm is for encoders, .*T5.* is of kind encoder-decoder"),
     ({**MASKED, "task": "causal_lm"}, "causal_lm is for decoders and encoder-decoders"),
-    ({**CAUSAL, "input_seq_len": 65}, "--input_seq_len 65 is more than the model's 64 positions"),
+    ({**CAUSAL, "input_seq_len": 65}, "--input_seq_len 65 is more than the 64 positions"),
 ]
 
 
