@@ -8,7 +8,7 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 
 
 def exact(logits: Tensor) -> Tensor:
-    """Losses are computed in float32 at least."""
+    """Cast logits to float32, unless they are float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -20,7 +20,7 @@ def mean_loss(logits: Tensor, labels: Tensor, ignored: int = IGNORED_LABEL) -> T
 
 
 def place_loss(scores: Tensor, positions: Tensor) -> Tensor:
-    """Of the places of a text, scores [B, L]; a place beyond it is ignored."""
+    """Cross-entropy over the positions of a text, scores [B, L]; positions beyond the text are ignored."""
     length = scores.shape[1]
     return mean_loss(scores, positions.clamp(0, length), ignored=length)
 

@@ -65,7 +65,7 @@ class T5LayerNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """wo(inner(x)), where subclasses say what is inside; `inner_layers` are the names of its matrices [d_ff, D]."""
+    """wo(inner(x)); subclasses define `inner` and name its matrices [d_ff, D] in `inner_layers`."""
 
     inner_layers: tuple[str, ...]
     is_fast = False
@@ -115,10 +115,10 @@ class T5DenseGatedActDense(FeedForward):
 
 
 class T5Sublayer(nn.Module):
-    """What attention and feed-forward have around them: a norm before and, with `post_norms`, one after."""
+    """Base of attention and feed-forward sublayers: a norm before and, with `post_norms`, one after."""
 
     def add_norms(self, config: T5Config) -> None:
-        """After the modules that they are around, as in transformers' state dicts."""
+        """Add the norms after the other modules, for the order of transformers' state dicts."""
         self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
         if config.post_norms:
             self.post_layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
@@ -159,7 +159,7 @@ class T5ClassificationHead(nn.Module):
 
 
 def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | None:
-    """Tokens before and after it that a query of a local layer sees; None for a global layer."""
+    """Attention window of a local layer: (tokens before, tokens after) a query; None for a global layer."""
     is_global = kind == DECODER_CROSS or (layer_idx + 1) % config.global_attn_every_n_layers == 0
     if is_global or config.local_attention is None:
         return None
@@ -169,7 +169,7 @@ def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | 
 
 
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
-    """How one layer learns of positions. Layers behind one with a shared bias are given it, and have none."""
+    """Position scheme of one layer; none for layers that receive the shared bias of an earlier layer."""
     name, bidirectional = config.position_embedding_type, kind == ENCODER_SELF
     is_given = name == "relative_attention_bias" and config.shares_position_bias and layer_idx > 0
     if kind == DECODER_CROSS or is_given:
@@ -252,8 +252,7 @@ class T5Attention(nn.Module):
 
     @property
     def takes_segments(self) -> bool:
-        """True if packed rows need no mask here: kernels or the fast step know segments, and no variant of yours is in
-        between."""
+        """True if packed rows need no mask: the backend supports segments and no variant overrides attention."""
         is_plain = type(self).forward is T5Attention.forward and type(self).attend is T5Attention.attend
         return is_plain and (self.is_fast or self.backend == "auto")
 
@@ -294,7 +293,7 @@ class T5Attention(nn.Module):
         return self.join_heads(output), bias, weights
 
     def own_spec(self, spec: AttentionSpec, q: Tensor, k: Tensor, offset: int | Tensor) -> AttentionSpec:
-        """The stack's spec, masked by the cache and this layer's window."""
+        """The stack's spec with the masks of the cache and of this layer's window."""
         if self.kind == DECODER_SELF:
             spec = with_cache(spec, q.shape[2], k.shape[2], offset, q.device)
         if self.window is not None:
@@ -330,7 +329,7 @@ class T5Attention(nn.Module):
         return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
-        """Queries of x, keys and values of the states, [B, L, H * d] each, in as few products as can be."""
+        """Queries of x, keys and values of the states, [B, L, H * d] each, in as few matrix products as possible."""
         if self.kind == DECODER_CROSS:
             return self.q(x), *joined(states, self.k, self.v)
         return joined(x, self.q, self.k, self.v)
@@ -387,7 +386,7 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         device: torch.device,
     ) -> Bias | None:
-        """The bias of an earlier layer, or else this layer's own."""
+        """The shared bias of an earlier layer, otherwise this layer's own."""
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
@@ -395,7 +394,7 @@ class T5Attention(nn.Module):
 
 
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
-    """The attention that the configuration names for this kind."""
+    """Build the attention class that the configuration names for this kind."""
     key = f"{kind}_layer"
     name = getattr(config, key)
     return resolve_configured(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, of all logits or of some at a time, and the losses of classes and values."""
+"""Losses: cross-entropy over a large vocabulary (at once or in chunks), classification and regression."""
 
 from __future__ import annotations
 

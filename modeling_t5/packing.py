@@ -1,4 +1,4 @@
-"""Several examples in one row, none of which sees another: exact for T5, whose positions are distances between tokens.
+"""Packed rows: several isolated examples in one row. Exact for T5, whose positions are distances between tokens.
 
 One worked example, two pairs in a row of 5 and 4; 0 is padding::
 

@@ -161,7 +161,7 @@ def attention_mask(
 def _check_cache(
     config: PreTrainedConfig | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
 ) -> None:
-    """Refuse a layout whose rows cannot be found in the cache."""
+    """Refuse a layout if the query positions in the cache are unknown."""
     if config is None or isinstance(configured_layout(config), DenseSparsityConfig | None):
         return
     if config.is_encoder_decoder or _stays_exact(config, config):  # only their encoders are sparse, without a cache
@@ -230,7 +230,7 @@ def forward_with_weights(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same attention with its weights, [batch, heads, queries, keys]: dense, without dropout."""
+    """As `attention_forward`, but dense, without dropout, and with the weights [batch, heads, queries, keys]."""
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)
     causal = _is_causal(module, is_causal, query, key)
@@ -263,7 +263,7 @@ def _bias(module: nn.Module, position_bias: Tensor | None) -> Bias | None:
 
 
 def _layout(module: nn.Module, num_heads: int, as_number: bool = False) -> SparsityConfig | int | None:
-    """The layout of a layer's configuration, None for exact attention; for torch.compile its number."""
+    """The layout in a layer's configuration (`as_number`: its number for torch.compile); None for exact attention."""
     config = module.config
     name = getattr(config, TYPE_KEY, None)
     if name is None or _stays_exact(module, config):

@@ -19,7 +19,7 @@ _CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the s
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
-    """A contiguous tensor of the same bits in a type that Horovod and gloo can broadcast; a view where it can be."""
+    """Reinterpret a tensor in a dtype that Horovod and gloo can broadcast; contiguous, and a view if possible."""
     return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 

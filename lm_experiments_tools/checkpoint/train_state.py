@@ -84,11 +84,11 @@ class TrainState:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def data_position(self) -> int:
-        """Samples before the next one in the order of the training data."""
+        """Index of the next sample in the order of the training data."""
         return self.consumed_samples + self.data_offset
 
     def go_on_from(self, loaded: TrainState, *, schedule: bool, step: bool) -> None:
-        """Take over the step of another run's state, and the place in its schedule, unless False."""
+        """Continue another run: adopt its step and its position in the schedule, as requested."""
         self.step = loaded.step if step else self.step
         into_schedule = loaded.step - loaded.schedule_start if schedule else 0
         self.schedule_start = self.step - into_schedule  # negative where updates are counted from 0
@@ -96,7 +96,7 @@ class TrainState:
 
 @contextmanager
 def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
-    """An exception that leaves this block has an attribute `step`, the number of updates applied so far.
+    """Add an attribute `step`, the number of applied updates, to an exception that leaves the block.
 
     Raises:
         LostWorkerError: another worker is gone; names it where that can be known.

@@ -91,7 +91,7 @@ def phases_of(args: Any) -> list[Any]:
 
 
 def may_change(args_class: type, name: str) -> bool:
-    """True for a fact about a run (see training/resume.py) that a phase may change."""
+    """True for a setting recorded in checkpoints (see training/resume.py) that a phase may change."""
     flag = flags_of(args_class).get(name)
     is_own = flag is not None and name != "packing" and (name in _FLAGS or flag.group.__name__ in _GROUPS)
     return is_own or name == "global_batch_size" or name.startswith("model_config.")

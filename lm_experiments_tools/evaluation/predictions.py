@@ -67,7 +67,7 @@ class TextDecoder:
 
 
 class StoredAnswers(Sequence):
-    """Predictions of all examples, read from a file without a name: in memory are places in it.
+    """Predictions of all examples in an unnamed temporary file; memory holds only their offsets.
 
     Args:
         number: of examples.
@@ -83,7 +83,7 @@ class StoredAnswers(Sequence):
         self.num_tokens = np.zeros(number, np.int64)
 
     def put(self, example: int, answer: Value, num_tokens: int) -> None:
-        """Store an answer; of several for one example the first stays. Not after anything has been read."""
+        """Store an answer; a second answer to the same example is ignored. Call it before the first read."""
         if self.places[example] < 0:
             self.places[example], self.num_tokens[example] = self.file.tell(), num_tokens
             self.file.write(json.dumps(answer).encode() + b"\n")

@@ -46,7 +46,7 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
 
 
 def weights_dtype(args: FinetuningArgs) -> torch.dtype:
-    """Of weights that are not in fewer bits; those that are trained have 32."""
+    """Dtype of unquantized weights; trained weights are float32."""
     return {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.inference_dtype]
 
 

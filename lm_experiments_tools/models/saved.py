@@ -1,4 +1,4 @@
-"""Saved models as they are, with the class they were saved from, to inspect, export and evaluate.
+"""Saved models, opened unchanged with their original class, to inspect, export and evaluate them.
 
 `pretrained` prepares a model for training instead; nothing is changed, added or new here.
 """
@@ -69,17 +69,17 @@ class Opened:
 
     @property
     def writes_on(self) -> bool:
-        """True for a decoder that continues a text."""
+        """True for a decoder, which generates by continuing a text."""
         return self.kind == "decoder" and self.model.can_generate()
 
     @property
     def is_own(self) -> bool:
-        """True for a class of neither transformers nor this package."""
+        """True for a user's class, which comes from neither transformers nor this package."""
         return type(self.model).__module__.partition(".")[0] not in _LIBRARIES
 
     @property
     def reader(self) -> str | None:
-        """The Auto class of transformers that reads it; None for a class that none reads."""
+        """The Auto class of transformers that loads the model; None if no Auto class does."""
         import transformers
 
         for name in READERS:
@@ -144,13 +144,13 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
 
 
 def run_settings(source: Source) -> dict[str, Any]:
-    """The arguments of the run that a checkpoint lies in; empty elsewhere."""
+    """Arguments of the run that a checkpoint belongs to; empty outside a run directory."""
     folder = run_folder(source)
     return read_json(folder / "config.json") if folder is not None else {}
 
 
 def run_folder(source: Source) -> Path | None:
-    """The directory of the run that a checkpoint lies in; None elsewhere."""
+    """Directory of the run that a checkpoint belongs to; None outside a run directory."""
     path = None if source.path is None else source.path.resolve()
     if path is None or parse_step(path.name) is None or not (path / MANIFEST).is_file():
         return None

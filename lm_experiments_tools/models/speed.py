@@ -61,9 +61,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 def choose_speed(
     args: Args, origins: Mapping[str, str], sources: Sequence[Source] = (), *, keeps_process: bool = False
 ) -> tuple[Args, dict[str, str]]:
-    """The settings and origins with the choices filled in; called once a run, on every worker, before anything else.
+    """Fill in the choices of `--speed auto`: settings and their origins. Called first, on every worker.
 
-    A resumed run takes what it recorded.
+    A resumed run keeps its recorded choices.
 
     Args:
         origins: as `cli.parse` returns them: only settings with the origin "default" are chosen.
@@ -98,7 +98,7 @@ def _device() -> str:
 
 
 def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
-    """Refuse workers that chose differently, as different machines may, before they wait for each other.
+    """Check that all workers have made the same choices, which depend on each machine's hardware.
 
     Raises:
         UserError: naming what differs.
@@ -173,7 +173,7 @@ def set_up_process(*, fast: bool, device: str = "cpu") -> None:
 
 @contextmanager
 def fast_process(args: ExperimentArgs) -> Iterator[None]:
-    """`set_up_process` while the block runs, with `--speed auto`; afterwards the caller's settings again."""
+    """Apply `set_up_process` inside the block if `--speed auto` is set, and restore the settings after it."""
     if args.speed == "off":
         yield
         return

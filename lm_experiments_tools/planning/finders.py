@@ -48,7 +48,7 @@ def train_phases(
     folder: str | None,
     backend: Backend,
 ) -> tuple[TrainingLoop, Any] | None:
-    """Train the phases that are left; returns trainer and data of the last one, None after `--find_...`.
+    """Train the remaining phases; returns trainer and data of the last one, or None after a tuner (`--find_...`).
 
     Args:
         build: trainer and data of a phase, at the position of the newest checkpoint.

@@ -199,7 +199,7 @@ def _mixed(
 def document_datasets(
     args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
 ) -> tuple[MaskedRows | None, MaskedRows | None, IndexedDataset | None]:
-    """`bert_datasets` of plain text."""
+    """As `bert_datasets`, for plain text."""
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
     ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
     masks = {"mask_id": tokenizer.mask, "special_ids": tokenizer.special_ids, "vocab_size": tokenizer.vocab_size}
@@ -270,7 +270,7 @@ def check_bert(args: BertPretrainingArgs, model: ModelSource) -> None:
 
 
 def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
-    """Refuse what would fail, or go wrong in silence, somewhere in the first step.
+    """Refuse models and data that would fail in the first step, or silently train on wrong inputs.
 
     Raises:
         UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.

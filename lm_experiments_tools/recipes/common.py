@@ -165,7 +165,7 @@ def seed_worker(seed: int, rank: int) -> None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The model that the flags name: `--model_cls`, its class and its configuration. Made by `model_source`."""
+    """Model class and configuration of a run, from `model_source`."""
 
     name: str
     cls: type
@@ -173,13 +173,12 @@ class ModelSource:
 
     @property
     def may_be_decoder(self) -> bool:
-        """True for a class whose loss is of next tokens if the configuration has `is_decoder`."""
+        """True for a class that predicts the next token if its configuration sets `is_decoder`."""
         return getattr(self.cls, "has_causal_loss", False)
 
     @property
     def kind(self) -> ModelKind:
-        """By the configuration's `is_encoder_decoder`; of the others, decoders are those that can generate, and our
-        BERT with `is_decoder`."""
+        """Kind of the model. Encoder-decoders apart, models that generate and BERT with `is_decoder` are decoders."""
         if getattr(self.config, "is_encoder_decoder", False):
             return "encoder-decoder"
         if self.may_be_decoder and self.config.is_decoder:
@@ -188,7 +187,7 @@ class ModelSource:
 
 
 def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
-    """Import the class and read the configuration, once a run; every worker calls it.
+    """Import the model class and read its configuration; every worker calls it once.
 
     Without a configuration (for `lmtools inspect`) it is the class's default one.
 
@@ -300,7 +299,7 @@ def distilled_loss(
 
 
 def most_labels(args: BertPretrainingArgs) -> Callable[[int], int]:
-    """Upper bound of the masked tokens of that many rows; with whole words of plain text their number varies more."""
+    """Upper bound of the number of masked tokens in so many rows; whole-word masking varies more."""
     if args.packing == SENTENCES:
         return lambda rows: rows * args.most_predictions()
     rate = min(1.0, args.highest_rate() * (1.5 if args.whole_word else 1.0))

@@ -147,7 +147,7 @@ class FineTuner:
 
     @cached_property
     def backend(self) -> Backend:
-        """The workers, as the launcher made them; one alone in a notebook."""
+        """The backend of the launcher's workers; a single process in a notebook."""
         return get_backend(self.args)
 
     @cached_property
@@ -173,7 +173,7 @@ class FineTuner:
         return summary(self.model)
 
     def freeze(self, *parts: str) -> int:
-        """Stop training encoder, decoder, embeddings, head, or parameters by pattern of name; how many values that is.
+        """Freeze encoder, decoder, embeddings, head or parameters by name; returns the number of frozen values.
 
         Raises:
             UserError: a pattern that matches nothing.
@@ -183,7 +183,7 @@ class FineTuner:
         return before - self.summary().all.trainable
 
     def add_tokens(self, tokens: str | Sequence[str]) -> int:
-        """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet.
+        """Add words to the vocabulary, with trained rows in the embedding; returns the number of new words.
 
         Raises:
             UserError: the model has an adapter, with which no new row would be trained or saved.
@@ -199,7 +199,7 @@ class FineTuner:
 
     @_fast
     def train(self, **settings: Unpack[FineTuningSettings]) -> dict[str, dict[str, float]]:
-        """Train on `data_path`; the metrics of each split, as in metrics.json.
+        """Train on `data_path`; returns the metrics of each split, as in metrics.json.
 
         Test data is evaluated at the end, with `save_best` by the best checkpoint, whose weights then stay. A
         `model_path` with checkpoints is resumed. A second call continues with the weights and a new optimizer:
@@ -239,9 +239,9 @@ class FineTuner:
 
     @_fast
     def evaluate(self, split: str = "valid") -> dict[str, float]:
-        """Metrics of the model as it is, on `valid_data_path` or (split="test") `test_data_path`.
+        """Metrics of the current model on `valid_data_path` or, with split="test", `test_data_path`.
 
-        Of test data without labels or targets only those that need none, if any: no loss.
+        Test data without labels or targets gives no loss, only metrics that need no references.
 
         Raises:
             UserError: there is no such data.
@@ -267,9 +267,9 @@ class FineTuner:
         return self.predict([text], **options)[0]
 
     def generate_diverse(self, text: Text, num_texts: int = 3, top_p: float = 0.95, **options: Any) -> list[str]:
-        """Up to `num_texts` different texts, drawn at random among the most likely tokens (nucleus sampling).
+        """Up to `num_texts` different texts by nucleus sampling.
 
-        Fewer where the model is so sure that `4 * num_texts` draws give no more different ones.
+        There are fewer texts if `4 * num_texts` samples contain fewer different ones.
         """
         found: dict[str, None] = {}
         for _ in range(_DRAWS):

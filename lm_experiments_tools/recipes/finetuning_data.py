@@ -390,7 +390,7 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:
-    """`limit` of the examples, a random choice that is always the same, in their order; None: all."""
+    """A random subset of `limit` examples, always the same, in the original order; None returns all."""
     if limit is None or limit >= len(examples):
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def start_phases(
     args: T5PretrainingArgs | BertPretrainingArgs, backend: Backend
 ) -> tuple[list[Phase], RunDirectory | None]:
-    """`start_run`, and the phases that are left, lengths in updates; a run without phases is one.
+    """Call `start_run`; returns the remaining phases, with lengths in updates. A run without phases is one phase.
 
-    The first one is that of the newest checkpoint, even if it has no step left: it ends as it would have.
+    The first phase is that of the newest checkpoint, even if only its end is left to do.
 
     Raises:
         UserError: as `start_run`; or there are fewer phases than the run has made.

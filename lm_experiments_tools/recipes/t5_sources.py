@@ -53,9 +53,9 @@ def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
 
 
 class T5Sources:
-    """The files that a run reads, handed on from its start to whatever needs them.
+    """Vocabulary and token files of a run, each opened once and shared by everything that needs it.
 
-    Made before the run enters `--working_dir`, in which relative paths start.
+    Made before the run enters `--working_dir`, to which relative paths refer.
 
     Attributes:
         vocabulary: that of `--vocab`, or the one that the first data path records; of raw text `USUAL_VOCABULARY`.
@@ -99,7 +99,7 @@ class T5Sources:
         return self._opened[path]
 
     def add(self, tokens: IndexedDataset) -> str:
-        """Take a token file that is open already; returns the data path under which it is found here."""
+        """Register an open token file; returns its data path."""
         self._prefixes[tokens.prefix], self._opened[tokens.prefix] = tokens.prefix, tokens
         return tokens.prefix
 

@@ -27,7 +27,7 @@ _SEARCH = 4  # skips in a row before a loss scale that halves at each is suspect
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a step on one worker, to run it again.
+    """Inputs of a step on one worker, kept to run the step again.
 
     Attributes:
         weights: valid entries of the global step, by label name.
@@ -48,7 +48,7 @@ class StepInputs:
 
 
 def trace_non_finite(trainer: TrainingLoop, inputs: StepInputs) -> None:
-    """Log the first module that is not finite on the first worker that has one; every worker calls it.
+    """Log the first module with a non-finite value, on the first worker that has one; every worker calls it.
 
     The first skipped steps of a run are traced; with a loss scale, which starts too high, the fourth in a row.
     Weights, gradients, buffers and random states stay the same.

@@ -46,7 +46,7 @@ class Phase:
 
 
 def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
-    """Position in the data at which a phase begins, in samples over all workers, and the reason.
+    """Data position at which a phase begins, in samples over all workers, and the reason.
 
     Args:
         state: at the end of the phase before.
@@ -64,7 +64,7 @@ def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
 
 
 def average_weights(trainer: TrainingLoop) -> None:
-    """Put the mean of this moment's weights and of the phase's last checkpoints (`--average`) into the model.
+    """Set the model to the mean of its weights and those of the phase's last checkpoints (`--average`).
 
     Checkpoints written at other steps than those of `--save_interval` do not count. Every worker calls it.
     """

@@ -125,7 +125,7 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
 
 
 class LengthLimit:
-    """Whether texts have at most `limit` tokens together; the lengths of texts are cached."""
+    """Callable: True if texts have at most `limit` tokens in total. Lengths are cached."""
 
     def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
         self.num_tokens, self.limit = num_tokens, limit
@@ -139,7 +139,7 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class InstructionData:
-    """Where the tasks are, and how much of them is read.
+    """Location of the tasks, and how much of them is read.
 
     Attributes:
         folder: has tasks/ and splits/.

@@ -59,7 +59,7 @@ class SpanDenoiser:
         return self.counts.words_per_sample
 
     def for_length(self, tokens_length: int) -> SpanDenoiser:
-        """The same noise for rows of another length."""
+        """This denoiser for rows of another length."""
         return replace(self, counts=count_spans(tokens_length, self.noise_density, self.mean_noise_span_length))
 
     def draw(self, words: np.ndarray) -> np.ndarray:
@@ -122,7 +122,7 @@ class PrefixDenoiser:
         return self.tokens_length - self.shortest + 1
 
     def for_length(self, tokens_length: int) -> PrefixDenoiser:
-        """The same split for rows of another length."""
+        """This denoiser for rows of another length."""
         return replace(self, tokens_length=tokens_length)
 
     def draw(self, words: np.ndarray) -> np.ndarray:

@@ -45,7 +45,7 @@ def build_prefix_lm(context: ObjectiveContext, tokens: TokenSource | Sequence[To
 
 
 class DenoisingDataset(TokenStreamDataset):
-    """Inputs and targets made of rows of a token stream by one denoiser, or by several in round robin.
+    """Denoising examples from rows of a token stream, by one denoiser or by several in round robin.
 
     The noise of a row is keyed by (seed, epoch, row).
 

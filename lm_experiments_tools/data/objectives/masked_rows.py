@@ -1,4 +1,4 @@
-"""Masked language modelling on rows that another dataset makes, with a masking rate that may change over the run."""
+"""Masked language modelling on the rows of another dataset, with a masking rate that may change over the run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MaskedRows:
 
     @property
     def order(self) -> str | None:
-        """sha256 over what decides the text of a sample, whatever is masked in it."""
+        """sha256 over everything that determines a sample's text, before masking."""
         return getattr(self.rows, "order", None)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:

@@ -35,7 +35,7 @@ BuildFunction = Callable[[Chunk, int, int], SampleDataset]
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Examples and tokens of a chunk, and the `Position` or `MixedPosition` of its end."""
+    """Number of examples and tokens of a chunk, and its end as `Position` or `MixedPosition`."""
 
     num_samples: int
     num_tokens: int
@@ -82,12 +82,12 @@ class ExampleStream:
 
     @property
     def num_known(self) -> int:
-        """Examples of all chunks made so far."""
+        """Number of examples in all chunks made so far."""
         return self._begins[-1]
 
     @property
     def rejected_and_lines(self) -> tuple[int, int]:
-        """Rejected records, and all records, of the text read so far, each once."""
+        """Number of rejected records and of all records read so far, without repetitions."""
         end = self._records[-1].end if self._records else {"rejected": 0, "lines": 0}
         return end["rejected"], end["lines"]
 
@@ -114,7 +114,7 @@ class ExampleStream:
         return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:
-        """Take a chunk and its examples. Raises UserError where it differs from what was made before."""
+        """Add a chunk and its examples. Raises UserError if it differs from an earlier version of the chunk."""
         record = ChunkRecord(len(dataset), len(chunk.tokens), chunk.end)
         with self._lock:
             if number == len(self._records):
@@ -167,10 +167,10 @@ class ChunkFeed:
         self._worker_of = {s.number: locked_workers[k % len(locked_workers)] for k, s in enumerate(streams)}
 
     def wait_for(self, wanted: dict[int, tuple[int, int]]) -> None:
-        """Wait for examples (first, last) of each stream number in `wanted`, and start the chunks after them.
+        """Wait until the wanted examples exist, {stream number: (first, last)}, and start the chunks after them.
 
         Raises:
-            UserError, OSError: they cannot be made.
+            UserError, OSError: a worker cannot read or encode the text.
         """
         ranges = [(self.streams[number], *bounds) for number, bounds in wanted.items()]
         for stream, low, _ in ranges:

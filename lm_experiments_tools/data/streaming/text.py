@@ -60,9 +60,9 @@ _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of th
 
 @dataclass(frozen=True)
 class Position:
-    """A position in a stream: after `items` records and rejected records of its shard number `shard` in an epoch.
+    """Position in a stream: after `items` records (rejected ones included) of its `shard`-th shard in an epoch.
 
-    `rejected` and `lines` (rejected and usable records) count those of epoch 0, which meets each line once.
+    `rejected` and `lines` (all records) count records of epoch 0 only, so that each counts once.
     """
 
     epoch: int = 0
@@ -97,7 +97,7 @@ class StreamPlan:
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
-        """The plan with the times of the files here, which may be copies. Raises UserError where sizes differ."""
+        """The plan with this machine's file times, since files may be copies. Raises UserError if sizes differ."""
         planned = {shard.path: shard.stamp for shard in self.shards if shard.stamp is not None}
         stamps = {path: file_stamp(path) if os.path.exists(path) else (-1, 0) for path in planned}
         for path, stamp in planned.items():
@@ -118,7 +118,7 @@ class StreamPlan:
         return content_of(self.shards)
 
     def describe(self) -> str:
-        """The size, for the log."""
+        """Log text: the size of the text."""
         return f"{len(self.shards)} shards in {self.num_streams} streams"
 
     def shards_of(self, stream: int, epoch: int) -> list[Shard]:
@@ -251,7 +251,7 @@ class StreamText:
 
 @dataclass(frozen=True)
 class TextPosition:
-    """A position in one text of a stream: documents read so far, and bytes of those that were used."""
+    """Position in one text of a mixed stream: documents read so far, and bytes of the used ones."""
 
     position: Position = field(default_factory=Position)
     documents: int = 0
@@ -317,7 +317,7 @@ class MixedPlan:
         return [[plan.identity(), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:
-        """Shares and size, for the log."""
+        """Log text: fractions and size of the texts."""
         shares = " : ".join(f"{share:.2%}" for share in self.shares)
         return f"mixed {shares} of their bytes, {len(self.shards)} shards in {self.num_streams} streams"
 

@@ -49,7 +49,7 @@ class FastTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self, *facts: Any) -> str:
-        """sha256 of all that decides the ids (subwords, normalization, model) and of `facts`."""
+        """sha256 of everything that determines IDs (subwords, normalization, model) and of `facts`."""
         parts = {part: self.settings[part] for part in ("normalizer", "pre_tokenizer", "model")}
         if isinstance(parts["model"].get("vocab"), dict):  # in arbitrary order; the pieces are listed below
             parts["model"] = {key: value for key, value in parts["model"].items() if key != "vocab"}
@@ -73,7 +73,7 @@ class FastTokenizer:
 
     @property
     def word_mark(self) -> str:
-        """The mark that subwords have for the space before a word; "" if there is none."""
+        """The character with which subwords mark the space before a word; "" if there is none."""
         marks = {"Metaspace": "replacement", "Prepend": "prepend"}
         for part in (*components(self.settings["normalizer"]), *components(self.settings["pre_tokenizer"])):
             if part["type"] == "ByteLevel":

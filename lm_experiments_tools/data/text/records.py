@@ -73,12 +73,12 @@ def allowed(limit: int | None, lines: int) -> int:
 
 
 def is_hopeless(limit: int | None, rejected: int, lines: int) -> bool:
-    """True where a shard need not be read further: more than `limit`, or most of very many records rejected."""
+    """True if reading can stop: more than `limit` records, or most of very many, were rejected."""
     return rejected > (max(_MIN_HOPELESS, lines // 2) if limit is None else limit)
 
 
 def too_many(limit: int | None, lines: int) -> str:
-    """Beginning of the error message."""
+    """Beginning of the error message for too many rejected records."""
     rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
     return f"more than {allowed(limit, lines)} bad lines{rate}"
 
@@ -375,7 +375,7 @@ def count_lines(path: str, start: int, end: int) -> int:
 
 
 def excerpt(line: bytes) -> str:
-    """The beginning of a line, to recognise it by."""
+    """The beginning of a line, for error messages."""
     return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
 
 

@@ -108,7 +108,7 @@ class IndexedDatasetWriter:
 
     @property
     def bin_sha256(self) -> str:
-        """sha256 of the tokens so far, as they lie in the .bin; recorded in PREFIX.json it becomes their identity."""
+        """sha256 of the .bin file's content so far; PREFIX.json records it as the identity of the tokens."""
         return self._digest.hexdigest()
 
     @property
@@ -383,11 +383,11 @@ class IndexedDataset:
         return True
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """The arrays that lie on the disk."""
+        """Memory-mapped arrays."""
         return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
 
     def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Have tokens begins[i] up to ends[i] read into memory, without waiting for them."""
+        """Prefetch tokens begins[i] to ends[i] into memory, without waiting."""
         will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ class Encoder(Protocol):
 
 
 class EncodedWriter(IndexedDatasetWriter):
-    """A token file, with the bytes of its text and the number of documents left out as empty."""
+    """Writes a token file, and counts bytes of text and empty documents, which are not written."""
 
     num_bytes = num_empty = 0
 
@@ -211,7 +211,7 @@ def work(caller: Caller) -> None:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """A text and its token files.
+    """Tokenization of a text into token files, resumable shard by shard.
 
     Attributes:
         prefix: of PREFIX.shards/; the caller holds a lock on it.
