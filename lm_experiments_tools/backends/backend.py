@@ -89,7 +89,7 @@ class Backend:
     planned_mib: float | None = None  # memory estimate for this worker
     shards_model = shards_optimizer = False
     shares = 1
-    reproducible: list[Any] = ["off", None]  # noqa: RUF012  (replaced as a whole)
+    reproducible: list[Any] = ["off", None]
     exact: ExactSum | None = None
     before_update: Callable[[], None] | None = None
 

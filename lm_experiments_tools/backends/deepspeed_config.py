@@ -51,7 +51,7 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
         found: Any = config
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
-        if found and found != 1 or found is True:
+        if (found and found != 1) or found is True:
             raise UserError(f"{source} says {key} = {found}, which is not supported: take it out")
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if offload.get("device") == "nvme" or offload.get("ratio", 1.0) != 1.0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,10 +96,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if found == 1:
         import psutil  # comes with accelerate
 
-        try:
+        with suppress(psutil.Error, AttributeError):  # no parent, or one of another user
             check_parent(psutil.Process().parent().cmdline())
-        except (psutil.Error, AttributeError):  # no parent, or one of another user
-            pass
 
 
 def check_parent(command: Sequence[str]) -> None:

@@ -122,7 +122,7 @@ class Worker:
                 return
             self.kill()
 
-    def __enter__(self) -> "Worker":  # noqa: PYI034 (typing.Self needs Python 3.11)
+    def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -157,7 +157,7 @@ class WorkerPool:
             self._idle.put(worker)
         raise self._death
 
-    def __enter__(self) -> "WorkerPool":  # noqa: PYI034 (typing.Self needs Python 3.11)
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -127,7 +127,7 @@ class RejectedRecords:
         if self.path is not None:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
+                self._file = open(self.path, "w", encoding="utf-8", buffering=1)
             entry = {"file": path, "line": rejected.line, "reason": rejected.reason, "content": rejected.content}
             self._file.write(json.dumps(entry) + "\n")
         self.add(f"{path}:{rejected.line}", rejected.reason)

@@ -62,7 +62,7 @@ class _IntegerFile:
 
     def __init__(self, dtype: str, folder: Path):
         self._dtype, self._path, self._count = np.dtype(dtype), folder, 0
-        self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open until close)
+        self._file: Any = tempfile.TemporaryFile(dir=folder)
         self.last = 0
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class IndexedDatasetWriter:
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
         unique = secrets.token_hex(OWN_BYTES)  # process numbers repeat on a disk that machines share
         self._temporary = {path: path.with_name(f"{path.name}.tmp{unique}") for path in paths}
-        self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
+        self._bin = open(self._temporary[self.bin_path], "wb")
         self._lengths = _IntegerFile("<i4", self.bin_path.parent)
         self._document_indices = _IntegerFile("<i8", self.bin_path.parent)
         self._document_indices.extend(np.zeros(1, np.int64))
@@ -232,7 +232,7 @@ class IndexedDatasetWriter:
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
-    def __enter__(self) -> "IndexedDatasetWriter":  # noqa: PYI034 (typing.Self needs Python 3.11)
+    def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
