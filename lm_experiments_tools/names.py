@@ -48,7 +48,7 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
     Args:
         text: an importable module and a name in it; dots are allowed on either side (`package.module:Outer.Inner`).
         base: the class that it must be or derive from; None for a function, or anything else that can be called.
-        said: what errors call it, e.g. "--metric my_metrics:f1"; `text` in quotes if None.
+        said: its name in error messages, such as "--metric my_metrics:f1"; None for `text` in quotes.
 
     Raises:
         UserError: not of this form, a module that cannot be imported (with the reason), no such name, another kind.

@@ -213,7 +213,7 @@ class T5Attention(nn.Module):
     """Attention with T5's unscaled scores. Derive from it for a variant of your own, named in the configuration.
 
     Args:
-        config: that of the encoder's or decoder's stack.
+        config: configuration of the encoder's or decoder's stack.
         kind: "encoder_self_attention", "decoder_self_attention" or "decoder_cross_attention".
         layer_idx: number of the layer in its stack.
     """
@@ -270,7 +270,7 @@ class T5Attention(nn.Module):
         Args:
             x: normed hidden states [B, Q, D].
             spec: the attention of the stack: masks, causality, scale.
-            bias: what an earlier layer made and shares.
+            bias: position bias that an earlier layer shares.
             key_value_states: the encoder's output [B, K, D] in cross-attention.
             past_key_values: cache of a decoder.
 

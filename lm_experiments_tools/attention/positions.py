@@ -101,7 +101,7 @@ class RelativeBiasPosition(PositionScheme):
     Its parameter is `weight` [num_buckets, num_heads], as in transformers' state dicts.
 
     Args:
-        num_buckets, max_distance, bidirectional: as of `T5Bias`.
+        num_buckets, max_distance, bidirectional: see `T5Bias`.
         num_heads: heads of the layer.
 
     Raises:

@@ -102,7 +102,7 @@ class DenoiserSpec:
         mode: R, X or S, which picks the mode token.
         mean_noise_span_length: in tokens; None for prefix LM (S).
         noise_density: fraction of the tokens that the targets hold.
-        weight: of its rows among all.
+        weight: relative number of rows.
     """
 
     mode: str

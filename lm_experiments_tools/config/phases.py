@@ -128,7 +128,7 @@ def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
     """The arguments of each phase, lengths in updates, `iters` as the step at which it ends.
 
     Args:
-        first_step: that the first phase starts from.
+        first_step: step at which the first phase starts.
 
     Raises:
         UserError: a phase averages more checkpoints than it writes.

@@ -190,7 +190,7 @@ class SortedSamples:
     """Samples of the first epoch, longest first, so that out-of-memory errors occur immediately.
 
     Args:
-        num_samples: how many; None, or more than there are, takes all.
+        num_samples: number of samples; None, or more than there are, takes all.
         target_step: as `BucketedDataset`.
     """
 

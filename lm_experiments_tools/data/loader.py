@@ -77,7 +77,7 @@ class TrainSource:
         rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
 
     Attributes:
-        fingerprint: of data, objective and seed, whatever the number of workers.
+        fingerprint: hash of data, objective and seed, independent of the number of workers.
         samples_per_epoch: None where it is not known before the end.
     """
 

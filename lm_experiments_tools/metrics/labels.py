@@ -70,7 +70,7 @@ def several_label_metrics(
     """f1_micro, f1_macro and subset_accuracy, 0 to 1, as scikit-learn's f1_score (zero_division=0) and accuracy_score.
 
     Args:
-        predictions, references: of each example the numbers of the labels that apply, in ascending order.
+        predictions, references: for each example, numbers of the labels that apply, ascending.
     """
     import numpy as np
 

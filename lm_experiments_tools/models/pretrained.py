@@ -67,8 +67,8 @@ def pretrained_model(
     """Load the model that the flags describe; `requires_grad` marks the trained parameters.
 
     Args:
-        label_names: of classification; they size and name the head of an encoder.
-        files: of these arguments, where others read them too.
+        label_names: classes; they determine size and labels of an encoder's head.
+        files: the model's files, if they are already open.
 
     Raises:
         UserError: the weights cannot be found or read, are of another kind of model or do not fit it, or the

@@ -54,7 +54,7 @@ class Opened:
 
     Attributes:
         model: in float32 on the CPU, in evaluation mode; an adapter is merged into its base.
-        is_merged: of an adapter and its base.
+        is_merged: True if an adapter was merged into its base model.
     """
 
     source: Source
@@ -170,7 +170,7 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
 
     Args:
         folder: or a name of the Hub.
-        name: what messages call it, if not `folder`.
+        name: its name in error messages; default `folder`.
 
     Raises:
         UserError: it cannot be read, or weights are missing or unexpected.

@@ -67,7 +67,7 @@ def choose_speed(
 
     Args:
         origins: as `cli.parse` returns them: only settings with the origin "default" are chosen.
-        sources: of `--from_pretrained`, if already resolved.
+        sources: resolved sources of `--from_pretrained`, if known.
         keeps_process: leave the process settings alone, as a library must; see `fast_process`.
 
     Raises:
@@ -144,7 +144,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     Same-shaped blocks share their graphs: one for the first lengths and one for all others, of each kind of block.
 
     Args:
-        options: of `torch.compile`.
+        options: arguments of `torch.compile`.
     """
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

@@ -34,7 +34,7 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
     """`--tokenizer`, else the one beside the weights. A tokenizer without a padding token pads with its end of text.
 
     Args:
-        files: of these arguments, where others read them too.
+        files: the model's files, if they are already open.
 
     Raises:
         UserError: there is none, or it cannot be read.

@@ -136,7 +136,7 @@ def most_frequent(texts: Tensor, pad: int) -> Tensor:
 def after_prompts(
     model: nn.Module, prompts: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """`inputs_embeds` and `attention_mask` of every row of tokens after each soft prompt.
+    """Prepend each soft prompt to every row: `inputs_embeds` and `attention_mask` of all pairs.
 
     Args:
         model: has the input embeddings.

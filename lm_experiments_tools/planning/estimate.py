@@ -30,7 +30,7 @@ class MemoryEstimate:
     """Memory of one worker at the peak of a training step, in bytes.
 
     Attributes:
-        phase: of the peak: "forward", "backward" or "update".
+        phase: "forward", "backward" or "update", where the peak occurs.
         args: with the choices of `--speed auto`.
     """
 

@@ -262,7 +262,7 @@ class FineTuner:
         """The text that the model writes for one text.
 
         Args:
-            options: of `generate`, over the settings' (num_beams, max_new_tokens, ...).
+            options: arguments of `generate` (num_beams, max_new_tokens, ...) that override the settings.
         """
         return self.predict([text], **options)[0]
 
@@ -288,7 +288,7 @@ class FineTuner:
 
         Args:
             texts: single ones, or pairs of sentences; a string is one text.
-            options: of `generate`, over the settings'.
+            options: arguments of `generate` that override the settings.
 
         Raises:
             UserError: an empty text, or other than the one or two sentences that the task has.

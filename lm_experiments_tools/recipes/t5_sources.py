@@ -58,7 +58,7 @@ class T5Sources:
     Made before the run enters `--working_dir`, to which relative paths refer.
 
     Attributes:
-        vocabulary: that of `--vocab`, or the one that the first data path records; of raw text `USUAL_VOCABULARY`.
+        vocabulary: from `--vocab`, else the first data path's; `USUAL_VOCABULARY` for raw text.
 
     Raises:
         UserError: a vocabulary that is missing or not one, an incomplete token file, one whose record is damaged,

@@ -115,7 +115,7 @@ class RunDirectory:
             args: the merged arguments, {name: value}.
             origins: {name: where its value came from}, written as comments of config.yaml.
             argv: the program's arguments, `sys.argv`.
-            model_config: of the model, as a dict.
+            model_config: the model's configuration as a dict.
             world_size: number of workers, for `check_compatible` of a later start.
         """
         config, start = dict(args), _starts(self.path)
@@ -169,7 +169,7 @@ def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = Fa
 
     Args:
         world_size: None where it may change: then the flags of a worker's batch are compared, not the global batch.
-        once_more: what differs in a run that is continued by name need not be reported again.
+        once_more: do not log again how a run that is resumed by `--resume PATH` differs.
 
     Raises:
         UserError: the directory holds a run with other settings, or one that has not ended; a service of `--log_to`

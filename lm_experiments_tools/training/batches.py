@@ -87,7 +87,7 @@ class BatchStream:
         Args:
             run: samples consumed over all workers, and the data's fingerprint.
             state: this worker's `state_dict`; None where another number of workers saved it.
-            order: of the checkpoint's rows, for another run that skips them (`--skip_used_data`).
+            order: fingerprint of the checkpoint's row order, for a new run that skips used rows (`--skip_used_data`).
 
         Raises:
             UserError: the data is not the checkpoint's, or the position cannot be found without `state`.

@@ -51,7 +51,7 @@ class Loss:
         """Contribution of a micro-batch to the loss of the step.
 
         Args:
-            means: of the micro-batch, by term.
+            means: {term: its mean over the micro-batch}.
             weights, totals: valid entries of the micro-batch and of the global step, by label name.
         """
         scale = self.scales.get

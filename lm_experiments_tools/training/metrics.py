@@ -33,7 +33,7 @@ class StepInfo:
         applied: False where the gradient was not finite.
         grad_norm: global L2 norm of the reduced gradient before clipping.
         samples, tokens: of the global step (input tokens that are not padding, plus target tokens of a decoder).
-        seconds, data_seconds: of the step, and of the wait for its batch before it.
+        seconds, data_seconds: duration of the step, and of the wait for its batch.
     """
 
     step: int

@@ -272,7 +272,7 @@ class BatchSplitter:
 
     Attributes:
         names: arguments of the model's forward.
-        targets: how valid targets are counted; None until the first batch has shown it.
+        targets: rule for counting valid targets; None before the first batch.
     """
 
     def __init__(

@@ -28,11 +28,11 @@ class Phase:
     """A part of a run with arguments of its own.
 
     Attributes:
-        args: of this phase; `iters` is the step at which it ends.
+        args: arguments of this phase; `iters` is the step at which it ends.
         run: arguments of the whole run, which its folder records.
         number: from 0 on.
         start: the step at which it begins.
-        first_step, last_step: those at which the run begins and ends.
+        first_step, last_step: steps at which the run begins and ends.
         branch: checkpoint of another run that this one, new, continues.
     """
 

@@ -161,7 +161,7 @@ def shared_bias(
     without and then with gradients, and both passes must agree.
 
     Args:
-        device: of the model, for "auto"; None keeps the bias unchanged.
+        device: the model's device, for "auto"; None keeps the bias unchanged.
         is_dense: no layer has a layout.
         training: of the model, which may have checkpoints.
     """

@@ -65,7 +65,7 @@ def encode_examples(
 
     Args:
         all_targets: encode all targets, of which one is drawn each time; else the first.
-        num_labels: of multi-label examples; 0: they have one label each.
+        num_labels: number of labels of multi-label examples; 0 for one label per example.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
     num_sources: list[int] = []
@@ -123,7 +123,7 @@ class ExampleDataset:
         limits: maximum widths of inputs and of targets.
         multiple: widths of batches are multiples of it.
         with_prompts: decoder: add `prompt_ids` and `prompt_mask`.
-        title: of the examples, for the log.
+        title: description of the examples for the log.
     """
 
     def __init__(

@@ -256,7 +256,7 @@ class SentenceNames:
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Labels sorted; numbers by their value. "nan" is a word: as a number it would be in any order with the others."""
+    """Sort labels: numbers by value, words alphabetically ("nan" is a word, because it has no order as a number)."""
     labels = sorted(labels)
     try:
         numbers = {name: float(name) for name in labels}

@@ -144,7 +144,7 @@ class InstructionData:
     Attributes:
         folder: has tasks/ and splits/.
         split: folder below splits/.
-        max_instances: of each task, the first ones; None: all.
+        max_instances: read only the first ones of each task; None reads all.
         parts: one, or those that training draws one of.
     """
 
@@ -160,7 +160,7 @@ def instruction_examples(
     """The instances of the tasks that `names_file` (train_tasks.txt or test_tasks.txt) lists, in order.
 
     Args:
-        num_tokens: of a source.
+        num_tokens: function that returns the number of tokens of a source.
         limit: most tokens of a source.
 
     Raises:

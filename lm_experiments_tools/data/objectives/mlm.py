@@ -84,7 +84,7 @@ def mask_tokens(
 
     Args:
         words: uint64[...], uniform on [0, 2**32).
-        probability: of a token to be chosen; may be an array [rows, 1].
+        probability: masking rate; a number or an array [rows, 1].
         ordinary_ids: int64[m], candidates for a random token.
         special: bool[vocabulary], ids that are never chosen.
         replace: parts of the chosen tokens that become the mask token, a random token, or stay.
@@ -159,7 +159,7 @@ class MaskedLMDataset(TokenBlocks):
         length: tokens of a block.
         special_ids: ids that are neither chosen nor used as random tokens; `mask_id` is added.
         pad_id: fills the short last block.
-        probability: of a token to be chosen.
+        probability: masking rate.
     """
 
     def __init__(

@@ -259,8 +259,8 @@ class SeqioLoader(TrainSource):
     training processes of a machine must seek to the same position.
 
     Args:
-        folder: of the worker process.
-        fingerprint: of the data, task and seed.
+        folder: folder of the worker process.
+        fingerprint: hash of data, task and seed.
         lengths: (inputs, targets).
         rows_per_worker, rank, world_size: as for `TrainSource`.
         worker: the worker process, on the one training process that started it.

@@ -46,8 +46,8 @@ class ExampleStream:
     """Examples of one stream by number.
 
     Args:
-        folder: of the indices of all streams.
-        number: of this stream.
+        folder: holds the indices of all streams.
+        number: number of this stream.
 
     Attributes:
         pending: chunks that are being made, by number.
@@ -151,7 +151,7 @@ class ChunkFeed:
 
     Args:
         streams: all that this process reads.
-        settings: of the workers.
+        settings: settings for the workers.
         build: (chunk, stream, number of the chunk) -> its examples.
         num_workers: processes.
     """

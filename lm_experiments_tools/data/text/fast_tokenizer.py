@@ -23,14 +23,14 @@ class FastTokenizer:
     """A Rust tokenizer that encodes special tokens in a text as ordinary text.
 
     Args:
-        content: of a tokenizer.json.
+        content: text of a tokenizer.json.
 
     Attributes:
         settings: `content`, parsed.
-        kind: of its model: BPE, WordPiece, Unigram, WordLevel.
+        kind: kind of model: BPE, WordPiece, Unigram, WordLevel.
         pieces: subword -> id.
         size: every id is below this (a vocabulary may have unused ids).
-        special_ids: of its special tokens.
+        special_ids: IDs of special tokens.
     """
 
     def __init__(self, content: str):

@@ -87,7 +87,7 @@ class RejectedRecords:
     """Counts rejected records, lists them in a file, and raises UserError above the limit.
 
     Args:
-        limit: how many may be rejected; None: see `allowed`.
+        limit: maximum number of rejected records; None: see `allowed`.
         path: JSON lines (`file`, `line`, `reason`, `content`), written if there are any; None: they are only counted.
 
     Attributes:
@@ -164,7 +164,7 @@ def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) ->
 
     Args:
         paths: files, folders and datasets (see sources.py).
-        key: of the text, which is a record's value; None: its value is a dict of all fields.
+        key: field that holds the text; None returns a dict of all fields.
         rejected: counts the records that cannot be used.
 
     Raises:

@@ -147,8 +147,8 @@ class IndexedDatasetWriter:
 
         Args:
             ids: all their ids, one after the other.
-            sequence_lengths: of each sequence, in ids.
-            num_sequences: of each document, in sequences.
+            sequence_lengths: number of IDs of each sequence.
+            num_sequences: number of sequences of each document.
 
         Raises ValueError where these do not add up or an id does not fit the dtype.
         """

@@ -54,9 +54,10 @@ class EncodedDocuments:
     """Consecutive documents of one or more sequences.
 
     Attributes:
-        ids: of all sequences.
-        sequence_lengths, num_sequences: of each sequence, in ids, and of each document, in sequences.
-        num_bytes: of their text.
+        ids: concatenated IDs of all sequences.
+        sequence_lengths: number of IDs of each sequence.
+        num_sequences: number of sequences of each document.
+        num_bytes: bytes of text.
         num_empty: documents without tokens, which were left out.
     """
 
@@ -72,8 +73,8 @@ class Encoder(Protocol):
 
     Attributes:
         key: of the text in a record; None: `parts` gets all fields.
-        suffixes: of the token files that a shard becomes.
-        dtype: of the ids.
+        suffixes: suffixes of the token files, one file per suffix.
+        dtype: dtype of IDs.
         max_bytes: larger records are rejected; None: the default.
         identity: JSON value that changes whenever the ids of a text could.
     """
@@ -217,7 +218,7 @@ class Tokenization:
         prefix: of PREFIX.shards/; the caller holds a lock on it.
         outputs: prefixes of the token files, one for each suffix of the encoder.
         rejected: path of the list of rejected records.
-        limit: of rejected records.
+        limit: maximum number of rejected records.
         workers: processes.
         remedy: advice where a process dies.
     """

@@ -43,7 +43,7 @@ class TextEncoder:
     """Texts to ids by a vocabulary (a `pipeline.Encoder`).
 
     Attributes:
-        key: of the text in a record.
+        key: field of a record that holds the text.
         append_eos: end each document with EOS.
         encode_by: "line" or "document", see `tokenize_corpus`.
     """
