@@ -57,7 +57,7 @@ def ray_train(tmp_path: Path) -> Path:
 
 def test_workers_of_two_nodes_form_one_job_and_are_restarted(address, ray_train, flags, run_dir):
     """One of them is killed after the first checkpoint."""
-    flags["iters"] = 300
+    flags |= {"iters": 300, "save_interval": 100}
     job = [sys.executable, ray_train, SCRIPT, *words(**flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(job, cwd=ROOT, env=environment(RAY_ADDRESS=address), **pipes) as ray:
