@@ -226,7 +226,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--nanot5 {options.nanot5} is no checkout of nanoT5: it has no {NANOT5_MODEL}")
     if not options.nanot5 and any("nanoT5" in loop for loop in options.loops or ()):
         parser.error("--loops nanoT5 needs --nanot5, a checkout of it")
-    if options.rounds is not None and options.rounds < 1 or options.warm_up < 0:
+    if (options.rounds is not None and options.rounds < 1) or options.warm_up < 0:
         parser.error("--rounds is at least 1, --warm_up at least 0")
     if options.output and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
         parser.error(f"--output {options.output} is no file in a folder that exists")

@@ -33,7 +33,7 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside `path` to write to, which is fsynced and takes its place at the end of the block.
+    """Replace a file atomically: yields a temporary file, which is flushed and renamed at the end of the block.
 
     Readers see the old file or the new one. Several processes may do this to the same file at once: one of their
     contents stays, whole. After an exception the old file is still there.
@@ -52,7 +52,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Name the file in an error of the operating system that names none, as those of writing to an open one."""
+    """Add the file name to an OSError without one, such as an error of a write to an open file."""
     try:
         yield
     except OSError as error:
@@ -62,13 +62,13 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write the whole of `content` to `path`, or nothing (see `replacing`)."""
+    """Write a file atomically (see `replacing`)."""
     with naming(path), replacing(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def apply_umask(*files: Path) -> None:
-    """Give files the permissions of any other new file here; safetensors lets the owner alone read its own."""
+    """Give files the permissions of a new file here; safetensors creates files that only their owner can read."""
     if not files:
         return
     probe = files[0].with_name(f".{secrets.token_hex(6)}.tmp")
@@ -88,7 +88,7 @@ def json_sha256(value: Any) -> str:
 
 
 def hash_of_ends(path: str | os.PathLike) -> str:
-    """sha256 of the beginning and the end of a file: tells edited text from other text without reading all of it."""
+    """sha256 of the beginning and the end of a file, to detect a changed text without reading all of it."""
     with open(path, "rb") as file:
         content = file.read(SAMPLED_BYTES)
         file.seek(max(os.path.getsize(path) - SAMPLED_BYTES, 0))
@@ -97,7 +97,7 @@ def hash_of_ends(path: str | os.PathLike) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; waits while another process has it. The lock ends with its holder, however that ends."""
+    """Hold an exclusive lock; waits for other holders. The lock is released if its process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with open(path, "w") as file:

@@ -48,7 +48,7 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
     Args:
         text: an importable module and a name in it; dots are allowed on either side (`package.module:Outer.Inner`).
         base: the class that it must be or derive from; None for a function, or anything else that can be called.
-        said: what errors call it, e.g. "--metric my_metrics:f1"; `text` in quotes if None.
+        said: its name in error messages, such as "--metric my_metrics:f1"; None for `text` in quotes.
 
     Raises:
         UserError: not of this form, a module that cannot be imported (with the reason), no such name, another kind.
@@ -85,8 +85,9 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
 def resolve_configured(text: str, base: type, said: str) -> Any:
     """Find the class that a model's configuration names, by `resolve_name`.
 
-    A configuration may lie beside weights of a stranger. So it gets classes of this project, of modules that are
-    already imported (that of `--model_cls` is), and of those passed to `allow_modules`; nothing else is imported.
+    The configuration may come with untrusted weights. Only classes of this project, of modules that are already
+    imported (such as that of `--model_cls`) and of modules passed to `allow_modules` are resolved; nothing else is
+    imported.
 
     Raises:
         UserError: another module, or as `resolve_name`.
@@ -107,7 +108,7 @@ def allow_modules(values: Iterable[object]) -> None:
 
 
 def is_of_user(thing: Any) -> bool:
-    """True for a class or function that comes neither with Python, nor with an installed package or this project."""
+    """True for a user's class or function: it is not part of Python, an installed package or this project."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "builtins")
     if module is None or module.__name__.partition(".")[0] in (*_OWN_PACKAGES, "megatron", "builtins"):
         return False
@@ -131,7 +132,7 @@ def _imported(module: str) -> ModuleType:
 
 @cache
 def source_imports(module: str, name: str) -> bool:
-    """True if the source of a module, which is not imported itself, imports from the module `name`."""
+    """True if a module's source imports from the module `name`; the module itself is not imported."""
     folders: Iterable[str] | None = [*sys.path, ""]
     for part in module.split("."):  # without its package, which a namespace would look up in sys.modules
         spec = folders and PathFinder.find_spec(part, list(folders))
@@ -145,6 +146,6 @@ def source_imports(module: str, name: str) -> bool:
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:
-    """`; did you mean '...'` with the name most similar to `word`, or nothing if none is."""
+    """`; did you mean '...'` with the name most similar to `word`; empty without a similar name."""
     near = difflib.get_close_matches(word, [str(key) for key in known], n=1)
     return f"; did you mean '{near[0]}'" if near else ""

@@ -240,7 +240,7 @@ class BertDataset:
 
     @property
     def order(self) -> str:
-        """sha256 over what decides the text of a sample, whatever is masked in it (see `TapeDataset.order`)."""
+        """sha256 over everything that determines a sample's text, before masking (see `TokenStreamDataset.order`)."""
         parts = [_VERSION, self.tokens.fingerprint, asdict(self.settings), self.binary_head, self.nsp]
         return json_sha256(parts)
 
@@ -266,7 +266,7 @@ class BertDataset:
         return batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """The arrays that lie on the disk."""
+        """Memory-mapped arrays."""
         return *self.tokens.maps(), self.mapping.rows
 
     def will_need(self, samples: np.ndarray) -> None:

@@ -91,7 +91,7 @@ def take_ngrams(
     ngrams: np.ndarray,
     max_ngram: int,
 ) -> np.ndarray:
-    """The rule, given the order of turns and n of each turn (int64[n, most words], valid up to a row's words).
+    """Select the masked tokens, given the order in which words are visited and the n of each (int64[n, most words]).
 
     First all turns that certainly fit are decided at once; then, with few predictions left, one acceptance at a time.
     """

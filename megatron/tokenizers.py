@@ -166,7 +166,7 @@ class BertDataTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of all that decides the ids: pieces and their ids, normalization, model, special tokens."""
+        """sha256 of everything that determines IDs: subwords, normalization, model, special tokens."""
         return self._tokenizer.digest(sorted(self._special.items()))
 
     def save(self, directory: str | os.PathLike) -> None:

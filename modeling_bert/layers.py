@@ -23,7 +23,7 @@ from modeling_bert.positions import content_position, local_position, shared_pos
 
 
 class CanBeFast(nn.Module):
-    """A part with a quicker way to the same numbers in training, which `use_fast_step` switches on."""
+    """Mixin of modules that have a fused path for training, which `use_fast_step` enables."""
 
     is_fast = False
 
@@ -32,7 +32,7 @@ class CanBeFast(nn.Module):
 
 
 class BertEmbeddings(CanBeFast):
-    """Tokens, token types if there are any and, for "absolute" positions, positions: added up and normed."""
+    """Sum of token, token type and (if "absolute") position embeddings, followed by a norm."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class BertEmbeddings(CanBeFast):
         self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """Embeddings [B, L, D] from those of the words alone; types are 0 and positions 0..L-1 unless given [B, L]."""
+        """Input embeddings [B, L, D] from word embeddings; types [B, L] default to 0, positions to 0..L-1."""
         x = inputs_embeds
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
@@ -64,7 +64,7 @@ class BertEmbeddings(CanBeFast):
 
 
 class BertSelfAttention(CanBeFast):
-    """Attention of each token to all that it may see; positions and sparsity are arguments, not branches."""
+    """Self-attention; positions and sparsity are arguments, not branches."""
 
     def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class BertSelfAttention(CanBeFast):
 
 
 class BertResidual(CanBeFast):
-    """Back to D features, onto the residual stream; the sum is normed, unless `pre_layer_norm` norms elsewhere."""
+    """Output projection to D features and residual connection, followed by a norm unless `pre_layer_norm` is set."""
 
     def __init__(self, config: BertConfig, width: int, bias: bool) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class BertResidual(CanBeFast):
 
 
 class BertAttention(nn.Module):
-    """Gives attention and its residual connection the names that checkpoints have."""
+    """Attention with its residual connection, under the module names of BERT checkpoints."""
 
     def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class BertAttention(nn.Module):
 
 
 class BertIntermediate(nn.Module):
-    """The wide half of the feed-forward network; with `gated_mlp` the activated features come first, then the gate."""
+    """First half of the feed-forward network; with `gated_mlp`, activated features first, then the gate."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -187,12 +187,12 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
         return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] -> [B, L, D], each token by itself."""
+        """Feed-forward network of each token, [B, L, D] -> [B, L, D]."""
         return self.output(self.intermediate(self.norm(self.post_attention_ln, x)), x)
 
 
 class BertEncoder(nn.Module):
-    """All layers, and what they share: position schemes, and biases, which are made once for each kind of layer."""
+    """All layers, their position schemes, and biases, which are computed once for each kind of layer."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class BertEncoder(nn.Module):
 def backend_for(config: BertConfig, is_fused: bool = False) -> str:
     """The attention backend: "auto" with a layout, and instead of "sdpa" in the fused path on a GPU (`is_fused`)."""
     named = backend_of(config._attn_implementation)
-    return "auto" if config.sparse_config_cls is not None or is_fused and named == "sdpa" else named
+    return "auto" if config.sparse_config_cls is not None or (is_fused and named == "sdpa") else named
 
 
 def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:

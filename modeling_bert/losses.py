@@ -7,7 +7,7 @@ from lm_experiments_tools.modules.losses import mean_loss
 
 
 def place_loss(scores: Tensor, positions: Tensor) -> Tensor:
-    """Of the places of a text, scores [B, L]; a place beyond it is ignored."""
+    """Cross-entropy over the positions of a text, scores [B, L]; positions beyond the text are ignored."""
     length = scores.shape[1]
     return mean_loss(scores, positions.clamp(0, length), ignored=length)
 

@@ -65,7 +65,7 @@ class BertPreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=Take
             self._keys_to_ignore_on_load_unexpected = [*self._keys_to_ignore_on_load_unexpected, unused]
 
     def use_fast_step(self, enabled: bool = True) -> None:
-        """Train by the quickest way to the same numbers (modules/fast_step.py); nothing that is saved changes."""
+        """Enable the fused path for training (modules/fast_step.py); saved weights and configuration do not change."""
         for part in self.modules():
             if isinstance(part, CanBeFast | BertPreTrainedModel | Dropout):
                 part.is_fast = enabled
@@ -94,7 +94,7 @@ class BertPreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=Take
 
 
 class BertPooler(nn.Module):
-    """tanh of a linear layer, of the first token alone, or of that of each document of a packed row."""
+    """tanh of a linear layer on the first token (of each document, in packed rows)."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class BertPooler(nn.Module):
 
 
 class BertModel(BertPreTrainedModel):
-    """BERT without a head: hidden states, and the first token's, pooled."""
+    """BERT without a head: hidden states and the pooled first token."""
 
     _input_embed_layer = "word_embeddings"
 
@@ -185,7 +185,7 @@ class BertModel(BertPreTrainedModel):
 
 
 class BertPredictionTransform(nn.Module):
-    """The layer between the last hidden state and the words."""
+    """Transform of the hidden states before the output layer."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def has_named_bias(config: BertConfig) -> bool:
 
 
 class BertPredictions(nn.Module):
-    """Scores of all words for each token; the matrix is that of the word embeddings."""
+    """Logits over the vocabulary; the weight is tied to the word embeddings."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class BertPredictions(nn.Module):
 
 
 class BertHeads(nn.Module):
-    """The heads of pre-training: words for masked tokens and, where asked for, one judgement of a pair."""
+    """Pre-training heads: masked tokens and, if configured, next-sentence prediction."""
 
     def __init__(self, config: BertConfig, judges_pairs: bool) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class _WithWords(BertPreTrainedModel):
 
 @dataclasses.dataclass
 class BertForPreTrainingOutput(ModelOutput):
-    """transformers' fields in their order, then the two parts of the loss, which have different counts."""
+    """Fields of transformers' output, followed by the two terms of the loss, which average over different counts."""
 
     loss: Tensor | None = None
     prediction_logits: Tensor | None = None
@@ -269,7 +269,7 @@ class BertForPreTrainingOutput(ModelOutput):
 
 
 class BertForPreTraining(_WithWords):
-    """Masked words and sentence pairs, as BERT was pre-trained."""
+    """BERT with masked language modelling and next-sentence prediction, as it was pre-trained."""
 
     _judges_pairs = True
 
@@ -315,7 +315,7 @@ class BertForPreTraining(_WithWords):
 
 
 class BertForMaskedLM(_WithWords):
-    """Masked words alone."""
+    """BERT with masked language modelling only."""
 
     _judges_pairs = False
 
@@ -356,7 +356,7 @@ class _WithClassifier(BertPreTrainedModel):
 
 
 class BertForSequenceClassification(_WithClassifier):
-    """A label, several labels or a number for each sequence."""
+    """BERT with a classification or regression head: one label, several labels or numbers per sequence."""
 
     _is_pooled = True
 
@@ -384,7 +384,7 @@ class BertForSequenceClassification(_WithClassifier):
 
 
 class BertForTokenClassification(_WithClassifier):
-    """A label for each token."""
+    """BERT with a label for each token."""
 
     _is_pooled = False
 
@@ -409,7 +409,7 @@ class BertForTokenClassification(_WithClassifier):
 
 
 class BertForQuestionAnswering(BertPreTrainedModel):
-    """First and last token of an answer that stands in the text."""
+    """BERT that predicts the first and last token of an answer in the text."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)

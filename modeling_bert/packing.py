@@ -1,4 +1,4 @@
-"""Several documents in one row, none of which sees another: each gets the answers that it gets alone.
+"""Packed rows: several isolated documents in one row, with the same outputs as in rows of their own.
 
 One worked example, documents of 3 and 2 tokens in a row of 6; 0 is padding::
 
@@ -19,7 +19,7 @@ from modeling_bert.configuration_bert import BertConfig
 
 
 def positions_of(segment_ids: Tensor) -> Tensor:
-    """The place of each token in its document, int64 [B, L], from documents' numbers int [B, L]."""
+    """Position of each token in its document, int64 [B, L], from segment IDs int [B, L]."""
     places = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     begins = segment_ids != segment_ids.roll(1, -1)
     return places - places.where(begins, 0).cummax(-1).values

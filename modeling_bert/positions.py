@@ -62,7 +62,7 @@ def window_layout(config: BertConfig) -> SparsityConfig | None:
 
 
 def content_position(config: BertConfig) -> RelativeKeyPosition | None:
-    """A layer's own scheme, whose bias depends on what its queries and keys say."""
+    """A layer's own scheme, whose bias depends on the content of queries and keys."""
     schemes = {"relative_key": RelativeKeyPosition, "relative_key_query": RelativeKeyQueryPosition}
     scheme = schemes.get(config.position_embedding_type)
     head_dim = config.hidden_size // config.num_attention_heads
@@ -70,7 +70,8 @@ def content_position(config: BertConfig) -> RelativeKeyPosition | None:
 
 
 class RelativeKeyPosition(nn.Module):
-    """Queries are compared with an embedding of the distance too (Shaw et al. 2018, arXiv 1803.02155, equation 5).
+    """Relative positions in keys: queries also score an embedding of the distance (Shaw et al. 2018, arXiv 1803.02155,
+    equation 5).
 
     `weight` [2 * max_length - 1, head_dim] has the name and the order that it had in transformers 4: row
     query position - key position + max_length - 1.
@@ -96,7 +97,7 @@ class RelativeKeyPosition(nn.Module):
 
 
 class RelativeKeyQueryPosition(RelativeKeyPosition):
-    """Keys are compared with it as well (Huang et al. 2020, arXiv 2009.13658, method 4)."""
+    """Relative positions in keys and queries (Huang et al. 2020, arXiv 2009.13658, method 4)."""
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return (self.by_query(q) + self.by_key(k)) * q.shape[-1] ** -0.5

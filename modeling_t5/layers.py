@@ -59,7 +59,7 @@ class T5LayerNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """wo(inner(x)), where subclasses say what is inside; `inner_layers` are the names of its matrices [d_ff, D]."""
+    """wo(inner(x)); subclasses define `inner` and name its matrices [d_ff, D] in `inner_layers`."""
 
     inner_layers: tuple[str, ...]
     is_fast = False
@@ -109,10 +109,10 @@ class T5DenseGatedActDense(FeedForward):
 
 
 class T5Sublayer(nn.Module):
-    """What attention and feed-forward have around them: a norm before and, with `post_norms`, one after."""
+    """Base of attention and feed-forward sublayers: a norm before and, with `post_norms`, one after."""
 
     def add_norms(self, config: T5Config) -> None:
-        """After the modules that they are around, as in transformers' state dicts."""
+        """Add the norms after the other modules, for the order of transformers' state dicts."""
         self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
         if config.post_norms:
             self.post_layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
@@ -153,7 +153,7 @@ class T5ClassificationHead(nn.Module):
 
 
 def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | None:
-    """Tokens before and after it that a query of a local layer sees; None for a global layer."""
+    """Attention window of a local layer: (tokens before, tokens after) a query; None for a global layer."""
     is_global = kind == DECODER_CROSS or (layer_idx + 1) % config.global_attn_every_n_layers == 0
     if is_global or config.local_attention is None:
         return None
@@ -181,7 +181,7 @@ class T5Attention(nn.Module):
     """Attention with T5's unscaled scores. Derive from it for a variant of your own, named in the configuration.
 
     Args:
-        config: that of the encoder's or decoder's stack.
+        config: configuration of the encoder's or decoder's stack.
         kind: "encoder_self_attention", "decoder_self_attention" or "decoder_cross_attention".
         layer_idx: number of the layer in its stack.
     """
@@ -225,8 +225,7 @@ class T5Attention(nn.Module):
 
     @property
     def takes_segments(self) -> bool:
-        """True if packed rows need no mask here: kernels or the fast step know segments, and no variant of yours is in
-        between."""
+        """True if packed rows need no mask: the backend supports segments and no variant overrides attention."""
         is_plain = type(self).forward is T5Attention.forward and type(self).attend is T5Attention.attend
         return is_plain and (self.is_fast or self.backend == "auto")
 
@@ -244,7 +243,7 @@ class T5Attention(nn.Module):
         Args:
             x: normed hidden states [B, Q, D].
             spec: the attention of the stack: masks, causality, scale.
-            bias: what an earlier layer made and shares.
+            bias: position bias that an earlier layer shares.
             key_value_states: the encoder's output [B, K, D] in cross-attention.
             past_key_values: cache of a decoder.
 
@@ -267,7 +266,7 @@ class T5Attention(nn.Module):
         return self.join_heads(output), bias, weights
 
     def own_spec(self, spec: AttentionSpec, q: Tensor, k: Tensor, offset: int | Tensor) -> AttentionSpec:
-        """The stack's spec, masked by the cache and this layer's window."""
+        """The stack's spec with the masks of the cache and of this layer's window."""
         if self.kind == DECODER_SELF:
             spec = with_cache(spec, q.shape[2], k.shape[2], offset, q.device)
         if self.window is not None:
@@ -303,7 +302,7 @@ class T5Attention(nn.Module):
         return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
-        """Queries of x, keys and values of the states, [B, L, H * d] each, in as few products as can be."""
+        """Queries of x, keys and values of the states, [B, L, H * d] each, in as few matrix products as possible."""
         if self.kind == DECODER_CROSS:
             return self.q(x), *joined(states, self.k, self.v)
         return joined(x, self.q, self.k, self.v)
@@ -360,7 +359,7 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         device: torch.device,
     ) -> Bias | None:
-        """The bias of an earlier layer, or else this layer's own."""
+        """The shared bias of an earlier layer, otherwise this layer's own."""
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
@@ -368,7 +367,7 @@ class T5Attention(nn.Module):
 
 
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
-    """The attention that the configuration names for this kind."""
+    """Build the attention class that the configuration names for this kind."""
     key = f"{kind}_layer"
     name = getattr(config, key)
     return resolve_configured(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)

@@ -166,7 +166,7 @@ def _all_but_last_hidden_state(outputs: Seq2SeqModelOutput) -> dict[str, Any]:
 
 
 class T5ForConditionalGeneration(T5Model, GenerationMixin):
-    """T5 with its output layer: what is pre-trained and what generates."""
+    """T5 with its output layer, for pre-training and generation."""
 
     _tied_weights_keys = {**T5Model._tied_weights_keys, "lm_head.weight": "shared.weight"}
     _keys_to_ignore_on_load_unexpected = [r"EncDecAttention\.relative_attention_bias"]
@@ -261,7 +261,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
 
 
 class T5ForSequenceClassification(T5PreTrainedModel):
-    """Classifies what the decoder makes of the last `</s>` of its input, which is that of the encoder (as BART)."""
+    """Sequence classification as in BART: the decoder reads the encoder's input, a head its last `</s>`."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head", r"EncDecAttention\.relative_attention_bias"]
 

@@ -1,4 +1,4 @@
-"""Several examples in one row, none of which sees another: exact for T5, whose positions are distances between tokens.
+"""Packed rows: several isolated examples in one row. Exact for T5, whose positions are distances between tokens.
 
 One worked example, two pairs in a row of 5 and 4; 0 is padding::
 
@@ -39,7 +39,7 @@ class Segments(NamedTuple):
 
 
 def masked(segment_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Numbers int64[B, L] with tokens that a mask [B, L] leaves out as padding.
+    """Segment IDs int64[B, L], set to 0 (padding) for tokens outside of a mask [B, L].
 
     Raises:
         ValueError: a mask of more than tokens.

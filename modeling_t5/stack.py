@@ -61,7 +61,7 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
         self._keep_in_fp32_modules = list(config.keep_in_fp32)
 
     def use_fast_step(self, enabled: bool = True) -> None:
-        """Train by the quickest way to the same numbers (`fast_step`); nothing that is saved changes."""
+        """Enable the fused path for training (`fast_step`); saved weights and configuration do not change."""
         for part in self.modules():
             if isinstance(part, T5LayerNorm | FeedForward | T5PreTrainedModel | Dropout) or type(part) is T5Attention:
                 part.is_fast = enabled
@@ -238,7 +238,7 @@ class T5Stack(T5PreTrainedModel):
         return bias, spec
 
     def mask_of(self, segments: Segments, is_cross: bool = False) -> Tensor | Segments:
-        """What layers are given of packed rows: the segments if all can do with them, else one mask for all."""
+        """Packed rows as the layers' argument: segments if every layer supports them, otherwise a dense mask."""
         layers = [block.layer[1].EncDecAttention if is_cross else block.layer[0].SelfAttention for block in self.block]
         if self.memory_tokens is None and all(layer.takes_segments for layer in layers):
             return segments

@@ -87,7 +87,7 @@ class _ReturnsCurrentArgs(type):
 
 @dataclass
 class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
-    """Arguments of t5-experiments' `Trainer` for parsers; called with settings of today, it makes those."""
+    """Arguments of t5-experiments' `Trainer`, for parsers; called with current settings, it returns those."""
 
     fp16: bool = _flag(False, "mixed precision in float16")
     fp16_allreduce: bool = _flag(False, "send gradients as float16")

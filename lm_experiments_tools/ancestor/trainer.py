@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class _CompatibleTrainer(TrainingLoop):
-    """Methods and attributes of t5-experiments' trainers; the base class's behaviour with today's arguments."""
+    """Methods and attributes of t5-experiments' trainers; with current arguments it behaves as its base class."""
 
     _old = False  # the arguments are t5-experiments'
     _stops: StopCondition | None = None
@@ -65,8 +65,8 @@ class _CompatibleTrainer(TrainingLoop):
 
         Args:
             save_path: folder to write `model_{suffix}` or `model_{step}` to, as t5-experiments did; None: the run's.
-            is_best: it is the best so far.
-            unless_last: leave it to the end of the run, where that is here.
+            is_best: mark it as the best so far.
+            unless_last: skip if the run ends at this step, because its end saves too.
         """
         if save_path is not None:
             self._write_old(Path(save_path), suffix or str(self.state.step))
@@ -99,7 +99,7 @@ class _CompatibleTrainer(TrainingLoop):
         reset_lr: bool = False,
         reset_iteration: bool = False,
     ) -> None:
-        """Put a checkpoint into the model; t5-experiments' programs get optimizer, schedule and step of it too."""
+        """Load a checkpoint into the model; for t5-experiments' programs, optimizer, schedule and step too."""
         super().load(source)
         if self._old:
             loaded, _ = load_initial(Path(source), self.backend, with_optimizer=not reset_optimizer)
@@ -108,7 +108,7 @@ class _CompatibleTrainer(TrainingLoop):
                 self.learning_rate.resume(loaded.plateau)
 
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
-        """Metrics over all of `dataloader`; t5-experiments' programs find them in TensorBoard after training too."""
+        """Metrics over all of `dataloader`, also written to TensorBoard for t5-experiments' programs."""
         if not self._old or not write_tb or self.tracker is not None:
             return super().validate(dataloader, split, write_tb)
         last = max(self.args.iters, self.state.step)  # nothing that was recorded is of a later step
@@ -125,12 +125,12 @@ class _CompatibleTrainer(TrainingLoop):
     # ---- names of t5-experiments' attributes
     @property
     def n_iter(self) -> int:
-        """Updates made."""
+        """Number of optimizer updates applied."""
         return self.state.step
 
     @property
     def n_epoch(self) -> int:
-        """Passes over the training data begun before this one."""
+        """Number of completed epochs."""
         return 0 if self.stream is None else self.stream.epoch
 
     @property
@@ -150,12 +150,12 @@ class _CompatibleTrainer(TrainingLoop):
 
     @property
     def per_worker_batch_size(self) -> int:
-        """Examples that one worker reads for one update."""
+        """Examples per worker and optimizer update."""
         return self.args.rows_per_worker()
 
     @property
     def global_batch_size(self) -> int:
-        """Examples of one update."""
+        """Examples per optimizer update, over all workers."""
         return self.args.global_batch_size(self.backend.world_size)
 
 

@@ -175,7 +175,7 @@ def attention_mask(
 def _check_cache(
     config: PreTrainedConfig | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
 ) -> None:
-    """Refuse a layout whose rows cannot be found in the cache."""
+    """Refuse a layout if the query positions in the cache are unknown."""
     if config is None or isinstance(configured_layout(config), DenseSparsityConfig | None):
         return
     if config.is_encoder_decoder or _stays_exact(config, config):  # only their encoders are sparse, without a cache
@@ -242,7 +242,7 @@ def forward_with_weights(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same attention with its weights, [batch, heads, queries, keys]: dense, without dropout."""
+    """As `attention_forward`, but dense, without dropout, and with the weights [batch, heads, queries, keys]."""
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling}
     layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)

@@ -46,7 +46,7 @@ class SparsityConfig:
         num_heads: heads of the attention layer.
         block: tokens of a block.
         different_layout_per_head: draw a layout for each head instead of one for all.
-        seed: of the random blocks.
+        seed: seed for random blocks.
         layer_idx: number of the layer; layers with the same seed have different random blocks.
         max_seq_length: if given, a shorter input gets the corner of this length's layout, as in DeepSpeed, instead of
             a layout made for its own length.

@@ -22,7 +22,7 @@ class PositionScheme(nn.Module):
     """Base of all schemes: rotates nothing and adds nothing."""
 
     def rotate(self, q: Tensor, k: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their positions in them.
+        """Rotate queries and keys by their positions.
 
         Args:
             q, k: [batch, heads, length, head_dim], of the tokens at positions offset, offset + 1, ...
@@ -34,7 +34,7 @@ class PositionScheme(nn.Module):
     def bias(
         self, query_length: int, key_length: int, offset: int | Tensor = 0, device: Device = None
     ) -> DistanceBias | Tensor | None:
-        """A bias to add to scores: a short table where queries and keys are the same tokens, else a matrix
+        """The bias to add to scores: a table by distance if queries and keys are the same tokens, otherwise a matrix
         [1, heads, query_length, key_length] for `query_length` tokens after `offset` others."""
         return None
 
@@ -103,7 +103,7 @@ class RelativeBiasPosition(PositionScheme):
     Its parameter is `weight` [num_buckets, num_heads], as in transformers' state dicts.
 
     Args:
-        num_buckets, max_distance, bidirectional: as of `T5Bias`.
+        num_buckets, max_distance, bidirectional: see `T5Bias`.
         num_heads: heads of the layer.
 
     Raises:

@@ -26,9 +26,9 @@ BACKENDS = {
 
 
 def detect_backend(environ: Mapping[str, str] = os.environ) -> str:
-    """Name of the backend whose launcher set this environment: horovodrun, accelerate launch or torchrun, or none.
+    """Name of the backend of the launcher that set this environment (horovodrun, accelerate, torchrun or none).
 
-    Tasks of srun and its like are for Accelerate, those of mpirun without an address for a Horovod with MPI.
+    Tasks of srun and similar launchers use Accelerate; tasks of mpirun without an address use Horovod with MPI.
     """
     if "HOROVOD_RANK" in environ or "HOROVOD_SIZE" in environ:
         return "horovod"

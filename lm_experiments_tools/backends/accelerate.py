@@ -50,7 +50,7 @@ CLIPS_BY_NORM = "--clip_grad_value does not work with DeepSpeed, which clips by 
 
 
 class AccelerateBackend(Backend):
-    """One worker of an Accelerate job with DDP, or the only one; the base of FSDP and DeepSpeed.
+    """One worker of an Accelerate job with DDP, or a single process; base class of FSDP and DeepSpeed.
 
     Args:
         precision: forward autocast and loss scaling.
@@ -418,7 +418,7 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
 
 
 def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
-    """Check that an Accelerator and our arguments do not contradict each other; complete DeepSpeed's settings.
+    """Check that an Accelerator and our arguments agree, and complete DeepSpeed's settings.
 
     Raises:
         UserError: naming both values.

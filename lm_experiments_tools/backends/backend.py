@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """An optimizer step whose result the host may not know yet.
+    """An optimizer step, possibly still running on the device.
 
     Attributes:
         result: returns the global L2 norm of the reduced gradient before clipping, and True if the step was applied.
-        is_done: `result` does not wait for the device.
+        is_done: True if `result` returns without waiting for the device.
     """
 
     result: Callable[[], tuple[float, bool]]
@@ -84,7 +84,7 @@ class Backend(Collectives):
     planned_mib: float | None = None  # memory estimate for this worker
     shards_model = shards_optimizer = False
     shares = 1
-    reproducible: list[Any] = ["off", None]  # noqa: RUF012  (replaced as a whole)
+    reproducible: list[Any] = ["off", None]
     exact: ExactSum | None = None
     before_update: Callable[[], None] | None = None
 
@@ -131,7 +131,7 @@ class Backend(Collectives):
         self.model = self._inner
 
     def forget(self) -> None:
-        """Release model, optimizer and what `reproduce` has configured for them, so that others can be set up."""
+        """Release model and optimizer, and undo `reproduce`, so that others can be set up."""
         self.release()
         self.model = self._inner = self.optimizer = self.exact = self._addends = None
 
@@ -269,7 +269,7 @@ class Backend(Collectives):
 
     @property
     def whole_optimizer(self) -> Optimizer:
-        """The optimizer, or the unsharded view of one of flat shards: its groups and its state."""
+        """The optimizer, or an unsharded view of it if the backend shards its state into flat vectors."""
         return self.optimizer
 
     @property
@@ -355,18 +355,18 @@ class Backend(Collectives):
         return found
 
     def describe(self) -> str:
-        """One line that says what is really running."""
+        """One line about the parallelism that is in use."""
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
         return f"backend {self.name}, {self.world_size} worker(s), device {self.device}, model wrapped as {kind}"
 
     @property
     def averaged_over(self) -> int:
-        """The number of workers that gradients are averaged over; 1 where they are summed."""
+        """Number of workers that gradients are averaged over; 1 if they are summed."""
         return self.world_size if self.exact is None else 1
 
     @property
     def sums_exactly(self) -> bool:
-        """True with `--reproducible` where sums are the same in any order, also if nothing is trained."""
+        """True if sums do not depend on their order (`--reproducible`), also if nothing is trained."""
         return self._addends is not None
 
 

@@ -36,11 +36,11 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Tasks:
-    """What a launcher reports of its tasks and of this one.
+    """Tasks of a launcher, as its environment variables report them.
 
     Attributes:
         launcher: its name, for messages.
-        source: the variable that holds `count`.
+        source: name of the variable that holds `count`.
         local_rank, local_count: on this machine; None where the launcher does not say.
         address, port: where rank 0 can be reached; None where the launcher does not say.
         interactive: the task runs in a terminal (`srun --pty`).
@@ -58,10 +58,10 @@ class Tasks:
 
 
 def started_tasks(environ: Mapping[str, str] = os.environ) -> Tasks | None:
-    """The tasks among which this process was started; None for one alone, and for a shell within an allocation.
+    """The tasks that this process is one of; None for a single process or a shell within an allocation.
 
-    `SLURM_NTASKS` says nothing by itself: in a batch script or below salloc it is what the allocation has room for.
-    Only the variables of a step tell that srun started this very process.
+    `SLURM_NTASKS` alone is not enough: in a batch script or under salloc it is the size of the allocation. Only the
+    variables of a step show that srun started this process.
     """
     by_srun, by_mpi = _slurm_step(environ), _mpi_tasks(environ)
     if by_mpi is None or (by_srun is not None and (by_srun.count, by_srun.rank) == (by_mpi.count, by_mpi.rank)):
@@ -117,10 +117,10 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def attempt(function: Callable[[], T]) -> Callable[[], T]:
-    """Call `function` now; the returned function gives its result.
+    """Call `function` now; the returned function returns its result or raises its error.
 
-    On one machine all workers meet the same error, which is raised immediately. On several machines one may lack a
-    file: there the error is raised when the result is asked for, by `on_all`, so that the others do not wait for it.
+    On one machine all workers meet the same error, which is raised immediately. On several machines one of them may
+    lack a file. Then the error is raised by the returned function, under `on_all`, so that other workers do not hang.
     """
     future: Future[T] = Future()
     try:
@@ -133,7 +133,7 @@ def attempt(function: Callable[[], T]) -> Callable[[], T]:
 
 
 def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Put the variables into the environment by which torch forms one job of these tasks.
+    """Set the environment variables by which torch forms one job of these tasks.
 
     `MASTER_ADDR` and `MASTER_PORT` that are there already are kept.
 

@@ -67,8 +67,8 @@ def on_all(
 ) -> T | None:
     """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
 
-    Without this a full disk on one worker would leave the others waiting in a barrier forever. The sentence names the
-    machine where it is not that of all.
+    Otherwise a full disk on one worker would leave the others waiting in a barrier forever. The error message names
+    the machine if there are several.
 
     Args:
         takes_long: it may take some workers minutes or hours longer than others (see `_wait_for_all`); it may then not

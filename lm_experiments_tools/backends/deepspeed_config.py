@@ -35,7 +35,7 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
     A gradient_accumulation_steps of 1 counts as open too: DeepSpeedPlugin writes it where a file says nothing.
 
     Args:
-        source: what the user knows the configuration as, for messages.
+        source: name of the configuration in error messages.
 
     Raises:
         UserError: the configuration and the arguments say different things, or it asks for what this package does
@@ -51,7 +51,7 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
         found: Any = config
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
-        if found and found != 1 or found is True:
+        if (found and found != 1) or found is True:
             raise UserError(f"{source} says {key} = {found}, which is not supported: take it out")
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if offload.get("device") == "nvme" or offload.get("ratio", 1.0) != 1.0:
@@ -94,7 +94,7 @@ def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """DeepSpeed's own refusal of its configuration, while it makes an engine, as a UserError."""
+    """Turn DeepSpeed's errors about its configuration into UserError, while an engine is created."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
@@ -124,6 +124,6 @@ def check_optimizer(optimizer: Optimizer, stage: int) -> None:
 
 
 def has_cpu_version(optimizer: Optimizer) -> bool:
-    """True if DeepSpeed's CPU optimizers compute the same update; others are left to torch when offloaded."""
+    """True if a DeepSpeed CPU optimizer computes the same update; other offloaded optimizers run in torch."""
     adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return adam and not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Gradients summed as integers, so that neither the order nor the grouping of the summands changes a bit.
+"""Gradients summed as integers, so that the order and grouping of the summands do not matter.
 
 Floating-point sums depend on the number of workers, the ring of an all-reduce and the fusion of buckets. Integer sums
 do not. Each gradient is rounded to a grid that all workers share, counted in units of that grid as int64, summed over
@@ -35,11 +35,11 @@ _SENT_AT_ONCE = 1 << 23  # elements of one collective: 64 MiB
 
 
 class ExactSum:
-    """The gradients of one optimizer update, in int64.
+    """Sums the gradients of one optimizer update in int64.
 
     Args:
-        parameters: those to be updated, in the same order on all workers.
-        addends: micro-batches of one update over all workers, of which each has as many.
+        parameters: trained parameters, in the same order on all workers.
+        addends: number of micro-batches per update over all workers; each worker has the same number.
 
     Attributes:
         exponents: of each parameter's grid; equal on all workers, and part of a checkpoint.
@@ -113,8 +113,7 @@ class ExactSum:
         self._started = False
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if a gradient left its grid: the grids are wider now, and the step is to be computed
-        again from its first micro-batch."""
+        """True, on all workers, if a gradient exceeded its grid: grids were widened and the step must be repeated."""
         if not self._overflowed:
             return False
         largest = [max(values) for values in zip(*self._workers.gather(self._largest.tolist()), strict=True)]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def join_shared_modules(model: nn.Module) -> int:
-    """Replace identical leaf modules with the same parameters by one; returns how many were replaced.
+    """Replace leaf modules that share their parameters by one module; returns the number of replaced modules.
 
     HF's T5 has one embedding matrix in three modules. They would be in three FSDP groups, which torch refuses for a
     shared parameter. Names in the state dict do not change.
@@ -42,7 +42,7 @@ def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 @contextmanager
 def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
-    """Hide embeddings and output layer from accelerate's `prepare`, which would shard them as a unit.
+    """Hide embeddings and output layer from accelerate's `prepare`, which would make them an FSDP unit.
 
     torch cannot shard a parameter of two units: the bias of BERT's output layer also belongs to the module around it,
     and the embedding of a BERT classifier is inside a unit already.
@@ -72,7 +72,7 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
 
 @contextmanager
 def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of an object inside the block."""
+    """Set attributes of an object temporarily, inside the block."""
     before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():

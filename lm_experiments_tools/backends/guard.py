@@ -1,4 +1,4 @@
-"""A process that kills its parent, a worker, once that has been stopped for longer than the others wait.
+"""A guard process that kills its worker if the worker is stopped (SIGSTOP) for longer than the others wait.
 
 A stopped worker (SIGSTOP) does not see SIGTERM, and its launcher waits forever for it, while the other workers give up
 after `--stall_timeout`. The guard is this file, run with the standard library alone. It is in its worker's process
@@ -25,7 +25,7 @@ _guards: list[subprocess.Popen] = []  # of this process: one
 
 
 def watch(args: TrainerArgs) -> None:
-    """Start a guard of this process, if it is one of several workers, on Linux, and has none."""
+    """Start a guard of this process if it is one of several workers on Linux and has no guard yet."""
     import subprocess
 
     from lm_experiments_tools.backends.collective import STALL_SECONDS
@@ -43,7 +43,7 @@ def watch(args: TrainerArgs) -> None:
 
 
 def guard(process: int, seconds: float, rank: int, log: str) -> None:
-    """Return when the parent `process` has ended, or was killed because it was stopped for `seconds`.
+    """Wait for the end of the parent `process`; kill it if it is stopped for `seconds`.
 
     Args:
         log: log file of the worker; "" for none.

@@ -16,7 +16,7 @@ _START = 300  # seconds in which a worker on a new machine loads; Horovod gives 
 
 
 def ask_for_rank() -> None:
-    """Before `hvd.init`: a restarted worker waits for the others and takes the rank that the driver assigns.
+    """Wait for the other workers and take the rank that the driver assigns; for restarted workers, before `hvd.init`.
 
     Raises:
         SystemExit: with 0, the job continues without this worker.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ CPU_FORM = "`torchrun --nproc_per_node {n} SCRIPT ...` trains on CPUs with DDP"
 
 
 def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
-    """FSDP or DEEPSPEED, if the launcher asked for one of them."""
+    """FSDP or DEEPSPEED, if the launcher's settings request one of them."""
     wanted = [kind for variable, kind in SHARDING.items() if environ.get(variable, "false").lower() == "true"]
     if len(wanted) > 1:
         raise UserError(f"the launcher asked for {' and '.join(wanted)} (ACCELERATE_USE_...): choose one")
@@ -32,7 +33,7 @@ def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """Number of workers that the launcher was asked for, and where that was read."""
+    """Number of workers that the user requested from the launcher, and the variable that says so."""
     reported = [(int(environ[variable]), variable) for variable in COUNTS if environ.get(variable, "").isdigit()]
     if (tasks := started_tasks(environ)) is not None:
         reported.append((tasks.count, tasks.source))
@@ -45,10 +46,10 @@ def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_device(initialized: bool) -> None:
-    """Before an Accelerator is made: sharding needs a GPU, and each worker its own.
+    """Check, before an Accelerator is made, that sharding has GPUs and that each worker has its own.
 
     Args:
-        initialized: a state of Accelerate exists already, so what it found counts, not what is looked for here.
+        initialized: Accelerate's state exists already, so check the device that it chose.
     """
     sharding, (count, _) = wanted_sharding(), wanted_processes()
     if initialized:
@@ -67,7 +68,7 @@ def check_device(initialized: bool) -> None:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """After an Accelerator was made: it is what the launcher was asked for. Raises UserError."""
+    """Check that an Accelerator has the processes and sharding that the launcher requested. Raises UserError."""
     kind, found = str(accelerator.distributed_type.value), accelerator.num_processes
     wanted, source = wanted_processes()
     if wanted > found and source.startswith("SLURM_"):
@@ -95,14 +96,12 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if found == 1:
         import psutil  # comes with accelerate
 
-        try:
+        with suppress(psutil.Error, AttributeError):  # no parent, or one of another user
             check_parent(psutil.Process().parent().cmdline())
-        except (psutil.Error, AttributeError):  # no parent, or one of another user
-            pass
 
 
 def check_parent(command: Sequence[str]) -> None:
-    """Refuse to be the one process that `accelerate launch` starts without GPUs, whatever --num_processes says."""
+    """Refuse to train in one process if `accelerate launch` ignored --num_processes, as it does without GPUs."""
     words = [os.path.basename(word) for word in command]
     alone = ("accelerate-launch", "accelerate.commands.launch")
     pairs = (("accelerate", "launch"), ("accelerate.commands.accelerate_cli", "launch"))

@@ -136,7 +136,7 @@ def get_precision(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = None,
 ) -> Precision:
-    """The scheme that the precision flags ask for. Raises UserError."""
+    """The precision that the flags select. Raises UserError."""
     if fp16 and apex_opt_lvl:
         return ApexAmp(apex_opt_lvl, min_loss_scale, max_loss_scale)
     if fp16:

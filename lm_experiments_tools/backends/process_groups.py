@@ -35,7 +35,7 @@ Peers = Sequence[tuple[str, int]]  # (host, process) of each worker, by rank
 # ---- forming and leaving groups -------------------------------------------------------------------------------------
 @contextmanager
 def meeting(seconds: float) -> Iterator[None]:
-    """The start of a job, in which workers find one another. Raises LostWorkerError."""
+    """Context of the rendezvous at the start of a job. Raises LostWorkerError."""
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
@@ -85,7 +85,7 @@ def limit_waiting(seconds: float | None) -> None:
 
 
 def host_group(world_size: int, device: torch.device, seconds: float) -> dist.ProcessGroup | None:
-    """A gloo group for CPU tensors, so that no count waits for a GPU's queue; None if the default group is one.
+    """A gloo group for CPU tensors, so that counts do not wait for the GPU; None if the default group is gloo.
 
     Raises:
         LostWorkerError: the workers do not reach one another within `seconds`.
@@ -97,7 +97,7 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
 
 
 def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Leave gloo groups at the end of a program that has not closed its backend, unless the program uses DDP itself.
+    """Leave gloo groups at the end of a program that did not close its backend, unless it uses DDP itself.
 
     A gloo thread that frees a tensor while Python ends aborts the process
     (https://github.com/pytorch/pytorch/issues/190489). NCCL groups stay: all workers leave them together, and this

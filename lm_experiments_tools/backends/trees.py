@@ -51,7 +51,7 @@ def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> Non
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
-    """A contiguous tensor of the same bits in a type that Horovod and gloo can broadcast; a view where it can be."""
+    """Reinterpret a tensor in a dtype that Horovod and gloo can broadcast; contiguous, and a view if possible."""
     return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 

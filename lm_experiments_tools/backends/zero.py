@@ -32,10 +32,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def take_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of a torch optimizer, which keeps only what DeepSpeed can optimize.
-
-    Frozen parameters and those without elements are removed.
-    """
+    """The parameter groups of a torch optimizer. Frozen and empty parameters are removed from the optimizer."""
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = list(_optimized(group["params"]).values())
@@ -64,7 +61,7 @@ class UnshardedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of each group with its full parameters; of untrained groups the initial ones."""
+        """Settings and full parameters of each group; initial settings for groups without trained parameters."""
         own = iter(self.zero.optimizer.param_groups)
         pairs = zip(self.groups, self._optimized, strict=True)
         return [{**(next(own) if optimized else group), "params": group["params"]} for group, optimized in pairs]
@@ -136,7 +133,7 @@ class UnshardedOptimizer:
 
     @torch.no_grad()
     def put_weight(self, parameter: Tensor, full: Tensor) -> None:
-        """Make the full weight, given on every worker, the one that is optimized."""
+        """Overwrite the optimizer's master weight with a full weight, which every worker passes."""
         own = self._shard(parameter)
         vector = self._vectors()[own.vector].narrow(0, own.start, own.length)
         vector.copy_(full.flatten().narrow(0, own.offset, own.length))
@@ -217,7 +214,7 @@ class LossScale:
         self.loss_scaler = loss_scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's entries, of which the last counts to the growth interval, and two that it does not need."""
+        """GradScaler's entries, and two more that only DeepSpeed needs."""
         scaler = self.loss_scaler
         good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
@@ -231,7 +228,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the scale and the good steps, of torch.amp's state too, but not of apex's."""
+        """Restore scale and number of good steps; accepts torch.amp's state too, but not apex's."""
         if "scale" not in state:
             return
         scaler = self.loss_scaler

@@ -134,7 +134,7 @@ def _check_fit(path: Path, saved: dict[str, Tensor], names: dict[str, str], shap
 
 
 def check_base(model: PeftModel, path: Path) -> None:
-    """Refuse an adapter over other weights than those it was trained on, where both are known. Raises UserError."""
+    """Refuse an adapter if its base model's weights are not those it was trained on. Raises UserError."""
     with safe_open(path / (ensemble_folders(path) or [""])[0] / ADAPTER_WEIGHTS, framework="pt") as file:
         then = (file.metadata() or {}).get(_BASE_SHA256)
     now = getattr(model, "base_fingerprint", None)

@@ -43,7 +43,7 @@ def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, 
 
     Args:
         allow_pickle: unpickle anything, which can run any code the file's author chose.
-        left_out: packages whose objects in the file are dropped; nothing of them is imported or called.
+        left_out: packages whose objects are dropped; none of their code is imported or called.
 
     Raises:
         UserError: the file holds objects other than tensors and numbers (named), or is corrupt.
@@ -103,9 +103,9 @@ def strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[int, dict[str, Any] | None]:
-    """Updates made, and the optimizer's state_dict, of a t5-experiments `.pth` or of its accelerate trainer's folder.
+    """Step and optimizer state_dict of a t5-experiments `.pth` file or of its accelerate trainer's folder.
 
-    0 and None for a source that holds weights only: a directory, safetensors, nanoT5's `pytorch_model.bin`.
+    0 and None for sources with weights only: a directory, safetensors, nanoT5's `pytorch_model.bin`.
 
     Raises:
         UserError: as `read_pickle`.

@@ -59,7 +59,7 @@ def parse_step(name: str) -> int | None:
 
 
 def or_replaced(path: Path) -> Path:
-    """`path`, or its earlier version if a kill came between the two renames of a replacement."""
+    """`path`, or its backup if a replacement was killed between its two renames."""
     earlier = path.parent / f"{REPLACED}{path.name}"
     return earlier if not path.exists() and earlier.is_dir() else path
 

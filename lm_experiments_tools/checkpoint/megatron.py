@@ -80,7 +80,7 @@ _SIZES = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
 
 
 def is_megatron(path: Path) -> bool:
-    """True for what Megatron-LM wrote: a run, an iteration, the folder or the file of a rank."""
+    """True for a Megatron-LM checkpoint: a run, an iteration, or the folder or file of a rank."""
     inside = path.is_dir() and (any(path.glob("mp_rank_*")) or (path / _TRACKER).is_file())
     return path.name == _FILE or inside or any((path / name).is_file() for name in (_FILE, "common.pt"))
 

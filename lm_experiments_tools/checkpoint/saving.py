@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves checkpoints, one at a time; its methods are collective, so every worker calls them.
+    """Saves checkpoints, one at a time. Every worker must call each method.
 
-    Rank 0 alone writes files, because the machines of a job need not share a folder. Sharded weights and optimizer
-    states are gathered there.
+    Only rank 0 writes files, because machines need not share a folder. Sharded weights and optimizer states are
+    gathered on rank 0.
 
     Args:
-        writer: of the run directory; None saves nothing.
-        in_background: let rank 0 write while training continues. Its memory then holds another copy of weights and
-            optimizer state until they are written, of a sharded model the gathered ones.
-        tokenizer_dir: its tokenizer files are put into every checkpoint.
+        writer: writes into the run directory; None disables saving.
+        in_background: write while training continues. Until the files are written, rank 0 holds a second copy of the
+            (gathered) weights and optimizer state in memory.
+        tokenizer_dir: folder of tokenizer files that are copied into every checkpoint.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Saver:
 
     @contextmanager
     def alongside(self) -> Iterator[None]:
-        """Inside the block `save` returns before the files are written; the end waits for them, also on an error."""
+        """Inside the block `save` writes in the background; the end of the block waits, also after an error."""
         self._is_training = True
         try:
             yield

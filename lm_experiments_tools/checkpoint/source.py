@@ -293,7 +293,7 @@ class ModelFiles:
 
     @property
     def task(self) -> dict[str, Any]:
-        """The task that the named weights were fine-tuned for, if it is the task of this run; else empty."""
+        """Settings of the task that the weights were fine-tuned for; empty if this run has another task."""
         saved = {} if self.named is None else self.named.task
         return saved if [saved.get(n) for n in KINDS] == [getattr(self.args, n) for n in KINDS] else {}
 

@@ -47,16 +47,16 @@ class TrainState:
         first_step: step at which the run began, above 0 for a branch of another run.
         data_offset: position in the data minus `consumed_samples`.
         averaged_at: the last step whose weights were replaced by a mean of several (`--average`).
-        samples_per_epoch: of the training data; None where unknown.
-        best_metric, best_step: of `optimize_metric` on validation.
+        samples_per_epoch: number of training samples per epoch; None if unknown.
+        best_metric, best_step: best value of `optimize_metric` on validation, and its step.
         patience: validations in a row without improvement.
         last_validated_step: a restart makes up for a validation that a signal cut short.
         plateau: state of the `--use_lr_drop` schedule.
-        data_fingerprint: of the training data and its order; None for loaders that have none.
-        data_order: of the order of rows alone, which several objectives may share; None where unknown.
-        valid_fingerprint: of the validation data that `best_metric` was measured on.
+        data_fingerprint: hash of the training data and its order; None for loaders without one.
+        data_order: hash of the row order only, which objectives may share; None if unknown.
+        valid_fingerprint: hash of the validation data that `best_metric` was measured on.
         schedule_steps: length of the learning-rate schedule.
-        facts: what a restart compares (see training/resume.py).
+        facts: settings that a restart compares (see training/resume.py).
         metrics: the last ones of each split.
     """
 
@@ -84,11 +84,11 @@ class TrainState:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def data_position(self) -> int:
-        """Samples before the next one in the order of the training data."""
+        """Index of the next sample in the order of the training data."""
         return self.consumed_samples + self.data_offset
 
     def go_on_from(self, loaded: TrainState, *, schedule: bool, step: bool) -> None:
-        """Take over the step of another run's state, and the place in its schedule, unless False."""
+        """Continue another run: adopt its step and its position in the schedule, as requested."""
         self.step = loaded.step if step else self.step
         into_schedule = loaded.step - loaded.schedule_start if schedule else 0
         self.schedule_start = self.step - into_schedule  # negative where updates are counted from 0
@@ -96,7 +96,7 @@ class TrainState:
 
 @contextmanager
 def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
-    """An exception that leaves this block has an attribute `step`, the number of updates applied so far.
+    """Add an attribute `step`, the number of applied updates, to an exception that leaves the block.
 
     Raises:
         LostWorkerError: another worker is gone; names it where that can be known.
@@ -116,7 +116,7 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
 def load_weights_for_all(
     model: nn.Module, source: Path, args: TrainerArgs, backend: Backend, *, resumes: bool
 ) -> LoadReport | None:
-    """`load_weights` by rank 0, which alone reads them and returns the report, into a model that is not set up yet.
+    """Run `load_weights` on rank 0 and share the weights, before the model is set up. Only rank 0 has the report.
 
     Args:
         resumes: `source` is the verified checkpoint that the run resumes from, so all its weights must match.

@@ -45,13 +45,13 @@ class PostponedFiles:
         self._waiting: list[tuple[dict[str, Tensor], Path, dict[str, str] | None]] = []
 
     def copy(self, tensors: Mapping[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Copy tensors, of any device, as they are now."""
+        """Copy tensors from any device to host memory."""
         contiguous = torch.contiguous_format
         copies = {n: t.detach().to("cpu", copy=True, memory_format=contiguous) for n, t in tensors.items()}
         self.keep(copies, file, metadata)
 
     def keep(self, tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Take over tensors on the CPU that nobody else changes."""
+        """Hold CPU tensors without a copy; the caller must not change them before `write`."""
         self._waiting.append((tensors, Path(file), metadata))
 
     def write(self) -> None:
@@ -71,7 +71,7 @@ def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it 
 
 @contextmanager
 def disk_errors_named(path: Path) -> Iterator[None]:
-    """Name `path` where a library's error of a full disk names no file; tokenizers raises a bare Exception for it."""
+    """Add `path` to a library's disk-full error that names no file; tokenizers raises a bare Exception for it."""
     try:
         with naming(path):
             yield

@@ -237,7 +237,7 @@ def _identity(tensor: Tensor) -> tuple:
 
 
 def read_state(model: nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """The weights in `path` by the names of `model`, whose own may be sharded: all, or those an adapter trains."""
+    """The weights in `path` under `model`'s names: all, or an adapter's trained ones. `model` may be sharded."""
     if is_adapted(model):
         return read_adapter(model, path)
     weights, own = to_model_names(model, read_weights(path, allow_pickle)), model.state_dict(keep_vars=True)

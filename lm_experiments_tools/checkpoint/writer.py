@@ -61,8 +61,8 @@ class CheckpointWriter:
 
     Args:
         root: directory of the checkpoints.
-        keep: how many of the newest to keep besides the best; None keeps all.
-        links_in: where the links `last` and `best` live; default `root`.
+        keep: number of newest checkpoints to keep besides the best; None keeps all.
+        links_in: folder of the links `last` and `best`; default `root`.
         periodic: (steps, number): also keep so many of the newest whose step is a multiple of `steps`.
     """
 
@@ -234,7 +234,7 @@ def find_resume(resume: str, model_path: Path | str | None, flag: str = "resume"
     Args:
         resume: auto (the newest valid one of the run), never, or a checkpoint's or a run's folder.
         model_path: the run directory, if there is one.
-        flag: that gave `resume`.
+        flag: name of the flag that set `resume`.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or `never` would mix two runs in one folder.

@@ -1,6 +1,6 @@
 """Command line and YAML files to a frozen dataclass of arguments.
 
-Values are read by the type of their field, so that `lr: 1e-4` is a number. The last place that sets a flag wins and is
+Values are parsed by their field's type, so that `lr: 1e-4` is a number. The last place that sets a flag wins and is
 recorded as its origin.
 """
 
@@ -105,7 +105,7 @@ def parse(
 
 
 def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
-    """YAML of all settings, in groups, that `--config` reads back to equal arguments; origins follow as comments."""
+    """YAML of all settings, by group, for `--config` to read back; origins are comments."""
     lines = []
     for group in help_groups(type(args)):
         lines.append(f"# {(group.__doc__ or group.__name__).splitlines()[0]}")
@@ -123,10 +123,10 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
 def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     """Run an entry point and exit with its code.
 
-    UserError: its sentence on stderr, code 2. RunError: its sentence with rank and step, code 1; in an elastic job a
-    worker that has lost another, or is left when that one was told to leave, begins anew. Ctrl-C: code 130. Any
-    other exception keeps its traceback, code 1, and a last line repeats rank, step (where the exception carries one as
-    `step`), type and reason, because the traceback of one rank drowns in the output of the others.
+    UserError: message on stderr, code 2. RunError: message with rank and step, code 1; in an elastic job a worker
+    that has lost another one restarts. Ctrl-C: code 130. Any other exception keeps its traceback, code 1; a last line
+    repeats rank, step (the exception's attribute `step`, if any), type and reason, because the traceback of one rank
+    is lost in the output of the others.
     """
     sys.excepthook = _report_crash
     restart.note_interrupts()

@@ -1,4 +1,7 @@
-"""Arguments of the finders, which try settings on the real run and leave it alone. Standard library only."""
+"""Arguments of the tuners, which measure settings on the real model and data without changing the run.
+
+Standard library only.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -355,7 +355,7 @@ class EvaluationArgs:
         return writes and bool(self.metric_names())
 
     def generation_options(self) -> dict[str, int | float | bool]:
-        """Arguments of `generate`."""
+        """Keyword arguments for the model's `generate`."""
         options: dict[str, int | float | bool] = {
             "max_new_tokens": self.max_new_tokens or self.target_seq_len,
             "num_beams": self.num_beams,
@@ -398,12 +398,12 @@ class FinetuningArgs(
     resume: Annotated[str, _RUN_DIRECTORY] = "auto"
 
     def precision_options(self) -> dict[str, Any]:
-        """As every script's; weights in bf16 are computed with under autocast, whose losses are of 32 bits."""
+        """As in every script; bf16 weights are used under autocast, which computes losses in 32 bits."""
         options = super().precision_options()
         return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
 
     def trim_to(self) -> int:
-        """Never None: rows are as wide as the longest one that a worker makes at once, which depends on the split."""
+        """Never None: a row's width depends on the rows that a worker pads together, and thus on the split."""
         return self.pad_to_multiple_of or 1
 
     def lacks_validation(self) -> bool:
@@ -455,7 +455,7 @@ class FinetuningArgs(
         return replace(args, lr=lr, optimize_mode=mode, use_generate_on_valid=self.needs_generation())
 
     def task_settings(self) -> dict[str, Any]:
-        """The settings by which a text becomes what the model reads, those that the task has: see `SAVED`."""
+        """Settings that turn a text into the model's input (`SAVED`), as far as the task has them."""
         rules = rules_of(type(self))
         ignored = {n for n in SAVED if any(isinstance(r, Ignored) and not r.in_run and r.when(self) for r in rules[n])}
         return {name: getattr(self, name) for name in SAVED if name not in ignored}

@@ -35,14 +35,14 @@ _ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accu
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Values that a flag may have besides None; never NaN or infinity. `reason` says which, with {default}."""
+    """Allowed values of a flag besides None; never NaN or infinity. `reason` is the error message, with {default}."""
 
     holds: Callable[[Any], bool]
     reason: str
 
 
 def at_least(minimum: float) -> Range:
-    """Values from `minimum` on."""
+    """Range of values >= `minimum`."""
     return Range(lambda value: value >= minimum, f"it must be at least {minimum:g}")
 
 
@@ -55,7 +55,7 @@ DROPOUT = Range(lambda value: 0 <= value < 1, "it must be at least 0 and below 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ignored:
-    """A flag that has no effect next to some others, and is refused there.
+    """Rule for a flag that has no effect in combination with others, where it is refused.
 
     Attributes:
         when: True of arguments that ignore the flag.
@@ -69,7 +69,7 @@ class Ignored:
 
 
 def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
-    """`Ignored` without `flag`, or with another of its values than these."""
+    """Rule: ignored unless `flag` is given, or has one of these values."""
     if values:
         return Ignored(
             lambda args: getattr(args, flag) not in values,
@@ -124,7 +124,7 @@ def _value(text: str, annotation: Any) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """A type in words."""
+    """Description of a type for help and error messages."""
     options = typing.get_args(annotation)
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, options))
@@ -203,7 +203,7 @@ def given_flags(args: object, *rules: Ignored) -> list[str]:
 
 
 def telling_settings(args: object) -> dict[str, Any]:
-    """The settings that distinguish runs: a few that are always shown, then those that differ from the default."""
+    """Settings that distinguish runs: a few that are always shown, and all that differ from their defaults."""
     always = [name for name in _ALWAYS_SHOWN if hasattr(args, name)]
     given = [field.name for field in dataclasses.fields(args) if is_given(args, field.name)]
     return {name: getattr(args, name) for name in dict.fromkeys([*always, *given])}

@@ -1,4 +1,4 @@
-"""What launchers put into the environment of a worker, as far as sentences need it. Standard library only."""
+"""Environment variables of launchers that error messages need. Standard library only."""
 
 import os
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?)([kKMGBT]?)tok")
 
 
 class Tokens(int):
-    """A number of tokens, where a plain int is a number of optimizer updates."""
+    """A length in tokens; a plain int is a number of optimizer updates."""
 
     def __repr__(self) -> str:
         return f"{int(self)}tok"

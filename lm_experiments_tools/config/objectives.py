@@ -44,17 +44,17 @@ class Objective:
 
     @property
     def has_targets(self) -> bool:
-        """True if the targets are a sequence of their own, apart from the inputs."""
+        """True if the targets are a sequence separate from the inputs."""
         return "target_seq_len" in self.reads
 
     @property
     def varies_in_length(self) -> bool:
-        """True if examples differ in length, so that those of similar length are put together."""
+        """True if examples differ in length, so that they are grouped by length."""
         return "bucket_rows" in self.reads
 
     @property
     def parts_documents(self) -> bool:
-        """True if the text of one document must not seem to go on in the next."""
+        """True if documents must be separated (by EOS)."""
         return "append_eos" in self.reads
 
 
@@ -102,7 +102,7 @@ class DenoiserSpec:
         mode: R, X or S, which picks the mode token.
         mean_noise_span_length: in tokens; None for prefix LM (S).
         noise_density: fraction of the tokens that the targets hold.
-        weight: of its rows among all.
+        weight: relative number of rows.
     """
 
     mode: str
@@ -196,7 +196,7 @@ class ObjectiveArgs:
         check_conflict(self, "bucket_rows", "mix_rows", "choose one way of putting rows together")
 
     def objective(self) -> Objective:
-        """The facts about `--task`. Raises UserError: its module has no such objective."""
+        """The objective that `--task` names. Raises UserError if its module has no such objective."""
         if ":" not in self.task or self.is_registered_task():
             return OBJECTIVES.get(self.task, REGISTERED_TASK)
         facts = getattr(resolve_name(self.task, said=f"--task {self.task}"), "objective", None)
@@ -205,7 +205,7 @@ class ObjectiveArgs:
         return replace(facts, builder=self.task, reads=(*facts.reads, "task_options"))
 
     def checked_task_options(self) -> dict[str, Any]:
-        """`--task_options`, as the arguments of the class that `--task` names. Raises UserError."""
+        """`--task_options` as checked keyword arguments of the class that `--task` names. Raises UserError."""
         options = read_options("task_options", self.task_options)
         if ":" not in self.task or self.is_registered_task():
             return options
@@ -228,14 +228,14 @@ class ObjectiveArgs:
         return ":" in self.task and not source_imports(self.task.partition(":")[0], _HOME)
 
     def settings_of_examples(self) -> dict[str, Any]:
-        """The settings that decide how an example looks, by name.
+        """Settings that determine the content of an example, by name.
 
-        Of the flags added since version 1 only those that the objective reads, so that a new flag does not change the
-        fingerprint of runs that do not know it.
+        Flags added after version 1 are included only if the objective reads them. Otherwise each new flag would change
+        the fingerprints of existing runs.
         """
         counted = _IN_VERSION_1 | set(self.objective().reads) - _NO_PART_OF_EXAMPLES
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
 
     def denoiser_specs(self) -> list[DenoiserSpec]:
-        """`--denoisers`, read; the text of a YAML scalar may hold several."""
+        """Parsed `--denoisers`; a YAML scalar may hold several."""
         return [DenoiserSpec.parse(text) for text in " ".join(self.denoisers).split()]

@@ -47,10 +47,7 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(function: Callable) -> dict[str, Parameter]:
-    """The parameters that `function` names, with types instead of their names where these can be found.
-
-    Some builtins have no signature, and so name none.
-    """
+    """Parameters of `function`, with annotations resolved if possible; empty for builtins without a signature."""
     parameters: Mapping[str, Parameter] = {}
     for with_types in (False, True):
         with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError, ValueError):
@@ -61,10 +58,10 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
 def checked_options(
     said: str, options: Mapping[str, Any], known: Mapping[str, Parameter] | None, flags: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options as the parameters want them: a list as a tuple, a whole number as a float.
+    """Options converted to the types of the parameters: lists to tuples, integers to floats.
 
     Args:
-        said: what errors begin with, e.g. "--optimizer AdamW".
+        said: prefix of error messages, such as "--optimizer AdamW".
         known: the parameters by name; None for a function that takes any.
         flags: parameter -> the flag that sets it, which is no option.
 

@@ -90,7 +90,7 @@ def phases_of(args: Any) -> list[Any]:
 
 
 def may_change(args_class: type, name: str) -> bool:
-    """True for a fact about a run (see training/resume.py) that a phase may change."""
+    """True for a setting recorded in checkpoints (see training/resume.py) that a phase may change."""
     flag = flags_of(args_class).get(name)
     is_own = flag is not None and name != "packing" and (name in _FLAGS or flag.group.__name__ in _GROUPS)
     return is_own or name == "global_batch_size" or name.startswith("model_config.")
@@ -128,7 +128,7 @@ def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
     """The arguments of each phase, lengths in updates, `iters` as the step at which it ends.
 
     Args:
-        first_step: that the first phase starts from.
+        first_step: step at which the first phase starts.
 
     Raises:
         UserError: a phase averages more checkpoints than it writes.

@@ -49,11 +49,11 @@ class MixtureArgs:
             raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
 
     def is_weighted(self) -> bool:
-        """True if sources are not just read one as often as the other."""
+        """True if sources are not read with equal probability."""
         return any(is_given(self, flag) for flag in inspect.get_annotations(MixtureArgs))
 
     def mixing(self) -> dict[str, Any]:
-        """The settings as `MixtureDataset` takes them."""
+        """Keyword arguments for `MixtureDataset`."""
         limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
 
@@ -141,7 +141,7 @@ class T5PretrainingArgs(
     report: Annotated[bool, _SHOWS_TEXT, VALIDATION] = False
 
     def trim_to(self) -> int | None:
-        """Objectives of one length keep it: a short last row is not worth another shape."""
+        """None for objectives with rows of fixed length, where a short last row is padded to avoid another shape."""
         return super().trim_to() if self.objective().varies_in_length or self.is_registered_task() else None
 
     def tokens_per_row(self) -> int:
@@ -171,5 +171,5 @@ class T5PretrainingArgs(
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 
     def through_seqio(self) -> bool:
-        """True if seqio reads the data: by `--data_pipeline`, or for a task of its registry."""
+        """True if seqio reads the data, because of `--data_pipeline` or a task in seqio's registry."""
         return self.data_pipeline == "seqio" or self.is_registered_task()

@@ -42,12 +42,12 @@ def have_hosts_changed() -> bool:
 
 
 def note_signal() -> None:
-    """SIGTERM or SIGINT has come to this process."""
+    """Record that this process received SIGTERM or SIGINT."""
     _asked.add("signal")
 
 
 def note_interrupts() -> None:
-    """Note each Ctrl-C that is raised from now on: Python drops a KeyboardInterrupt in a destructor or a callback."""
+    """Record each Ctrl-C from now on, because Python drops a KeyboardInterrupt inside a destructor or callback."""
     if threading.current_thread() is threading.main_thread():
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
@@ -64,12 +64,12 @@ def was_interrupted() -> bool:
 
 
 def is_restart(code: object) -> bool:
-    """True if a worker that would exit with `code` must restart, because it got no signal itself."""
+    """True if a worker must restart instead of exiting with `code`: it received no signal itself."""
     return is_elastic() and code == 128 + signal.SIGTERM and "signal" not in _asked
 
 
 def begin_anew() -> NoReturn:
-    """Load this program again, without open files and child processes of the old one."""
+    """Execute this program again in the same process, after closing open files and ending child processes."""
     import psutil
 
     print(f"process {os.getpid()}: the workers of the job change, restarting", file=sys.stderr)

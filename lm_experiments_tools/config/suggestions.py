@@ -82,7 +82,7 @@ GONE = {
 
 
 def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
-    """The end of a sentence about an unknown name, with the nearest one that exists."""
+    """End of the error message for an unknown name: the most similar existing name."""
     wanted = written.strip("-").replace("-", "_").lower()
     foreign = {word: name for name, words in reversed(SYNONYMS.items()) if name in names for word in words.split()}
     if wanted in foreign:

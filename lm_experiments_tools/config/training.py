@@ -128,7 +128,7 @@ class OptimizerArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
-    """The run: where it lives, how long it is, what runs it."""
+    """The run: directory, length, backend."""
 
     model_path: Annotated[str | None, HARMLESS] = None
     """Run directory: checkpoints, logs, configuration. None: nothing is saved."""
@@ -156,17 +156,17 @@ class RunArgs:
     """Print what the run will hold in memory, part by part, and exit before anything is allocated (lmtools plan)."""
 
     def working_folder(self) -> str:
-        """`--working_dir`, which has to be there. Raises UserError."""
+        """`--working_dir`. Raises UserError if it does not exist."""
         if not os.path.isdir(self.working_dir):
             raise UserError(f"--working_dir {self.working_dir} is not a folder")
         return self.working_dir
 
     def virtual_size(self, world_size: int) -> int:
-        """The workers that a batch is for, where `world_size` compute it."""
+        """Number of virtual data-parallel ranks of a batch that `world_size` workers compute."""
         return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
     def check_shares(self, world_size: int) -> None:
-        """Raise UserError unless so many workers can share the batch equally."""
+        """Raise UserError unless `world_size` workers can split the batch equally."""
         if (virtual := self.virtual_size(world_size)) % world_size:
             raise UserError(f"--virtual_ranks {virtual} is not a multiple of the {world_size} workers that run.")
 
@@ -232,7 +232,7 @@ class BatchArgs:
         check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
 
     def trim_to(self) -> int | None:
-        """The multiple that widths of micro-batches are cut down to; None where they are kept."""
+        """Multiple to which micro-batch widths are trimmed; None for no trimming."""
         return self.pad_to_multiple_of
 
     def rows_per_worker(self) -> int:
@@ -275,7 +275,7 @@ class PrecisionArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationArgs:
-    """Validation, and what is decided by it."""
+    """Validation, early stopping and the best checkpoint."""
 
     valid_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, VALIDATION] = None
     """Updates between two validations. None: --log_interval."""
@@ -301,7 +301,7 @@ class ValidationArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointArgs:
-    """Checkpoints: when they are written, what a run starts from."""
+    """Checkpoints: when they are written, and where a run starts."""
 
     save_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two checkpoints. None: only the one at the end."""
@@ -373,7 +373,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
             )
 
     def check_profile(self) -> None:
-        """The updates to be traced must be made, and be few enough to hold in memory. Raises UserError."""
+        """Check that the profiled updates are part of the run and few enough for memory. Raises UserError."""
         number, start = self.profiled_steps(), self.profile_after or 1  # the first is never typical
         if number is not None and number > MOST_PROFILED:
             raise UserError(f"--profile {number} would not fit in memory: trace at most {MOST_PROFILED} updates.")
@@ -389,11 +389,11 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         refuse_ignored(self, in_run=True)
 
     def lacks_validation(self) -> bool:
-        """True if a run of these arguments has no validation data; unknown to those that name no data."""
+        """True if a run with these arguments has no validation data; False if they do not name data."""
         return False
 
     def measures_nothing(self) -> bool:
-        """True if a run of these arguments has no data to evaluate on."""
+        """True if a run with these arguments has neither validation nor test data."""
         return self.lacks_validation()
 
     def needs_validation(self) -> list[str]:
@@ -405,7 +405,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         return self.init_checkpoint is not None
 
     def may_resume(self) -> bool:
-        """True if the run may go on from a checkpoint of its own."""
+        """True if the run may resume from one of its checkpoints."""
         return self.resume_path() is not None or (self.resume == "auto" and self.model_path is not None)
 
     def tokens_per_row(self) -> int | None:
@@ -413,7 +413,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         return None
 
     def schedule_steps(self) -> int:
-        """Updates after which the learning-rate schedule has ended."""
+        """Length of the learning-rate schedule in updates."""
         return self.iters if self.num_training_steps is None else self.num_training_steps
 
     def valid_batch_size(self) -> int:
@@ -443,15 +443,15 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
             raise UserError("no model is named: give --model_cfg, such as t5-small, or --base_model NAME.")
 
     def learning_rate(self) -> float | None:
-        """`--lr`, or what takes its place."""
+        """`--lr`, or the script's default for the optimizer, if it has one."""
         return self.lr
 
     def lacking_rate(self) -> str:
-        """The sentence that asks for a learning rate."""
+        """Error message for a missing learning rate."""
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
 
     def while_finding(self) -> tuple["ExperimentArgs", str | None]:
-        """The arguments for `--find_...`, which writes no run directory, and that directory."""
+        """Arguments for a tuner (`--find_...`), without a run directory, and the run directory that was given."""
         if not self.finds():
             return self, self.model_path
         changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}

@@ -37,13 +37,13 @@ _32 = np.uint64(32)
 
 
 class SizedDataset(SampleDataset, Protocol):
-    """A dataset with the lengths of samples."""
+    """A dataset that knows the lengths of its samples."""
 
     def lengths(self, samples: np.ndarray) -> np.ndarray: ...
 
 
 class BucketedDataset:
-    """The same samples in another order.
+    """A dataset reordered so that samples of similar length are adjacent.
 
     Args:
         dataset: its `lengths` are int64[2, n], tokens of inputs and of targets.
@@ -78,18 +78,18 @@ class BucketedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's, with the rows of a bucket in plain sight, for the message when they differ."""
+        """The dataset's fingerprint plus the bucket size, which an error message can then report."""
         return f"{self.dataset.fingerprint}/bucket_rows={self.bucket_rows}"
 
     def describe(self) -> str:
-        """The dataset, and what padding is left, for the log."""
+        """Log text: the dataset and its remaining padding."""
         return (
             f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows, "
             f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} without)"
         )
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by global number int64[n], any order, any epochs; as the dataset's."""
+        """Samples by global number int64[n], in any order and from any epoch, in the dataset's format."""
         return self.dataset.batch(self.arranged(samples))
 
     def will_need(self, samples: np.ndarray) -> None:
@@ -97,7 +97,7 @@ class BucketedDataset:
         self.dataset.will_need(self.arranged(samples))
 
     def arranged(self, samples: np.ndarray) -> np.ndarray:
-        """The numbers int64[n] that the dataset has for these samples."""
+        """Map sample numbers int64[n] of this order to those of the dataset."""
         samples = np.asarray(samples, np.int64)
         begins = np.maximum(samples // len(self) * len(self), samples // self.window * self.window)
         numbers = np.empty_like(samples)
@@ -140,9 +140,9 @@ class BucketedDataset:
 
 
 class MixedSteps(BucketedDataset):
-    """The same samples in steps with all lengths in proportion, each in order of length.
+    """A dataset reordered so that each step has samples of all lengths in proportion, sorted by length.
 
-    A step has a bucket of each eighth of the window's range of lengths, however it is split into micro-batches.
+    A step takes one bucket from each eighth of the window's length range, however it is split into micro-batches.
 
     Args:
         dataset, seed, pad_to_multiple_of, micro_rows: as of `BucketedDataset`.
@@ -187,10 +187,10 @@ class MixedSteps(BucketedDataset):
 
 
 class SortedSamples:
-    """Some samples of the first epoch, from the longest to the shortest, so that a lack of memory shows immediately.
+    """Samples of the first epoch, longest first, so that out-of-memory errors occur immediately.
 
     Args:
-        num_samples: how many; None, or more than there are, takes all.
+        num_samples: number of samples; None, or more than there are, takes all.
         target_step: as `BucketedDataset`.
     """
 
@@ -211,5 +211,5 @@ class SortedSamples:
         return f"{self.dataset.describe()}; {len(self):,} samples, the longest first"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by their place int64[n]; as the dataset's."""
+        """Samples by their rank in this order int64[n], in the dataset's format."""
         return self.dataset.batch(self._samples[samples])

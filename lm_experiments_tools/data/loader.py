@@ -37,7 +37,7 @@ class SampleDataset(Protocol):
 
 
 class ValidSource(Protocol):
-    """The same finite batches at every iteration, equally many on each rank; a `ValidLoader` is one."""
+    """Finite batches, the same at every iteration and equally many on each rank, such as a `ValidLoader`."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -77,7 +77,7 @@ class TrainSource:
         rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
 
     Attributes:
-        fingerprint: of data, objective and seed, whatever the number of workers.
+        fingerprint: hash of data, objective and seed, independent of the number of workers.
         samples_per_epoch: None where it is not known before the end.
     """
 
@@ -116,7 +116,7 @@ class TrainSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what makes batches in the background."""
+        """Stop the background threads or processes that make batches."""
 
 
 class TrainLoader(TrainSource):

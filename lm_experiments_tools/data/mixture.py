@@ -194,7 +194,7 @@ class MixtureDataset:
         return self._num_samples
 
     def describe(self) -> str:
-        """The members, their part of an epoch and their objectives, for the log."""
+        """Log text: the members, their fractions of an epoch and their objectives."""
         members = [
             f"{taken:,} of {len(dataset):,} samples (weight {weight:g}) of {dataset.describe()}"
             for taken, dataset, weight in zip(
@@ -211,7 +211,7 @@ class MixtureDataset:
 
     @property
     def order(self) -> str | None:
-        """The same over the members' orders of rows; None if one has none."""
+        """sha256 over the members' row orders; None if a member has none."""
         orders = [getattr(dataset, "order", None) for dataset in self.datasets]
         return None if None in orders else self._digest(orders)
 
@@ -236,7 +236,7 @@ class MixtureDataset:
         return members, epochs * self.samples_per_epoch[members] + in_epoch
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Lengths of inputs and targets, int64[2, n], from members that tell them (see data/buckets.py)."""
+        """Lengths of inputs and targets, int64[2, n], from members that know them (see data/buckets.py)."""
         members, numbers = self.locate(samples)
         lengths = np.empty((2, len(members)), np.int64)
         for member in np.unique(members).tolist():

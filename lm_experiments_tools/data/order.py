@@ -75,7 +75,7 @@ def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: i
 
 @lru_cache(maxsize=4096)
 def epoch_shift(seed: int, epoch: int, bound: int) -> int:
-    """Where an epoch starts to cut the stream of tokens into segments: uniform on [0, bound)."""
+    """Position of an epoch's first segment in the token stream: uniform on [0, bound)."""
     low, high = sample_words(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
     return (high << 32 | low) % bound
 

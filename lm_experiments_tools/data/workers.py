@@ -32,12 +32,12 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def available_cores() -> int:
-    """CPUs that this process may use; all there are where the system does not say (macOS)."""
+    """Number of CPUs that this process may use; all CPUs if the system does not say (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerEnded(Exception):
-    """The process ended with this exit code (None: only its connection), with `request` unanswered."""
+    """Raised if the process ended with this exit code (None: the connection broke) before it answered `request`."""
 
     def __init__(self, returncode: int | None, request: Any = None):
         super().__init__(f"exit code {returncode}")
@@ -45,7 +45,7 @@ class WorkerEnded(Exception):
 
 
 class Worker:
-    """One worker process, as its caller sees it; not thread-safe.
+    """Parent's handle of a worker process; not thread-safe.
 
     Args:
         work: a function of a module, run in the process with its `Caller`.
@@ -122,7 +122,7 @@ class Worker:
                 return
             self.kill()
 
-    def __enter__(self) -> "Worker":  # noqa: PYI034 (typing.Self needs Python 3.11)
+    def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -157,7 +157,7 @@ class WorkerPool:
             self._idle.put(worker)
         raise self._death
 
-    def __enter__(self) -> "WorkerPool":  # noqa: PYI034 (typing.Self needs Python 3.11)
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -170,7 +170,7 @@ class WorkerPool:
 
 
 class Caller:
-    """The process that started a worker, as the worker sees it: iterates over its messages until it is gone.
+    """Worker's handle of its parent process: iterates over the parent's messages until the parent has ended.
 
     The worker then has some seconds to end. The parent's process id is polled, because a forked child of the caller
     keeps the connection open. `settings` are those given to `Worker`.
@@ -199,7 +199,7 @@ class Caller:
         return iter(self._messages.get, _GONE)
 
     def send(self, message: Any) -> None:
-        """Send a message, asked for or not; ConnectionError where the caller is gone."""
+        """Send a message to the parent; ConnectionError if it has ended."""
         self._connection.send(message)
 
     def serve(self, prepare: Callable[[Any], Callable[[Any], Any]]) -> None:

@@ -16,9 +16,9 @@ INVALID_NUMBER = -1.0  # what T5's string_to_float gives for a text that is no n
 class LabelWords:
     """Maps a generated text to the number of a label.
 
-    An answer is compared with the words as it is, then without case and punctuation, then without articles too
-    (SQuAD's normalisation); at each of these only words that are still there and still differ from each other count,
-    so that the labels "A" and "B" are told apart though "a" is an article.
+    An answer is compared with the labels' words unchanged, then without case and punctuation, then also without
+    articles (SQuAD's normalisation). At each level, only labels that are not empty and still differ count, so that
+    "A" and "B" are distinguished although "a" is an article.
     """
 
     LEVELS = (str.strip, without_punctuation, normalized_answer)

@@ -49,7 +49,7 @@ class TextDecoder:
     """Texts of generated tokens, without special tokens and without spaces around.
 
     Args:
-        tokenizer: of Hugging Face's interface.
+        tokenizer: any tokenizer with Hugging Face's interface.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -67,11 +67,11 @@ class TextDecoder:
 
 
 class StoredAnswers(Sequence):
-    """Predictions of all examples, read from a file without a name: in memory are places in it.
+    """Predictions of all examples in an unnamed temporary file; memory holds only their offsets.
 
     Args:
-        number: of examples.
-        folder: of the file; None: the usual one for temporary files.
+        number: number of examples.
+        folder: where the file is created; None uses the system's folder for temporary files.
 
     Attributes:
         num_tokens: int64[number] generated tokens.
@@ -83,7 +83,7 @@ class StoredAnswers(Sequence):
         self.num_tokens = np.zeros(number, np.int64)
 
     def put(self, example: int, answer: Value, num_tokens: int) -> None:
-        """Store an answer; of several for one example the first stays. Not after anything has been read."""
+        """Store an answer; a second answer to the same example is ignored. Call it before the first read."""
         if self.places[example] < 0:
             self.places[example], self.num_tokens[example] = self.file.tell(), num_tokens
             self.file.write(json.dumps(answer).encode() + b"\n")
@@ -104,10 +104,10 @@ class Predictions:
         split: name of the file of predictions.
         examples: all examples of the split, on every worker; a batch's "example" holds indices into them.
         decode: texts of generated tokens; needed where the model generates.
-        label_names: of a classification, in the order of their numbers.
+        label_names: classes in the order of their numbers.
         folder: where predictions are written. None: nowhere.
         show: f(split, examples) that shows the chosen ones; by default in the log.
-        label_words: that a model which generates writes for `label_names`; by default those of args, else the names.
+        label_words: text that a generating model writes for each label; by default from args, else the names.
 
     Raises:
         UserError: metrics that compute one value differently or need a package that is not installed; labels with the

@@ -1,9 +1,9 @@
-"""Metrics of predicted labels, one or any number of them for each example.
+"""Metrics of predicted labels: one or several per example.
 
-Those of one are from the table of how often each label was taken for each other one.
+Metrics of one label per example are computed from the confusion matrix.
 
-Of two labels f1, precision and recall are those of the last one (GLUE's positive class), of more the mean over labels
-that occur (macro).
+With two labels, f1, precision and recall are those of the second one (GLUE's positive class); with more labels, the
+mean over labels that occur (macro).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def several_label_metrics(
     """f1_micro, f1_macro and subset_accuracy, 0 to 1, as scikit-learn's f1_score (zero_division=0) and accuracy_score.
 
     Args:
-        predictions, references: of each example the numbers of the labels that apply, in ascending order.
+        predictions, references: for each example, numbers of the labels that apply, ascending.
     """
     import numpy as np
 

@@ -35,8 +35,8 @@ class Metric:
             several by name, of which those in `values` count. Its keyword-only parameters are filled by name: groups
             (task of each example), num_labels, num_tokens (int64[examples], generated) and bleu_tokenize. None: the
             loop computes it.
-        tasks: those that it is for.
-        scale: of its values, for the documentation.
+        tasks: tasks that the metric applies to.
+        scale: range of the values, for the documentation.
         values: their names; empty: the metric's own name. A value may also be given for each group, as value/group.
         usual_for: tasks that compute it where --metrics is not given.
         lower_is_better: else a higher value is.

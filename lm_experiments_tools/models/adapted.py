@@ -72,8 +72,8 @@ def adapted_encoder_decoder(
     """An encoder-decoder whose decoder is the source, and whose encoder is the source or another Gemma 2.
 
     Args:
-        encoder: of other sizes, for Gemma 2; None for the source.
-        seed: of cross-attention's random weights, where the encoder's width is another one.
+        encoder: another Gemma 2 of any size; None for the source.
+        seed: for random cross-attention weights, if the encoder has another width.
 
     Raises:
         UserError: no class has the source's mathematics, or encoder and source do not fit together.

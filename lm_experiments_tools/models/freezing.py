@@ -1,4 +1,4 @@
-"""Parts of a model, to freeze and to count their parameters."""
+"""Parts of a model, for freezing and for parameter counts."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def _bodies(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def freeze(model: nn.Module, what: Sequence[str]) -> None:
-    """Take parts (encoder, decoder, embeddings, head) or patterns of parameter names ("*.layer.0.*") out of training.
+    """Freeze parts (encoder, decoder, embeddings, head) or patterns of parameter names ("*.layer.0.*").
 
-    `--freeze encoder` leaves an embedding that the decoder shares to be trained; name embeddings too to freeze it. A
-    tied parameter is frozen by any of its names.
+    `--freeze encoder` does not freeze an embedding that the decoder shares; name `embeddings` too.
+    A tied parameter is frozen by any of its names.
 
     Raises:
         UserError: nothing has such a name, or nothing would be left to train.
@@ -96,7 +96,7 @@ def _chosen(model: nn.Module, what: Sequence[str], flag: str) -> list[nn.Paramet
 
 @dataclass(frozen=True)
 class PartSummary:
-    """Parameters of a part, those trained of them, and the bytes that hold them."""
+    """Number of parameters of a part, of its trained parameters, and their bytes."""
 
     total: int = 0
     trainable: int = 0
@@ -124,7 +124,7 @@ class ModelSummary:
 
 
 def summary(model: nn.Module) -> ModelSummary:
-    """Parameters of a model by part: all, those that are trained, and bytes as they are held (quantised ones too)."""
+    """Parameters of a model by part: all, trained, and bytes in memory (quantized weights too)."""
     parts = {part: PartSummary() for part in PARTS}
     of = part_of_parameters(model)
     for name, parameter in model.named_parameters():

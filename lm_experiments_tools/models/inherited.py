@@ -19,13 +19,13 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a model on the Hu
 
 
 def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
-    """{name: (value, its file)} of settings that are not given and follow from `from_pretrained`.
+    """Settings recorded with the weights of `from_pretrained`, for flags that are not set: {name: (value, file)}.
 
-    Fine-tuned weights bring their task, unless another is given, with its prefix, lengths and prompt; others bring the
-    kind of model. Weights that cannot be found bring nothing; their loading reports it.
+    Fine-tuned weights set their task with its prefix, lengths and prompt, unless the user names another task. Other
+    weights set the kind of model. Weights that are not found set nothing; loading them reports the error.
 
     Args:
-        found: gets the source of the weights, so that `ModelFiles` need not look again; not with `working_dir`.
+        found: list to which the source of the weights is appended, for `ModelFiles`; unchanged with `working_dir`.
 
     Raises:
         UserError: a damaged file.
@@ -49,12 +49,12 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
 
 
 def of_t5(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """{name: (value, origin)} of settings of run_t5_pretraining.py that are not given and follow from others."""
+    """Derived values of run_t5_pretraining.py for flags that the user has not set: {name: (value, origin)}."""
     return pretrained_settings(given, ("vocab",)) if given.get("from_pretrained") else {}
 
 
 def of_bert(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """{name: (value, origin)} of settings of run_bert_pretraining.py that are not given and follow from others."""
+    """Derived values of run_bert_pretraining.py for flags that the user has not set: {name: (value, origin)}."""
     found, packing = {}, given.get("packing", SENTENCES)
     if packing != SENTENCES:
         if given.get("use_nsp"):
@@ -66,10 +66,10 @@ def of_bert(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """{name: (value, origin)} of settings of a pre-training run that are not given and follow from `from_pretrained`.
+    """Settings that `from_pretrained` determines, for flags that the user has not set: {name: (value, origin)}.
 
-    Only weights are taken of a checkpoint: optimizer, schedule and step begin anew. A resumed run keeps what it
-    recorded, wherever `best` and `last` of another run point now. Paths are relative to `working_dir`.
+    Only the weights of a checkpoint are used; optimizer, schedule and step restart. A resumed run keeps its recorded
+    source, even if `best` or `last` of the other run has moved. Paths are relative to `working_dir`.
 
     Args:
         tokenizer_flags: flags that name the tokenizer; the first is set if none is given.

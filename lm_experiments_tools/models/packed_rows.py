@@ -34,7 +34,7 @@ Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def prepare(model: nn.Module, length: int) -> Transform | None:
-    """Let `model` read packed rows of `length` tokens, and check that it isolates their documents.
+    """Prepare `model` for packed rows of `length` tokens, and check that it isolates their documents.
 
     Returns:
         A `batch_transform_fn` that replaces `segment_ids` by `position_ids`; None for a model that takes the former.
@@ -53,7 +53,7 @@ def prepare(model: nn.Module, length: int) -> Transform | None:
 
 
 def isolate(model: nn.Module) -> str | None:
-    """Have an encoder of transformers isolate documents by their `position_ids`; returns why it cannot, if so."""
+    """Make a transformers encoder isolate documents by `position_ids`; returns the reason if it cannot."""
     if "position_ids" not in forward_names(model):
         return "it takes neither segment_ids nor position_ids"
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)

@@ -29,7 +29,7 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
     """Arguments of `from_pretrained` for --quantize, --inference_dtype and --device_map.
 
     Args:
-        model_cls, config: of the model to be loaded, whose weights a map must place.
+        model_cls, config: class and configuration of the model, whose weights `--device_map` must place.
 
     Raises:
         UserError: bitsandbytes is missing, or the map's file cannot be read or leaves out weights.
@@ -46,7 +46,7 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
 
 
 def weights_dtype(args: FinetuningArgs) -> torch.dtype:
-    """Of weights that are not in fewer bits; those that are trained have 32."""
+    """Dtype of unquantized weights; trained weights are float32."""
     return {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.inference_dtype]
 
 

@@ -66,11 +66,11 @@ def pretrained_model(
     label_names: Sequence[str] = (),
     files: ModelFiles | None = None,
 ) -> nn.Module:
-    """The model that the flags describe, with what is to be trained marked by `requires_grad`.
+    """Load the model that the flags describe; `requires_grad` marks the trained parameters.
 
     Args:
-        label_names: of classification; they size and name the head of an encoder.
-        files: of these arguments, where others read them too.
+        label_names: classes; they determine size and labels of an encoder's head.
+        files: the model's files, if they are already open.
 
     Raises:
         UserError: the weights cannot be found or read, are of another kind of model or do not fit it, or the
@@ -114,7 +114,7 @@ def pretrained_model(
 
 
 def untrained_model(args: FinetuningArgs) -> PreTrainedModel:
-    """The model that the flags describe, with random weights and no adapter, for memory estimates."""
+    """Build the model that the flags describe with random weights and no adapter, for memory estimates."""
     files = ModelFiles(args)
     config = _config(args, files)
     if args.dropout_rate is not None:

@@ -1,4 +1,4 @@
-"""Saved models as they are, with the class they were saved from, to inspect, export and evaluate.
+"""Saved models, opened unchanged with their original class, to inspect, export and evaluate them.
 
 `pretrained` prepares a model for training instead; nothing is changed, added or new here.
 """
@@ -49,7 +49,7 @@ class Opened:
 
     Attributes:
         model: in float32 on the CPU, in evaluation mode; an adapter is merged into its base.
-        is_merged: of an adapter and its base.
+        is_merged: True if an adapter was merged into its base model.
     """
 
     source: Source
@@ -64,17 +64,17 @@ class Opened:
 
     @property
     def writes_on(self) -> bool:
-        """True for a decoder that continues a text."""
+        """True for a decoder, which generates by continuing a text."""
         return self.kind == "decoder" and self.model.can_generate()
 
     @property
     def is_own(self) -> bool:
-        """True for a class of neither transformers nor this package."""
+        """True for a user's class, which comes from neither transformers nor this package."""
         return type(self.model).__module__.partition(".")[0] not in _LIBRARIES
 
     @property
     def reader(self) -> str | None:
-        """The Auto class of transformers that reads it; None for a class that none reads."""
+        """The Auto class of transformers that loads the model; None if no Auto class does."""
         import transformers
 
         for name in READERS:
@@ -139,13 +139,13 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
 
 
 def run_settings(source: Source) -> dict[str, Any]:
-    """The arguments of the run that a checkpoint lies in; empty elsewhere."""
+    """Arguments of the run that a checkpoint belongs to; empty outside a run directory."""
     folder = run_folder(source)
     return read_json(folder / "config.json") if folder is not None else {}
 
 
 def run_folder(source: Source) -> Path | None:
-    """The directory of the run that a checkpoint lies in; None elsewhere."""
+    """Directory of the run that a checkpoint belongs to; None outside a run directory."""
     path = None if source.path is None else source.path.resolve()
     if path is None or parse_step(path.name) is None or not (path / MANIFEST).is_file():
         return None
@@ -165,7 +165,7 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
 
     Args:
         folder: or a name of the Hub.
-        name: what messages call it, if not `folder`.
+        name: its name in error messages; default `folder`.
 
     Raises:
         UserError: it cannot be read, or weights are missing or unexpected.

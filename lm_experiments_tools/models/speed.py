@@ -61,13 +61,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 def choose_speed(
     args: Args, origins: Mapping[str, str], sources: Sequence[Source] = (), *, keeps_process: bool = False
 ) -> tuple[Args, dict[str, str]]:
-    """The settings and origins with the choices filled in; called once a run, on every worker, before anything else.
+    """Fill in the choices of `--speed auto`: settings and their origins. Called first, on every worker.
 
-    A resumed run takes what it recorded.
+    A resumed run keeps its recorded choices.
 
     Args:
         origins: as `cli.parse` returns them: only settings with the origin "default" are chosen.
-        sources: of `--from_pretrained`, if already resolved.
+        sources: resolved sources of `--from_pretrained`, if known.
         keeps_process: leave the process settings alone, as a library must; see `fast_process`.
 
     Raises:
@@ -98,7 +98,7 @@ def _device() -> str:
 
 
 def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
-    """Refuse workers that chose differently, as different machines may, before they wait for each other.
+    """Check that all workers have made the same choices, which depend on each machine's hardware.
 
     Raises:
         UserError: naming what differs.
@@ -144,7 +144,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     Same-shaped blocks share their graphs: one for the first lengths and one for all others, of each kind of block.
 
     Args:
-        options: of `torch.compile`.
+        options: arguments of `torch.compile`.
     """
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -173,7 +173,7 @@ def set_up_process(*, fast: bool, device: str = "cpu") -> None:
 
 @contextmanager
 def fast_process(args: ExperimentArgs) -> Iterator[None]:
-    """`set_up_process` while the block runs, with `--speed auto`; afterwards the caller's settings again."""
+    """Apply `set_up_process` inside the block if `--speed auto` is set, and restore the settings after it."""
     if args.speed == "off":
         yield
         return

@@ -35,7 +35,7 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
     """`--tokenizer`, else the one beside the weights. A tokenizer without a padding token pads with its end of text.
 
     Args:
-        files: of these arguments, where others read them too.
+        files: the model's files, if they are already open.
 
     Raises:
         UserError: there is none, or it cannot be read.
@@ -55,10 +55,10 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
 
 
 def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, a SentencePiece model or on the Hub, as it is there.
+    """The unchanged tokenizer from a folder, a SentencePiece model or the Hub.
 
     Args:
-        source: where it was found before.
+        source: its location, if already known.
 
     Raises:
         UserError: there is none, or it knows no words.
@@ -101,7 +101,7 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer without EOS after prompts, after which a decoder would write another text.
+    """The tokenizer without EOS after prompts, because a decoder would start another text after EOS.
 
     Its class becomes the general one, because T5Tokenizer appends EOS whatever its files say. Slow tokenizers (ByT5's)
     are returned unchanged.

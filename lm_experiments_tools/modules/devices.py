@@ -41,7 +41,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def read_later(value: Tensor) -> Callable[[], float | bool | list]:
-    """Start a copy to the host; the returned function waits for it and returns a Python number, or a list of them."""
+    """Start an asynchronous copy to the host; the returned function waits for it and returns a number or list."""
     copy = value.detach().to("cpu", non_blocking=value.device.type in ("cpu", "cuda"))
     if value.device.type != "cuda":
         return copy.tolist

@@ -41,7 +41,7 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """`linear(x)` of each, as one product with all weights if they are plain."""
+    """Outputs of several linear layers on x, computed as one matrix product if all weights are plain."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if not all(is_plain(linear, nn.Linear) for linear in linears) or len({bias is None for bias in biases}) > 1:
         return tuple(linear(x) for linear in linears)
@@ -66,7 +66,7 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """torch's, or with `is_fast` `dropped`."""
+    """torch's dropout, or `dropped` if `is_fast` is set."""
 
     is_fast = False
 

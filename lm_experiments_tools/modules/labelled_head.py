@@ -1,4 +1,4 @@
-"""Predictions of tokens with a label alone, which saves most of a head's time and memory.
+"""Output heads that compute logits at labelled positions only, to save time and memory.
 
 BERT predicts 15 % of its tokens, and the output layer is a quarter to a half of a step. The hidden states of labelled
 tokens are selected between model and head. `pick_labelled` checks that a head works on each token by itself.
@@ -51,7 +51,7 @@ def _pick_positions(model: nn.Module, head: nn.Module) -> list[RemovableHandle]:
 
 
 def pick_labelled(model: nn.Module, length: int, *, tried: bool = True) -> str | None:
-    """Let a model take `label_positions`; returns why it cannot, None if it can.
+    """Make a model accept `label_positions`; returns the reason if it cannot.
 
     Args:
         length: tokens of the rows that the model is tried on; some choose their attention by the first input.

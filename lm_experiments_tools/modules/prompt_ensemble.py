@@ -86,7 +86,7 @@ class PromptEnsemble(nn.Module):
         return answer
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """The most frequent text for each row, int64[rows, length]; the first one of equally frequent texts."""
+        """Majority vote: the most frequent text generated for each row, int64[rows, length]; on a tie the first."""
         if options.get("num_return_sequences", 1) > 1:
             raise UserError("num_return_sequences: a prompt ensemble generates one text.")
         from peft.utils.integrations import gather_params_ctx
@@ -119,7 +119,7 @@ class PromptEnsemble(nn.Module):
 
 
 def vote(logits: Tensor) -> Tensor:
-    """float[rows, k, classes] -> [rows, classes]: votes plus mean probability; the mean of one class."""
+    """float[rows, k, classes] -> [rows, classes]: votes plus mean probability; with one class, the mean logit."""
     if logits.shape[-1] == 1:
         return logits.mean(1)
     votes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).sum(1)
@@ -127,7 +127,7 @@ def vote(logits: Tensor) -> Tensor:
 
 
 def most_frequent(texts: Tensor, pad: int) -> Tensor:
-    """The most frequent row of int64[k, length] without padding; the first one of equally frequent rows."""
+    """The most frequent row of int64[k, length], without padding; the first one on a tie."""
     keys = [tuple(token for token in row if token != pad) for row in texts.tolist()]
     counts = Counter(keys)
     return texts[keys.index(max(counts, key=counts.__getitem__))]
@@ -136,7 +136,7 @@ def most_frequent(texts: Tensor, pad: int) -> Tensor:
 def after_prompts(
     model: nn.Module, prompts: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """`inputs_embeds` and `attention_mask` of every row of tokens after each soft prompt.
+    """Prepend each soft prompt to every row: `inputs_embeds` and `attention_mask` of all pairs.
 
     Args:
         model: has the input embeddings.

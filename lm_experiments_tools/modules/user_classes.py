@@ -1,4 +1,4 @@
-"""A user's classes, named by `module:Class`, and the initial values of what they add to a model."""
+"""Users' classes, named by `module:Class`, and the initialization of parameters that they add to a model."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Skip(NamedTuple):
-    """A device's decision to skip a step, as 0-dim bool and float; and the constants 0 and 1."""
+    """A device's decision whether to skip a step, as 0-dim bool and float tensors, with the constants 0 and 1."""
 
     here: Tensor
     found_inf: Tensor
@@ -128,7 +128,7 @@ def round_into(weights: Tensor, updated: Tensor) -> None:
 
 
 def unless(skip: Skip | None, value: Tensor | float, instead: int = 0) -> Tensor | float:
-    """The value, or `instead`, 0 or 1, where the step is skipped."""
+    """`instead` (0 or 1) if the step is skipped, otherwise the value."""
     return value if skip is None else torch.where(skip.here, skip.numbers[instead], value)
 
 

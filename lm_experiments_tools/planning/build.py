@@ -1,4 +1,4 @@
-"""Model, optimizer and batch of a run's settings, with random weights and tokens and without its data."""
+"""Model, optimizer and batch for a run's settings, with random weights and tokens instead of data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> ExperimentArgs:
-    """The settings with the choices of `--speed auto` for a device, which this machine may lack.
+    """The settings with the choices of `--speed auto` for a device, which need not be present.
 
     Args:
         origins: of the settings, as `cli.parse` returns them.

@@ -27,10 +27,10 @@ _ZERO3_LIVE = 4 * 5 * 10**8  # bytes of parameters that ZeRO 3 leaves gathered: 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one worker at the peak of a training step.
+    """Memory of one worker at the peak of a training step, in bytes.
 
     Attributes:
-        phase: of the peak: "forward", "backward" or "update".
+        phase: "forward", "backward" or "update", where the peak occurs.
         args: with the choices of `--speed auto`.
     """
 

@@ -34,7 +34,7 @@ USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's
 
 
 class Fit(NamedTuple):
-    """Settings that fit, their estimate, and the flags that change; none if the given settings fit."""
+    """Settings that fit, their memory estimate, and the changed flags (none if the given settings fit)."""
 
     args: ExperimentArgs
     estimate: MemoryEstimate
@@ -166,7 +166,7 @@ def _peak_of_steps(args: ExperimentArgs, device: str, memory: float | None) -> i
 
 
 def limit_memory(size: float) -> tuple[int, int]:
-    """Have memory beyond so many bytes refused: Linux promises it, and later kills. Returns the limits before."""
+    """Limit this process's memory, because Linux overcommits memory and later kills. Returns the earlier limits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (int(size), soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
@@ -174,7 +174,7 @@ def limit_memory(size: float) -> tuple[int, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for what torch, numpy or Python raise where memory is refused, on a GPU or (`ulimit -v`) a CPU."""
+    """True for an out-of-memory error of torch, numpy or Python, on a GPU or (under `ulimit -v`) a CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)

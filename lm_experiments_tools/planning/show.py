@@ -74,7 +74,7 @@ def show_run(args: ExperimentArgs, origins: Mapping[str, str]) -> None:
 
 
 def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
-    """Workers and sharding of the launcher's environment."""
+    """Number of workers and sharding, from the launcher's environment."""
     counts = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
     workers = max((int(text) for text in counts if text.isdigit()), default=1)
     stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
@@ -89,7 +89,7 @@ def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
 
 @contextmanager
 def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Iterator[None]:
-    """Train inside. On a GPU rank 0 logs the estimate as a multiple of what was measured.
+    """Context for training. On a GPU, rank 0 logs the ratio of the memory estimate to the measured peak.
 
     Raises:
         RunError: the device ran out of memory. It names the estimate and what to try next.

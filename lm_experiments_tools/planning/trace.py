@@ -31,7 +31,7 @@ _MAX_TRUE_BUILDING, _MAX_TRUE = 10, 2000  # conditions; weights may be drawn unt
 
 
 class Prepared(NamedTuple):
-    """A model ready to train, and what a step needs."""
+    """A model ready to train, with the inputs of a training step."""
 
     model: nn.Module
     optimizer: Optimizer

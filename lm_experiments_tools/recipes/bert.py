@@ -220,7 +220,7 @@ def _mixed(
 def document_datasets(
     args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
 ) -> tuple[MaskedRows | None, MaskedRows | None, IndexedDataset | None]:
-    """`bert_datasets` of plain text."""
+    """As `bert_datasets`, for plain text."""
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
     ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
     masks = {"mask_id": tokenizer.mask, "special_ids": tokenizer.special_ids, "vocab_size": tokenizer.vocab_size}

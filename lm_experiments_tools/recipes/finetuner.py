@@ -145,7 +145,7 @@ class FineTuner:
 
     @cached_property
     def backend(self) -> Backend:
-        """The workers, as the launcher made them; one alone in a notebook."""
+        """The backend of the launcher's workers; a single process in a notebook."""
         return get_backend(self.args)
 
     @cached_property
@@ -171,7 +171,7 @@ class FineTuner:
         return summary(self.model)
 
     def freeze(self, *parts: str) -> int:
-        """Stop training encoder, decoder, embeddings, head, or parameters by pattern of name; how many values that is.
+        """Freeze encoder, decoder, embeddings, head or parameters by name; returns the number of frozen values.
 
         Raises:
             UserError: a pattern that matches nothing.
@@ -181,7 +181,7 @@ class FineTuner:
         return before - self.summary().all.trainable
 
     def add_tokens(self, tokens: str | Sequence[str]) -> int:
-        """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet.
+        """Add words to the vocabulary, with trained rows in the embedding; returns the number of new words.
 
         Raises:
             UserError: the model has an adapter, with which no new row would be trained or saved.
@@ -197,7 +197,7 @@ class FineTuner:
 
     @_fast
     def train(self, **settings: Unpack[FineTuningSettings]) -> dict[str, dict[str, float]]:
-        """Train on `data_path`; the metrics of each split, as in metrics.json.
+        """Train on `data_path`; returns the metrics of each split, as in metrics.json.
 
         Test data is evaluated at the end, with `save_best` by the best checkpoint, whose weights then stay. A
         `model_path` with checkpoints is resumed. A second call continues with the weights and a new optimizer:
@@ -234,9 +234,9 @@ class FineTuner:
 
     @_fast
     def evaluate(self, split: str = "valid") -> dict[str, float]:
-        """Metrics of the model as it is, on `valid_data_path` or (split="test") `test_data_path`.
+        """Metrics of the current model on `valid_data_path` or, with split="test", `test_data_path`.
 
-        Of test data without labels or targets only those that need none, if any: no loss.
+        Test data without labels or targets gives no loss, only metrics that need no references.
 
         Raises:
             UserError: there is no such data.
@@ -257,14 +257,14 @@ class FineTuner:
         """The text that the model writes for one text.
 
         Args:
-            options: of `generate`, over the settings' (num_beams, max_new_tokens, ...).
+            options: arguments of `generate` (num_beams, max_new_tokens, ...) that override the settings.
         """
         return self.predict([text], **options)[0]
 
     def generate_diverse(self, text: Text, num_texts: int = 3, top_p: float = 0.95, **options: Any) -> list[str]:
-        """Up to `num_texts` different texts, drawn at random among the most likely tokens (nucleus sampling).
+        """Up to `num_texts` different texts by nucleus sampling.
 
-        Fewer where the model is so sure that `4 * num_texts` draws give no more different ones.
+        There are fewer texts if `4 * num_texts` samples contain fewer different ones.
         """
         found: dict[str, None] = {}
         for _ in range(_DRAWS):
@@ -283,7 +283,7 @@ class FineTuner:
 
         Args:
             texts: single ones, or pairs of sentences; a string is one text.
-            options: of `generate`, over the settings'.
+            options: arguments of `generate` that override the settings.
 
         Raises:
             UserError: an empty text, or other than the one or two sentences that the task has.

@@ -85,8 +85,8 @@ class FinetuningData:
     Attributes:
         train: this worker's endless batches; None with `--validate_only`.
         splits: "valid" and "test", those that are given.
-        label_names: of classification, in the order of their numbers.
-        label_words: what an encoder-decoder writes for them.
+        label_names: classes in the order of their numbers.
+        label_words: text that an encoder-decoder writes for each label.
         sentence_names: the fields of the sentences, which an encoder-decoder reads.
         objective: the task and the size of the data, for the log.
     """
@@ -106,7 +106,7 @@ def finetuning_data(
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        files: of the model, whose labels a trained classifier brings; where others read them too.
+        files: the model's files (with a trained classifier's labels), if they are already open.
 
     Raises:
         UserError: data that is missing, empty, or has more bad rows than `--max_bad_lines`; labels that are not
@@ -389,7 +389,7 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:
-    """`limit` of the examples, a random choice that is always the same, in their order; None: all."""
+    """A random subset of `limit` examples, always the same, in the original order; None returns all."""
     if limit is None or limit >= len(examples):
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))

@@ -32,7 +32,7 @@ _ROWS = 12  # of the table
 
 
 class RangeTest(NamedTuple):
-    """Rates, the loss after an update at each, and what they say.
+    """Result of a learning-rate range test: rates, and the loss after an update at each rate.
 
     Attributes:
         smoothed: running medians of the losses.
@@ -75,7 +75,7 @@ def find_lr(trainer: TrainingLoop, folder: str | Path | None) -> RangeTest:
 
 @contextmanager
 def only_steps(trainer: TrainingLoop) -> Iterator[None]:
-    """Only the loop's steps, without logging, validation and checkpoints; each step is waited for."""
+    """Run the loop's steps synchronously, without logging, validation and checkpoints."""
     trainer.callbacks = [Every(1, lambda trainer: None)]
     trainer.outputs = AccumulatedOutputs(None, None)
     with trainer.signals, failures_located(trainer.state, trainer.backend):
@@ -86,7 +86,7 @@ def only_steps(trainer: TrainingLoop) -> Iterator[None]:
 
 
 def write_found(trainer: TrainingLoop, folder: str | Path | None, name: str, found: dict[str, Any]) -> None:
-    """Write what was found to a file of the run directory, if there is to be one, by rank 0."""
+    """Write the result to a file in the run directory (on rank 0, if the run has a directory)."""
     if folder is None:
         return
     path = Path(folder) / name

@@ -1,4 +1,4 @@
-"""Held-out text as the model writes it: examples of each validation, and the final `--report`."""
+"""Generated text for held-out examples: at each validation, and in the final `--report`."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class WrittenExamples:
 
 
 def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """(the first half of a text, its second half, the model's second half) for a few validation documents."""
+    """(first half of a text, its second half, the model's continuation) for a few validation documents."""
     vocabulary, half = data.vocabulary, WINDOW // 2
     examples = []
     for window in _windows(data.valid_tokens):
@@ -212,7 +212,7 @@ def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
 def fill_in_examples(
     trainer: TrainingLoop, data: PretrainingData, before: Sequence[int] = ()
 ) -> list[tuple[str, str, str]]:
-    """(text with numbered blanks, the hidden words, the model's) for a few validation documents.
+    """(text with numbered blanks, hidden words, the model's words) for a few validation documents.
 
     Args:
         before: ids before each input.

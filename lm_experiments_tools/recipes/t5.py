@@ -174,7 +174,7 @@ def pretraining_data(
     Every worker calls it; text is tokenized once, by the first of each machine, while the others wait.
 
     Args:
-        model_kind: of the model that is trained.
+        model_kind: kind of the trained model.
 
     Raises:
         UserError: data that is missing, empty or damaged, or settings that the objective refuses.

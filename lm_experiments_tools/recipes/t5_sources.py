@@ -53,12 +53,12 @@ def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
 
 
 class T5Sources:
-    """The files that a run reads, handed on from its start to whatever needs them.
+    """Vocabulary and token files of a run, each opened once and shared by everything that needs it.
 
-    Made before the run enters `--working_dir`, in which relative paths start.
+    Made before the run enters `--working_dir`, to which relative paths refer.
 
     Attributes:
-        vocabulary: that of `--vocab`, or the one that the first data path records; of raw text `USUAL_VOCABULARY`.
+        vocabulary: from `--vocab`, else the first data path's; `USUAL_VOCABULARY` for raw text.
 
     Raises:
         UserError: a vocabulary that is missing or not one, an incomplete token file, one whose record is damaged,
@@ -104,7 +104,7 @@ class T5Sources:
         return self._opened[path]
 
     def add(self, tokens: IndexedDataset) -> str:
-        """Take a token file that is open already; returns the data path under which it is found here."""
+        """Register an open token file; returns its data path."""
         self._prefixes[tokens.prefix], self._opened[tokens.prefix] = tokens.prefix, tokens
         return tokens.prefix
 

@@ -64,7 +64,7 @@ class AttentionArgs:
 
 
 class AttentionMap(NamedTuple):
-    """Attention weights of one head, float32 [queries, keys]; or a layout, 0 and 1 [blocks, blocks]."""
+    """One picture: attention weights of a head, float32 [queries, keys], or a layout of 0 and 1 [blocks, blocks]."""
 
     title: str
     weights: np.ndarray
@@ -158,7 +158,7 @@ def _tokens(model: Any, tokenizer: Any, flag: str, text: str) -> Any:
 
 
 def numbers(text: str, flag: str) -> list[int] | None:
-    """Numbers of "0,3-5": [0, 3, 4, 5]; None for "all"."""
+    """Parse a list of numbers: "0,3-5" is [0, 3, 4, 5]; None for "all"."""
     if text == "all":
         return None
     found = [re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part) for part in text.split(",")]

@@ -71,7 +71,7 @@ _TOKENIZER = "\n\nfrom transformers import AutoTokenizer\n\ntokenizer = AutoToke
 
 
 class Loading(NamedTuple):
-    """How the folder is loaded: Python that makes `model` of a variable `folder`, and what that requires."""
+    """Python code that loads `model` from a variable `folder`, and the packages it requires."""
 
     code: str
     note: str = ""
@@ -120,7 +120,7 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
 
 
 def check_folder(opened: Opened, folder: Path) -> Loading:
-    """Load the folder as another user does, and return how; a user's own classes are copied into it.
+    """Load the folder as another user would, and return the code. A user's own classes are copied into the folder.
 
     Raises:
         UserError: it cannot be loaded, or its logits are not those of the model.

@@ -28,7 +28,7 @@ class Rendering:
         decode: ids -> text.
         shown: ids with a name of their own.
         labels_at_inputs: a label belongs to the input at its position (masked LM), not to a decoder's targets.
-        meanings: entry of a batch with one value a row -> value -> its meaning.
+        meanings: {batch entry with one value per row: {value: meaning}}.
     """
 
     decode: Callable[[list[int]], str]

@@ -93,7 +93,7 @@ def token_frequencies(tokens: IndexedDataset, vocab_size: int) -> np.ndarray:
 
 
 def percentiles(lengths: np.ndarray) -> dict[str, int]:
-    """Name -> the smallest length that at least so many percent of `lengths` do not exceed; {} for no lengths."""
+    """{percentile name: length}; {} for no lengths."""
     values = np.percentile(lengths, list(PERCENTILES), method="inverted_cdf") if len(lengths) else ()
     return {name: int(value) for name, value in zip(PERCENTILES.values(), values, strict=False)}
 

@@ -276,7 +276,7 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
     """The files of `export` in ONNX Runtime on the CPU: `logits` of a classifier, `generate` of an encoder-decoder.
 
     Args:
-        folder: of `export`.
+        folder: folder that `export` wrote.
     """
 
     main_input_name = "input_ids"
@@ -307,7 +307,7 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
         """Generated ids of an encoder-decoder, int64[rows, length], by transformers' loop.
 
         Args:
-            options: of transformers' `generate`, over those of generation_config.json.
+            options: arguments of transformers' `generate` that override generation_config.json.
         """
         if ENCODER not in self.sessions:
             raise UserError("a classifier generates no text: call logits.")

@@ -91,7 +91,7 @@ def checkpoints_of(name: str) -> list[str]:
 
 
 def measured(name: str, suite: Suite) -> dict[str, float]:
-    """The values of one model: those in its run's metrics.jsonl, and measured ones, which are appended to it."""
+    """Values of one model: those in its run's metrics.jsonl, and new ones, which are appended to the file."""
     source = find_source(name, "--checkpoints")
     folder = run_folder(source)
     place = {} if folder is None else position_of(source.path)

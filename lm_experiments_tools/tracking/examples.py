@@ -19,7 +19,7 @@ def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tr
 
     Args:
         examples: dicts with the same keys; "id" is the example's name, "references" a list.
-        tracker: of the current run; None writes to the log only.
+        tracker: the run's tracker; None writes to the log only.
         step: updates applied.
     """
     for example in examples:

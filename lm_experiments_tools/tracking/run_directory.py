@@ -1,4 +1,4 @@
-"""The run directory: what was run, with what, where; and the log files.
+"""The run directory: record of settings, code and environment, and the log files.
 
 runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_config.json  (first start)
           config.1.json config.1.yaml ...  (second start)
@@ -116,7 +116,7 @@ class RunDirectory:
             args: the merged arguments, {name: value}.
             origins: {name: where its value came from}, written as comments of config.yaml.
             argv: the program's arguments, `sys.argv`.
-            model_config: of the model, as a dict.
+            model_config: the model's configuration as a dict.
             world_size: number of workers, for `check_compatible` of a later start.
         """
         config, start = dict(args), _starts(self.path)
@@ -166,11 +166,11 @@ class RunDirectory:
 
 
 def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = False) -> RunDirectory:
-    """The run directory of `args`, kept for this process and its settings; for rank 0.
+    """Open and lock the run directory of `args`; called by rank 0.
 
     Args:
         world_size: None where it may change: then the flags of a worker's batch are compared, not the global batch.
-        once_more: what differs in a run that is continued by name need not be reported again.
+        once_more: do not log again how a run that is resumed by `--resume PATH` differs.
 
     Raises:
         UserError: the directory holds a run with other settings, or one that has not ended; a service of `--log_to`
@@ -261,7 +261,7 @@ def setup_logging(run_dir: Path | str | None, rank: int) -> None:
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log file that reports a full or failing disk in one line, once, instead of a traceback for each record."""
+    """A log file that reports a full or failing disk once, in one line, instead of one traceback per record."""
 
     is_reported = False
 

@@ -73,7 +73,7 @@ _SERVICES = {"trackio": TrackioRun, "wandb": WandbRun}
 
 
 def choose_services(args: LoggingArgs, run_dir: Path) -> None:
-    """Log the run in `run_dir` to the services of `--log_to`.
+    """Choose the services of `--log_to` for the run in `run_dir`.
 
     Raises:
         UserError: a service that is not installed.

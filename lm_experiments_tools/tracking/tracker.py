@@ -61,7 +61,7 @@ class Tracker:
     """Logs of one run; a context manager. On ranks other than 0 every method does nothing.
 
     Args:
-        run_dir: where the files go; None reports to the console only.
+        run_dir: folder for the files; None reports to the console only.
         start_step: updates already applied when this process starts; later records in `run_dir` are superseded (all
             of them by -1: a run from its beginning).
         again: splits that this process writes at `start_step` itself; what is there is of a start that was killed.

@@ -39,7 +39,7 @@ _END = object()  # of an epoch
 
 
 class BatchStream:
-    """This worker's batches, epoch after epoch, each with the seconds that it was waited for.
+    """This worker's batches, epoch after epoch, each with the time spent waiting for it in seconds.
 
     Args:
         loader: yields dicts of tensors with equal first dimension.
@@ -78,7 +78,7 @@ class BatchStream:
 
     @property
     def order(self) -> str | None:
-        """Fingerprint of the order of rows, which objectives on rows of one length share; None where unknown."""
+        """Fingerprint of the row order, independent of the objective; None if unknown."""
         return getattr(getattr(self.loader, "dataset", None), "order", None)
 
     def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
@@ -87,7 +87,7 @@ class BatchStream:
         Args:
             run: samples consumed over all workers, and the data's fingerprint.
             state: this worker's `state_dict`; None where another number of workers saved it.
-            order: of the checkpoint's rows, for another run that skips them (`--skip_used_data`).
+            order: fingerprint of the checkpoint's row order, for a new run that skips used rows (`--skip_used_data`).
 
         Raises:
             UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
@@ -107,7 +107,7 @@ class BatchStream:
         self._restart = state
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's position: that of the next batch."""
+        """This worker's position: where the next batch starts."""
         if self._restart is not None:
             return dict(self._restart)
         state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, **self._epoch_start}
@@ -116,7 +116,7 @@ class BatchStream:
         return {**state, "generators": self._generators.state()}
 
     def random_state(self) -> dict[str, Any]:
-        """Random states of the process before the next batch."""
+        """Random states to save with the next batch's position."""
         return self._random_state or random_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class BatchStream:
         self._random_state = state
 
     def put_back(self) -> None:
-        """Return to the position and the random states before the last batch."""
+        """Undo the last batch: restore the position and the random states before it."""
         if self._draws:
             self._random_state, self._restart = self._previous
 
@@ -215,7 +215,7 @@ class BatchStream:
 
 
 def position_lost(then: str | None, now: str | None) -> str:
-    """Error message for a checkpoint whose position has no meaning in this run's data.
+    """Error message for a checkpoint whose data position does not apply to this run's data.
 
     Args:
         then, now: their fingerprints, which may end in /bucket_rows=N or /mix_rows=N (see data/buckets.py).

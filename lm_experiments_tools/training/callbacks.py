@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Callback(Protocol):
-    """`on_step_end` is called on every worker after each applied step that `every` divides; with None, never."""
+    """Calls `on_step_end` on every worker after every `every`-th applied step; never if `every` is None."""
 
     every: int | None
 

@@ -1,4 +1,4 @@
-"""Checks of a user's model, optimizer and loaders: that they belong together, and that workers read different rows."""
+"""Checks that a user's model, optimizer and loaders fit together, and that workers read different rows."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
-    """Raise UserError where a trainer was made for evaluation only."""
+    """Raise UserError if a trainer was built for evaluation only."""
     missing = [name for name, part in {"train_dataloader": stream, "optimizer": optimizer}.items() if part is None]
     if missing:
         raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
 
 
 class LoaderCheck:
-    """Checks the first batches of a loader; those with `seek` know their worker and are not checked."""
+    """Checks that workers get different rows in the first batches of a loader without `seek`."""
 
     def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
         self._stream, self._backend, self._args = stream, backend, args
@@ -152,7 +152,7 @@ def _rows(batch: Any) -> list[bytes]:
 
 
 def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:
-    """The training data's fingerprint. Raises UserError where workers read different data."""
+    """The training data's fingerprint. Raises UserError if workers read different data."""
     fingerprints = backend.gather(fingerprint)
     if len(set(fingerprints)) > 1:
         other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])

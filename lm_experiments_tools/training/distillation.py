@@ -71,7 +71,7 @@ def logits_of(outputs: Mapping[str, Any]) -> Tensor:
 
 
 def predictor(teacher: nn.Module, teacher_kind: str | None, student_kind: str) -> Predict:
-    """`Predict` of a teacher for a student, each encoder, decoder or encoder-decoder.
+    """Build the teacher's prediction function at the student's labels; kinds are encoder, decoder, encoder-decoder.
 
     Raises:
         UserError: these kinds have no common labels.

@@ -37,7 +37,7 @@ _FORMULAS = {
 
 
 class TrainingFlops(TorchDispatchMode):
-    """Counts the operations of a forward pass that runs without autograd, and of the backward pass it would have.
+    """Counts the operations of a forward pass (run without autograd) and of the corresponding backward pass.
 
     The gradient of each factor of a product takes as many operations as the product. A factor has a gradient if it
     depends on a trained parameter. A tensor that the model detaches counts as if it had not.
@@ -71,7 +71,7 @@ class TrainingFlops(TorchDispatchMode):
 
 
 def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
-    """Operations of a training pass over `inputs`, counted in a forward pass that leaves no trace; collective."""
+    """Operations of a training pass over `inputs`, counted in a forward pass without side effects; collective."""
     buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
     with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("gather"):
         with backend.autocast(), TrainingFlops() as flops:
@@ -197,7 +197,7 @@ class FlopMeter:
         return time.perf_counter() - started
 
     def utilization(self, interval: LoggingInterval) -> dict[str, float]:
-        """The fraction of the peak in the seconds of `interval`, by its name; restarts the count."""
+        """{metric name: fraction of the peak} over the seconds of `interval`; resets the count."""
         seconds, flops = interval.seconds - self._uncounted, self.flops
         self.flops = self._uncounted = 0.0
         if not self._backend.is_main or not flops or seconds <= 0:

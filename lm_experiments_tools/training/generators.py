@@ -57,7 +57,7 @@ def set_torch_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_all(*key: int) -> None:
-    """Seed every generator of `random_state` with a hash of some numbers that are not negative."""
+    """Seed every generator of `random_state` with a hash of non-negative integers."""
     first, second, third, fourth = np.random.SeedSequence(key).generate_state(4).tolist()
     torch.manual_seed(first << 32 | second)  # GPUs too
     np.random.seed(third)
@@ -66,7 +66,7 @@ def seed_all(*key: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Restore the random states at the end, so that a validation draws nothing from training's."""
+    """Context that restores the random states at its end, so that validation does not change training."""
     state = random_state()
     try:
         yield

@@ -48,10 +48,10 @@ class Loss:
         return tuple(self.labels.values())
 
     def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
-        """A micro-batch's summand of the loss of the step.
+        """Contribution of a micro-batch to the loss of the step.
 
         Args:
-            means: of the micro-batch, by term.
+            means: {term: its mean over the micro-batch}.
             weights, totals: valid entries of the micro-batch and of the global step, by label name.
         """
         scale = self.scales.get
@@ -61,7 +61,7 @@ class Loss:
         )
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a split, with their `loss` in front: the sum of its terms, if all of them had labels.
+        """Metrics of a split, preceded by `loss`: the sum of its terms, if all of them had labels.
 
         With `token_bytes` they include `bits_per_byte`: nats of all valid labels / (ln 2 * UTF-8 bytes of their text).
         The labels of a causal model are the text. Those of span corruption are the masked text and sentinels that say

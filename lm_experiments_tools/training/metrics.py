@@ -26,14 +26,14 @@ _GRID = 2.0**20
 
 @dataclass(frozen=True)
 class StepInfo:
-    """The result of one step, the same numbers on every worker but the times.
+    """Result of one step; equal on every worker except for the times.
 
     Attributes:
         step: optimizer steps applied, this one included if it was.
         applied: False where the gradient was not finite.
         grad_norm: global L2 norm of the reduced gradient before clipping.
         samples, tokens: of the global step (input tokens that are not padding, plus target tokens of a decoder).
-        seconds, data_seconds: of the step, and of the wait for its batch before it.
+        seconds, data_seconds: duration of the step, and of the wait for its batch.
     """
 
     step: int
@@ -84,7 +84,7 @@ class MetricSums:
         self.sums[name], self.counts[name] = total, count
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Mean of each metric over all workers; a metric that some workers never saw counts where it was seen."""
+        """Mean of each metric over the workers that measured it."""
         names = sorted(set(chain.from_iterable(backend.gather(sorted(self.sums)))))
         local = [float(self.sums.get(n, 0.0)) for n in names] + [float(self.counts.get(n, 0.0)) for n in names]
         totals = backend.sum(torch.tensor(local, dtype=torch.float64)).tolist()
@@ -116,30 +116,30 @@ def _on_grid(value: Tensor | float) -> Tensor | float:
 
 
 def storable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as a checkpoint holds them: Python's numbers, NaN too; what is no number as JSON or else as text."""
+    """Convert metrics for a checkpoint: Python numbers (NaN too); other values become JSON values or text."""
     plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
     return {name: float(v) if isinstance(v, float) else to_jsonable(v) for name, v in plain.items()}
 
 
 class Collector(Protocol):
-    """Metrics that the outputs of an evaluation are added to; one is made for each evaluation of a split."""
+    """Accumulates the outputs of one evaluation of a split and computes metrics from them."""
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        """One micro-batch, with all entries of the batch; `outputs["generation_outputs"]` is what was generated."""
+        """Add a micro-batch, with all batch entries; `outputs["generation_outputs"]` has the generated tokens."""
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """The metrics over the data of all workers, on all workers; collective, called once at the end."""
+        """Metrics over the data of all workers, on every worker; collective, called once at the end."""
 
 
 class AccumulatedOutputs:
-    """Outputs that `keep_for_metrics_fn` selects of each micro-batch, for metrics of a full split (`metrics_fn`)."""
+    """Outputs that `keep_for_metrics_fn` selects from each micro-batch, for metrics of a full split (`metrics_fn`)."""
 
     def __init__(self, select: Callable | None, metrics: Callable | None) -> None:
         self.select, self.metrics = (select, metrics) if select and metrics else (None, None)
         self.data: dict[str, list[Any]] = {}
 
     def copy(self) -> dict[str, list[Any]]:
-        """The data so far, which `add` does not change."""
+        """A copy of the data so far, unaffected by later calls of `add`."""
         return {name: list(values) for name, values in self.data.items()}
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
@@ -206,7 +206,7 @@ class LoggingInterval:
             self.steps += 1
 
     def means(self) -> dict[str, float]:
-        """Values of the log line that are the same on all workers, but for the times."""
+        """Values of the log line; equal on all workers except for the times."""
         steps, seconds = max(self.steps, 1), max(self.seconds, 1e-9)
         return {
             "gradients_global_norm": self.grad_norm_sum / steps,

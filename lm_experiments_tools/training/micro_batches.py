@@ -36,7 +36,7 @@ class GlobalCounts(NamedTuple):
 
     Attributes:
         weights: valid entries of each label.
-        num_micro_batches: of the worker that has the most.
+        num_micro_batches: maximum over workers.
     """
 
     weights: dict[str, int]
@@ -77,7 +77,7 @@ class MicroBatch:
         return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).with_a_label()
 
     def with_a_label(self) -> MicroBatch:
-        """One label set, to be multiplied by zero, where none is valid: a mean over no label would be NaN."""
+        """The micro-batch with at least one valid label, at weight 0: a mean over no label would be NaN."""
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
@@ -217,7 +217,7 @@ def _counts(
 
 
 def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
-    """The same tensor on a device; to a GPU by a copy that the host does not wait for, ids in half the bytes.
+    """Copy a tensor to a device: asynchronously to a GPU, and IDs as int32.
 
     Args:
         is_ids: the values of an int64 tensor are those of an int32.
@@ -272,7 +272,7 @@ class BatchSplitter:
 
     Attributes:
         names: arguments of the model's forward.
-        targets: how valid targets are counted; None until the first batch has shown it.
+        targets: rule for counting valid targets; None before the first batch.
     """
 
     def __init__(

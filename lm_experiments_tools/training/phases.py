@@ -28,11 +28,11 @@ class Phase:
     """A part of a run with arguments of its own.
 
     Attributes:
-        args: of this phase; `iters` is the step at which it ends.
+        args: arguments of this phase; `iters` is the step at which it ends.
         run: arguments of the whole run, which its folder records.
         number: from 0 on.
         start: the step at which it begins.
-        first_step, last_step: those at which the run begins and ends.
+        first_step, last_step: steps at which the run begins and ends.
         branch: checkpoint of another run that this one, new, continues.
     """
 
@@ -46,7 +46,7 @@ class Phase:
 
 
 def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
-    """Position in the data at which a phase begins, in samples over all workers, and the reason.
+    """Data position at which a phase begins, in samples over all workers, and the reason.
 
     Args:
         state: at the end of the phase before.
@@ -64,7 +64,7 @@ def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
 
 
 def average_weights(trainer: TrainingLoop) -> None:
-    """Put the mean of this moment's weights and of the phase's last checkpoints (`--average`) into the model.
+    """Set the model to the mean of its weights and those of the phase's last checkpoints (`--average`).
 
     Checkpoints written at other steps than those of `--save_interval` do not count. Every worker calls it. Nothing is
     done without the flag, or if it has been done at this step.

@@ -142,7 +142,7 @@ def _begins(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> bool
 
 
 def begin_phase(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
-    """Start a phase from the checkpoint at the end of the one before, or a branch from one of its trunk.
+    """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of its trunk.
 
     The optimizer's state is kept by parameter; schedule, patience and drops of the learning rate start afresh.
     """

@@ -337,11 +337,11 @@ class PlateauDrop:
 
 
 class LearningRate:
-    """The rates of an optimizer's parameter groups, as made, times the schedule and the drops that `args` ask for.
+    """Learning rates of the parameter groups: the initial rates times the schedule and plateau drops of `args`.
 
     Attributes:
         base: the rate of each group before any factor; None where the optimizer sets its own (relative_step).
-        plateau: the drops of `--use_lr_drop`, if any.
+        plateau: state of `--use_lr_drop`, if set.
         length: updates after which the schedule has ended.
 
     Args:
@@ -410,7 +410,7 @@ class LearningRate:
         )
 
     def resume(self, plateau: dict) -> None:
-        """Continue the drops of a checkpoint, if it and this run have any."""
+        """Restore the plateau drops of a checkpoint, if both it and this run have them."""
         if self.plateau is not None and plateau:
             self.plateau.load_state_dict(plateau)
 

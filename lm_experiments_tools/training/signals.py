@@ -18,7 +18,7 @@ WATCHED = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """While entered, the first SIGTERM or SIGINT is noted; a second SIGINT interrupts immediately.
+    """Context that records the first SIGTERM or SIGINT; a second SIGINT interrupts immediately.
 
     A launcher that was killed cannot send one: a worker of torchrun (or of accelerate launch, which is torchrun) whose
     parent is no longer that of its start takes it for a SIGTERM.

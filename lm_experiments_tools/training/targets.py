@@ -21,7 +21,7 @@ LABELS_MASK = "labels_mask"
 
 @dataclass(frozen=True)
 class Targets:
-    """Rule that counts the valid targets of rows.
+    """Rule for counting the valid targets of rows.
 
     Attributes:
         first: column of the first target; 1 for models that shift their labels.

@@ -168,7 +168,7 @@ class TrainingLoop:
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     def train(self) -> None:
-        """Make steps until `args.iters` have been applied, patience has run out, or a signal asks to stop.
+        """Train until `args.iters` updates have been applied, patience has run out, or a signal requests a stop.
 
         Raises:
             TrainingDiverged: `args.max_skipped_updates` steps in a row were not finite.
@@ -321,7 +321,7 @@ class TrainingLoop:
         collector.add(part.batch, outputs)
 
     def seed_noise(self, position: int, i: int) -> None:
-        """With `--reproducible`, key the random numbers of this worker's i-th micro-batch by its place in the data.
+        """With `--reproducible`, seed this worker's i-th micro-batch by its position in the data.
 
         Args:
             position: samples consumed over all workers before the step.
@@ -400,7 +400,7 @@ class TrainingLoop:
             logger.info(message)
 
     def tracking(self) -> Tracker:
-        """A context in which measurements are also written to the run directory."""
+        """Context in which measurements are also written to the run directory."""
         path, resumed = None if self.args.validate_only else self.args.model_path or None, self.saved_at is not None
         start = self.state.step if resumed else -1  # nothing logged here before is of this run
         unlogged = {"train": self.interval.steps > 0, "valid": self.state.last_validated_step < self.state.step}
@@ -436,9 +436,9 @@ class TrainingLoop:
             self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
 
     def save(self, is_best: bool = False, *, unless_last: bool = False) -> None:
-        """Begin a checkpoint of this very moment, unless there is one, or (`unless_last`) the run ends with one here.
+        """Start a checkpoint of the current step, unless it exists or (`unless_last`) the run ends here with one.
 
-        Every worker calls it. Within `train` it is written while training goes on.
+        Every worker calls it. Within `train` it is written in the background.
         """
         position = (self.state.step, self.state.consumed_samples)
         if is_best:
@@ -462,7 +462,7 @@ class TrainingLoop:
         }
 
     def load(self, source: str | Path) -> None:
-        """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""
+        """Load the weights of a checkpoint into the model, for example the best one before a final evaluation."""
         load_weights(self, Path(source))
 
     def save_metrics(self, save_path: str | Path | None) -> None:

@@ -85,7 +85,7 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
 def counted(
     dataloader: Iterable, backend: Backend, *, compares_workers: bool = False
 ) -> Iterator[tuple[Any, NumCounted]]:
-    """Batches, each with f(rows of the batch) -> how many of them, the first ones, count.
+    """Batches, each with a function: number of rows in the batch -> number of leading rows that count.
 
     Known repetitions are those of torch's `DistributedSampler` and of loaders that Accelerate has prepared. Batches of
     other loaders count as they are.

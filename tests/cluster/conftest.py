@@ -68,5 +68,5 @@ def flags(data: Path, run_dir: Path) -> dict[str, object]:
     return {
         "data_path": data / "tokens", "vocab": data / "vocab.model", "model_cfg": data / "tiny.json",
         "input_seq_len": 32, "target_seq_len": 16, "batch_size": 4, "lr": 1e-3, "model_path": run_dir,
-        "log_interval": 10, "save_interval": 100, "iters": 1_000_000,
+        "log_interval": 10, "save_interval": 20, "iters": 1_000_000, "speed": "off",  # compiling may take a minute
     }  # fmt: skip

@@ -45,7 +45,7 @@ def ray_train(tmp_path: Path) -> Path:
 
 def test_workers_of_two_nodes_form_one_job_and_are_restarted(address, ray_train, flags, run_dir):
     """One of them is killed after the first checkpoint."""
-    flags["iters"] = 300
+    flags |= {"iters": 300, "save_interval": 100}
     job = [sys.executable, ray_train, SCRIPT, *words(**flags)]
     with subprocess.Popen(job, cwd=ROOT, env=environment(RAY_ADDRESS=address), **PIPES) as ray:
         output = killed = ""

@@ -51,7 +51,7 @@ class FaultyDisk:
             return False
         self.calls.append(f"{name} {os.path.relpath(path, self.root) if isinstance(path, (str, Path)) else path}")
         here = len(self.calls)
-        if self.at is None or self.fault == "short write" and name != "write":
+        if self.at is None or (self.fault == "short write" and name != "write"):
             return False
         return here == self.at or (self.lasting and here > self.at and name in ("write", "mkdir", "fsync", "symlink"))
 

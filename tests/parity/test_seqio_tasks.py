@@ -3,6 +3,7 @@
 Everything that needs TensorFlow happens once, in `seqio_oracle.py`, a process of its own.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -117,7 +118,7 @@ def folder(tmp_path_factory):
     text = " ".join(topics[name] for name in sorted(topics))
     words = re.sub("[^A-Za-z,. ]+", " ", text).split()  # in runs of signs, versions of sentencepiece break ties apart
     edges = np.cumsum(np.random.default_rng(0).integers(3, 90, 340))
-    documents = [" ".join(words[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    documents = [" ".join(words[a:b]) for a, b in itertools.pairwise(edges)]
     documents[5] += " a forged <extra_id_3> sentinel"
     (folder / "docs.json").write_text(json.dumps(documents))
     train_vocabulary(folder / "vocab.model", documents, 600)

@@ -58,7 +58,7 @@ class Watch:
             return
         with file.open("rb") as metrics:
             metrics.seek(self._read)
-            *whole, rest = metrics.read().split(b"\n")
+            *whole, _rest = metrics.read().split(b"\n")
         if whole:
             self._read += sum(len(line) + 1 for line in whole)
             self.lines += len(whole)

@@ -17,7 +17,7 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 
 class KernelAttention(torch.autograd.Function):
-    """q, k, v and the bias -> the output, by the kernels of a module."""
+    """Autograd function of an attention call, computed by a backend module's forward and backward kernels."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: Any, module: ModuleType) -> Tensor:

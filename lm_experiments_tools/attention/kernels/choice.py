@@ -40,7 +40,7 @@ _MEMORY_FRACTION = 8
 
 
 def select(inputs: AttentionInputs, backend: str) -> tuple[AttentionInputs, ModuleType]:
-    """Validated inputs, and the module that computes them."""
+    """Validate the inputs and choose the backend module that computes them."""
     if isinstance(inputs.q, FakeTensor):
         raise UserError('torch.export cannot trace block-sparse attention: use attn_implementation="sdpa" instead.')
     inputs = validate(inputs)
@@ -59,7 +59,7 @@ forced: str | None = None
 
 @contextmanager
 def force_backend(backend: str) -> Iterator[None]:
-    """Have "auto" take this backend wherever it can compute the call.
+    """Make "auto" choose this backend for every call that it supports.
 
     "gather" consists of PyTorch's operators alone, which dispatch modes such as FLOP counters see.
     """
@@ -72,7 +72,7 @@ def force_backend(backend: str) -> Iterator[None]:
 
 
 def choose(inputs: AttentionInputs, backend: str) -> tuple[ModuleType, str]:
-    """The backend's module and why it was taken."""
+    """The chosen backend's module and the reason for the choice."""
     if inputs.spec.softcap is not None and backend == "auto":
         return _module("eager"), "softcap has no fused kernel"
     if backend == "auto" and forced is not None and _refusal(_module(forced), inputs) is None:
@@ -158,7 +158,7 @@ def shared_bias(
     without and then with gradients, and both passes must agree.
 
     Args:
-        device: of the model, for "auto"; None keeps the bias unchanged.
+        device: the model's device, for "auto"; None keeps the bias unchanged.
         is_dense: no layer has a layout.
         training: of the model, which may have checkpoints.
     """

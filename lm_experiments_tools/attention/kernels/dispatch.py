@@ -187,7 +187,7 @@ def explain(
     backend: str = "auto",
     **settings: object,
 ) -> Explanation:
-    """The backend that `block_sparse_attention` takes for these arguments, and why; printed it is a sentence."""
+    """The backend that `block_sparse_attention` chooses for these arguments, and why; prints as one sentence."""
     inputs = validate(
         AttentionInputs(q, k, v, AttentionSpec(None, key_padding_mask, bias=bias, layout=layout, **settings))
     )

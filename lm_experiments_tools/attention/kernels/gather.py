@@ -30,14 +30,14 @@ _MAX_QUERIES = 256  # rows that share one gathered list of keys
 
 
 class Group(NamedTuple):
-    """Equally shaped parts of a layout: part g is the query blocks rows[g], which all attend to key blocks keys[g]."""
+    """Parts of a layout with equal shapes: in part g, all query blocks rows[g] attend to key blocks keys[g]."""
 
     rows: Tensor  # int64 [parts, query blocks of a part], head * query_blocks + query block
     keys: Tensor  # int64 [parts, key blocks of a part], head * key_blocks + key block
 
 
 def groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.device) -> list[Group]:
-    """The parts of a layout in groups, cached with the layout. Query blocks that attend to nothing are in none."""
+    """Group the parts of a layout by shape, cached with the layout. Query blocks without keys are left out."""
     return cached(layout, ("gather", num_heads, causal, device), lambda: _groups_of(layout, num_heads, causal, device))
 
 
@@ -143,7 +143,7 @@ class Call:
 
 
 class Chunk(NamedTuple):
-    """Some parts of one group, as indices into tensors whose first dimension joins batch, head and block."""
+    """Part of one group, as indices into tensors with batch, head and block flattened into the first dimension."""
 
     number: int  # of the chunk within the call
     rows: Tensor  # [parts, query blocks]: batch * heads * query_blocks + ...
@@ -152,7 +152,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(call: Call) -> Iterator[Chunk]:
-    """All parts of all batch rows, few enough at a time that their scores stay in the caches."""
+    """Chunks of all parts and batch rows, small enough for their scores to stay in the CPU's caches."""
     number = 0
     for group in call.groups:
         parts, size = group.rows.shape
@@ -249,7 +249,7 @@ def dropout_mask(call: Call, chunk: Chunk, like: Tensor) -> Tensor | None:
 
 
 def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None) -> tuple[Tensor, None]:
-    """The output, and nothing else for the backward pass."""
+    """The output; the backward pass recomputes everything else."""
     qs, ks, vs = _as_blocks(call, q, call.query_blocks), *(_as_blocks(call, x, call.key_blocks) for x in (k, v))
     out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
     work = Workspace(qs)

@@ -33,7 +33,7 @@ class LayoutMaker(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The key blocks that each query block attends to, for inputs of one length.
+    """A block-sparse layout for one input length: the key blocks that each query block attends to.
 
     Args:
         blocks: [heads or 1, query_blocks, key_blocks], True or 1 where attended; 1 holds for all heads.
@@ -143,7 +143,7 @@ def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_len
 
 
 def _version(layout: AnyLayout) -> object:
-    """Changes when the blocks of a layout are written to or its settings are changed."""
+    """A value that changes whenever the blocks or settings of a layout change."""
     blocks = layout.blocks if isinstance(layout, Layout) else layout
     if not isinstance(blocks, Tensor):
         values = getattr(layout, "__dict__", None)

@@ -57,7 +57,7 @@ def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # evaluated once a graph, which is guarded by the identity of the layout
 def number_of_layout(layout: AnyLayout) -> int:
-    """The number of a layout in graphs; `attend_in_graph` takes it instead of the layout."""
+    """Integer that stands for a layout in compiled graphs; `attend_in_graph` accepts it instead of the layout."""
     if id(layout) not in _numbers:
         _numbers[id(layout)] = len(_layouts)
         _layouts.append(layout)

@@ -51,7 +51,7 @@ _INTEGERS = {2: (torch.int16, 15), 4: (torch.int32, 31)}  # bytes of a value -> 
 
 
 def dropped(x: Tensor, probability: float) -> Tensor:
-    """Dropout. On a CPU with four or two random numbers from each 64 bits, where torch draws 64 bits for each.
+    """Dropout that draws 16 (bfloat16) or 32 random bits per value on a CPU, where torch draws 64.
 
     The probability is rounded to a multiple of 2^-15 (bfloat16) or 2^-31, and values are scaled accordingly.
     """

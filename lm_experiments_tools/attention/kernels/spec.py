@@ -48,7 +48,7 @@ class AttentionSpec(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """The arguments that every backend is given.
+    """Arguments of an attention backend.
 
     `validate` resolves a spec: its layout then holds the blocks for these lengths and heads, its segments are a pair,
     its scale is a number. `density` and `is_dense` need a resolved spec.
@@ -66,7 +66,7 @@ class AttentionInputs(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Fraction of blocks that layout and causality leave."""
+        """Fraction of blocks that layout and causality keep."""
         return cached(self.spec.layout, ("density", self.spec.causal), self._density)
 
     def _density(self) -> float:

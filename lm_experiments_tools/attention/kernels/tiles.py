@@ -13,7 +13,7 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts the score matrix, and how Triton is to build it."""
+    """Size of a kernel's tile of the score matrix, and the kernel's compile options."""
 
     queries: int
     keys: int
@@ -51,7 +51,7 @@ _UNEVEN = 4  # lists this much longer than the average are started first
 
 
 class Card(NamedTuple):
-    """The GPU that tiles are for."""
+    """Properties of a GPU that tile sizes depend on."""
 
     name: str
     capability: tuple[int, int]
@@ -85,7 +85,7 @@ def micro_of(tile: Tile) -> int:
 
 
 def head_bound(head_dim: int) -> int:
-    """The entry of the tables for a head dimension."""
+    """The head dimension rounded up to an entry of the tile tables."""
     return next(limit for limit in (64, 128, 256) if head_dim <= limit)
 
 
@@ -111,7 +111,7 @@ def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """The next one from 16 up."""
+    """The smallest power of two >= size, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -131,7 +131,7 @@ class TileLists(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout cut into tiles: which of them have scores, and which blocks those contain."""
+    """A layout as kernel tiles: which tiles contain scores, and which blocks each tile contains."""
 
     tile: Tile
     active: Tensor  # bool [layout heads, query tiles, key tiles]

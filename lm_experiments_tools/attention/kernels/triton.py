@@ -60,7 +60,7 @@ class Call:
 
     @property
     def near(self) -> int | None:
-        """Distance below which tiles are near: their scores have different biases, or a causal mask."""
+        """Distance below which a tile is "near": its biases vary, or the causal mask cuts it."""
         return self.saturation if self.bias == _T5 else 0 if self.inputs.spec.causal else None
 
     def tiles_of(self, kernel: str) -> tuple[Cut, TileLists]:

@@ -21,9 +21,9 @@ def threshold_of(seed, sequence, drop_below, drop_chance):
 
 @triton.jit
 def random_bits_of(seed, sequence, first_query, first_key, M: tl.constexpr, N: tl.constexpr, BY_KEY: tl.constexpr):
-    """32 random bits for 2 x 2 scores each, 8 queries and 8 keys apart: [M / 2, N / 2], or [N / 2, M / 2] by key.
+    """Random 32-bit words [M / 2, N / 2] (by key: transposed), one for 2 x 2 scores, 8 queries and 8 keys apart.
 
-    One call of Philox gives the bits of keys 1 and 16 apart, which one thread holds.
+    One call of Philox yields the words of keys at distances 1 and 16, which one thread holds.
     """
     pairs = first_query // 2 + tl.arange(0, M // 2)
     calls = first_key // 32 * 4 + tl.arange(0, (N + 31) // 32 * 4)

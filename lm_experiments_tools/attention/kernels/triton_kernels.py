@@ -126,7 +126,7 @@ def scores_by_query(
 
 @triton.jit
 def tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE: tl.constexpr, HAS_BITS: tl.constexpr):
-    """(tile, its bits) of a step of a loop; the steps are those of `steps_of`."""
+    """(tile, its mask bits) at a step of a loop; see `steps_of`."""
     index = step + tl.where(step < first_steps, first, second)
     tile = index if DENSE else tl.load(tiles + index)
     bits = tl.load(tile_bits + index) if HAS_BITS else 0
@@ -165,7 +165,7 @@ def steps_of(begin, near, after, end, NEAR: tl.constexpr):
 
 @triton.jit
 def values_of(table, head, WIDTH: tl.constexpr, BIAS: tl.constexpr, BY_KEY: tl.constexpr):
-    """(this head's copies, value of far-left tiles, of far-right tiles); for ALiBi the slope, in both places."""
+    """(address of this head's table, bias of far-left tiles, bias of far-right ones); ALiBi's slope for both."""
     left, right = 0.0, 0.0
     if BIAS == T5:
         table += head * (8 * WIDTH)

@@ -65,7 +65,7 @@ def encode_examples(
 
     Args:
         all_targets: encode all targets, of which one is drawn each time; else the first.
-        num_labels: of multi-label examples; 0: they have one label each.
+        num_labels: number of labels of multi-label examples; 0 for one label per example.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
     num_sources: list[int] = []
@@ -123,7 +123,7 @@ class ExampleDataset:
         limits: maximum widths of inputs and of targets.
         multiple: widths of batches are multiples of it.
         with_prompts: decoder: add `prompt_ids` and `prompt_mask`.
-        title: of the examples, for the log.
+        title: description of the examples for the log.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ExampleDataset:
         return len(self.encoded)
 
     def describe(self) -> str:
-        """Kind, number and lengths of the examples."""
+        """Log text: kind, number and lengths of the examples."""
         parts = [f"{self.encoded.sources.lengths.mean():.0f} tokens in a source"]
         if self.encoded.targets is not None:
             parts.append(f"{self.encoded.targets.lengths.mean():.0f} in a target")
@@ -170,7 +170,7 @@ class ExampleDataset:
         return epochs, permute(places, len(self), self.seed, epochs)
 
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Source and target int64[n] that examples int64[n] have in these epochs int64[n]."""
+        """Source and target numbers int64[n] drawn for examples int64[n] in epochs int64[n]."""
         sources = self._draw("source", self.encoded.first_source, epochs, rows)
         if self.encoded.first_target is None:
             return sources, None
@@ -184,7 +184,7 @@ class ExampleDataset:
         return firsts[rows] + (words * counts.astype(np.uint64) >> _32).astype(np.int64)
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """int64[2, n]: tokens of inputs and of targets, which of a decoder are one row."""
+        """int64[2, n]: tokens of inputs and of targets; for a decoder, of the joint row."""
         sources, targets = self.draw(*self.rows_of(samples))
         inputs = self.encoded.sources.lengths[sources]
         if targets is None:
@@ -222,7 +222,7 @@ class ExampleDataset:
         return {**batch, "example": rows}
 
     def width(self, lengths: np.ndarray, side: int) -> int:
-        """Of a batch whose rows have these lengths; `side` 0: inputs, 1: targets."""
+        """Width of a batch whose rows have these lengths; `side` 0 for inputs, 1 for targets."""
         longest = max(int(lengths.max()), 1)  # 0: no example has a target
         return min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))
 

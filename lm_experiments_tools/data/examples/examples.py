@@ -80,12 +80,12 @@ class TextFields:
     id: str | None = None
 
     def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
-        """The field of the target in this record, and what stands there."""
+        """Name and value of the target field in this record."""
         key = self.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
         return key, field_of(record, key)
 
     def has_target(self, row: Row) -> bool:
-        """False where there is no such field, or null or an empty list in it."""
+        """False if the target field is missing, null or an empty list."""
         try:
             return self.target_of(_texts_of(row))[1] not in (None, [])
         except BadRecord:
@@ -183,7 +183,7 @@ class LabelFields:
     several: bool = False
 
     def texts_of(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """The names of the sentences in this record, in the order in which they are read."""
+        """Names of the sentence fields in this record, in reading order."""
         if self.texts:
             return self.texts
         for names in (self.known, *PAIR_FIELDS):
@@ -192,7 +192,7 @@ class LabelFields:
         return (_found(record, SENTENCE_FIELDS, "--text_fields"),)
 
     def label_of(self, record: dict[str, Any]) -> Any:
-        """The label in this record, or the list of labels, as it stands there."""
+        """The raw value of the label field in this record: a label or a list of labels."""
         usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
         value = field_of(record, self.label or _found(record, usual, "--label_field"))
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
@@ -217,7 +217,7 @@ class LabelFields:
         return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
-        """False where there is no such field, or null in it, or -1, unless that is one of the labels' names."""
+        """False if the label field is missing, null or -1 (unless -1 is a label's name)."""
         try:
             value = self.label_of(row.fields)
         except BadRecord:
@@ -228,11 +228,11 @@ class LabelFields:
 
 @dataclass
 class SentenceNames:
-    """The fields of the sentences that all data of a run must have, from its first row.
+    """Names of the sentence fields, fixed by the first row of a run and required in all its data.
 
     Attributes:
-        where: the position of that row.
-        in_text: names must be equal, because the model reads them; else only their number.
+        where: position of the first row.
+        in_text: names must be equal, because the model reads them; otherwise only their number.
         begun: files of which a row was read.
     """
 
@@ -256,7 +256,7 @@ class SentenceNames:
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Labels sorted; numbers by their value. "nan" is a word: as a number it would be in any order with the others."""
+    """Sort labels: numbers by value, words alphabetically ("nan" is a word, because it has no order as a number)."""
     labels = sorted(labels)
     try:
         numbers = {name: float(name) for name in labels}

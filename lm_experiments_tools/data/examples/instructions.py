@@ -125,7 +125,7 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
 
 
 class LengthLimit:
-    """Whether texts have at most `limit` tokens together; the lengths of texts are cached."""
+    """Callable: True if texts have at most `limit` tokens in total. Lengths are cached."""
 
     def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
         self.num_tokens, self.limit = num_tokens, limit
@@ -139,12 +139,12 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class InstructionData:
-    """Where the tasks are, and how much of them is read.
+    """Location of the tasks, and how much of them is read.
 
     Attributes:
         folder: has tasks/ and splits/.
         split: folder below splits/.
-        max_instances: of each task, the first ones; None: all.
+        max_instances: read only the first ones of each task; None reads all.
         parts: one, or those that training draws one of.
     """
 
@@ -160,7 +160,7 @@ def instruction_examples(
     """The instances of the tasks that `names_file` (train_tasks.txt or test_tasks.txt) lists, in order.
 
     Args:
-        num_tokens: of a source.
+        num_tokens: function that returns the number of tokens of a source.
         limit: most tokens of a source.
 
     Raises:

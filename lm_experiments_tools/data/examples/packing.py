@@ -59,7 +59,7 @@ class PackedDataset:
         return f"{self.dataset.fingerprint}/packed={_VERSION}"
 
     def describe(self) -> str:
-        """The examples, and how many rows they fill how far."""
+        """Log text: number of examples, packed rows, and how full the rows are."""
         return f"{self.dataset.describe()}; packed in {len(self):,} rows, {1.0 - self._filled:.1%} padding"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:

@@ -39,7 +39,7 @@ class PythonRows(str):
 
     @property
     def splits(self) -> Mapping[str, Any] | None:
-        """The rows of each split, of what has several (a `datasets.DatasetDict`)."""
+        """Rows by split, for an object with several splits (a `datasets.DatasetDict`)."""
         return self.rows if isinstance(self.rows, Mapping) else None
 
     def of_split(self, name: str) -> PythonRows:
@@ -59,7 +59,7 @@ def is_path(value: Any) -> bool:
 
 
 def as_source(value: Any, name: str) -> str:
-    """The data of the setting `name`, a path or rows, as a string. Raises UserError for anything else."""
+    """Data given for the setting `name` (a path or rows) as a string. Raises UserError for anything else."""
     if isinstance(value, PythonRows):
         return value
     if is_path(value):
@@ -70,7 +70,7 @@ def as_source(value: Any, name: str) -> str:
 
 
 def as_sources(value: Any, name: str) -> tuple[str, ...]:
-    """The same of a setting that takes several: paths, data sets, or the rows of one."""
+    """As `as_source`, for a setting that accepts several paths or data sets, or the rows of one."""
     if is_path(value) or not isinstance(value, list | tuple) or any(isinstance(item, Mapping) for item in value):
         return (as_source(value, name),)
     several = len(value) > 1

@@ -9,7 +9,9 @@ import numpy as np
 
 
 class Ragged:
-    """Integer rows of different lengths, one after the other: 4 bytes an id (2 where they are small), 8 a row.
+    """Integer rows of different lengths in one flat array.
+
+    Memory: 4 bytes per ID (2 if all IDs fit), 8 bytes per row.
 
     Args:
         values: integer[total].
@@ -24,16 +26,16 @@ class Ragged:
         return len(self.lengths)
 
     def flat(self, rows: np.ndarray) -> np.ndarray:
-        """Values of rows int64[n], one after the other."""
+        """Concatenated values of rows int64[n]."""
         lengths = self.lengths[rows]
         shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
         return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
 
     def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Rows int64[n] as int64[n, width], and where they are no padding as bool[n, width].
+        """Padded rows int64[n, width] and their mask bool[n, width], True for values, of rows int64[n].
 
         Args:
-            left: the padding comes before a row, not after it.
+            left: pad on the left instead of the right.
         """
         columns, lengths = np.arange(width), self.lengths[rows][:, None]
         real = columns >= width - lengths if left else columns < lengths
@@ -43,7 +45,7 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """Collects rows; what is held is about what the finished `Ragged` holds."""
+    """Builds a `Ragged` row by row, with about the memory of the result."""
 
     def __init__(self, dtype: type[np.integer] = np.int32) -> None:
         self.dtype = dtype

@@ -67,7 +67,7 @@ _LOGGED = 10  # bad rows that are named one by one
 
 @dataclass(frozen=True)
 class Row:
-    """Named values and where they stand (`file:line`)."""
+    """Named values and their position (`file:line`)."""
 
     where: str
     fields: dict[str, Any]
@@ -102,10 +102,10 @@ def _named_class(value: Any, names: Sequence[str]) -> Any:
 
 
 class BadRows(RejectedRecords):
-    """Bad rows, named in the log.
+    """Counts and logs bad rows.
 
     Args:
-        limit: rows that may be left out; None: as `RejectedRecords`.
+        limit: maximum number of bad rows; None: as `RejectedRecords`.
         quiet: do not log them, for data that is read again.
     """
 
@@ -125,7 +125,7 @@ class BadRows(RejectedRecords):
         return UserError(f"{more}{self.first}; fix it, or raise --max_bad_lines.")
 
     def report(self) -> None:
-        """Log how many there were, once all is read."""
+        """Log the number of bad rows, after all rows are read."""
         if self.count > _LOGGED:
             logger.warning("%d bad rows left out in all, the first is %s", self.count, self.first)
 

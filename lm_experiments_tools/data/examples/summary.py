@@ -56,7 +56,7 @@ def label_text(label: Any, names: Sequence[str]) -> str:
 
 
 def alike(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Groups of labels that are equal up to case, white space and Unicode normalization (NFKC)."""
+    """Groups of labels that differ only in case, white space or Unicode normalization (NFKC)."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(" ".join(normalize("NFKC", name).split()).casefold(), []).append(name)

@@ -37,7 +37,7 @@ class TokenCounts:
         self._unknown_token = tokenizer.unk_token
 
     def add(self, rows: Sequence[Sequence[int]], lengths: Sequence[tuple[int, int]] = ()) -> None:
-        """Ids of texts, and their (untruncated length, length)."""
+        """Count encoded texts: their IDs and (length before truncation, length)."""
         self.tokens += sum(map(len, rows))
         self.unknown += sum(row.count(self._unknown_id) for row in rows)
         self.texts += len(lengths)
@@ -50,7 +50,7 @@ class TokenCounts:
 
     @property
     def has_many_unknown(self) -> bool:
-        """True where vocabulary and text hardly belong together."""
+        """True if so many tokens are unknown that the vocabulary probably does not fit the text."""
         return self.unknown > MANY_UNKNOWN * self.tokens
 
     def describe_unknown(self, what: str) -> str:
@@ -74,7 +74,7 @@ class TokenCounts:
         )
 
     def loses(self) -> bool:
-        """True if the model reads notably less than is there."""
+        """True if truncation removes a notable part of the text."""
         return self.num_truncated > 0 or self.has_many_unknown
 
 
@@ -129,7 +129,7 @@ class TextEncoder:
         self._target_end = [] if ends[-1:] == end and not decoder else end
 
     def encode_sources(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, list[list[int]]]:
-        """Entries of the tokenizer without the mask: `input_ids`, and `token_type_ids` where it gives them."""
+        """Tokenizer output without the attention mask: `input_ids`, and `token_type_ids` where it gives them."""
         drop = self._cut - len(self._put)
         entries = self._call(texts, pairs, self.sources.limit + drop, self.sources, drop=drop)
         for name, rows in entries.items() if self._cut or self._put else ():
@@ -176,7 +176,7 @@ class TextEncoder:
         return entries
 
     def num_tokens(self, source: str) -> int:
-        """Of a source that is not cut."""
+        """Number of tokens of a source without truncation."""
         return len(self.tokenizer(source, verbose=False)["input_ids"]) - self._cut + len(self._put)
 
     def check_prefix(self, prefix: str, what: str) -> None:

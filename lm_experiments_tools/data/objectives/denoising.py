@@ -319,7 +319,7 @@ if TYPE_CHECKING:
 
 
 class DenoisingDataset(TokenStreamDataset):
-    """Inputs and targets made of rows of a token stream by one denoiser, or by several in round robin.
+    """Denoising examples from rows of a token stream, by one denoiser or by several in round robin.
 
     The noise of a row is keyed by (seed, epoch, row).
 

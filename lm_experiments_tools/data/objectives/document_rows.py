@@ -149,7 +149,7 @@ class DocumentRows:
         return int(self._row_ends[-1])
 
     def describe(self) -> str:
-        """The rows and the size of the data, for the log."""
+        """Log text: the rows and the size of the data."""
         kind = "packed rows" if self.packed else "rows of one document"
         return (
             f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self._documents}; "
@@ -184,7 +184,7 @@ class DocumentRows:
         return {**batch, "segment_ids": segments.reshape(shape)} if self.packed else batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """The arrays that lie on the disk."""
+        """Memory-mapped arrays."""
         return self.tokens.maps()
 
     def will_need(self, samples: np.ndarray) -> None:

@@ -43,7 +43,7 @@ REPLACE = (0.8, 0.1, 0.1)  # of the chosen tokens: mask token, random token, unc
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> MaskedLMDataset:
-    """`--task mlm`; padding, EOS, unknown, sentinels and all else that is no text are never chosen."""
+    """Builder of `--task mlm`. Special tokens (padding, EOS, unknown, sentinels) are never masked."""
     vocabulary = context.vocabulary
     return MaskedLMDataset(
         tokens,
@@ -88,7 +88,7 @@ def mask_tokens(
 
     Args:
         words: uint64[...], uniform on [0, 2**32).
-        probability: of a token to be chosen; may be an array [rows, 1].
+        probability: masking rate; a number or an array [rows, 1].
         ordinary_ids: int64[m], candidates for a random token.
         special: bool[vocabulary], ids that are never chosen.
         replace: parts of the chosen tokens that become the mask token, a random token, or stay.
@@ -232,7 +232,7 @@ class TokenBlocks(TokenStreamDataset):
         return {"length": self.length, "pad_id": self.pad_id}
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """The arrays that may lie on the disk."""
+        """Arrays that may be memory-mapped."""
         return tuple(source.tokens for source in self.sources)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:

@@ -71,7 +71,7 @@ class PrefixDenoiser:
         return self.tokens_length - self.shortest + 1
 
     def for_length(self, tokens_length: int) -> PrefixDenoiser:
-        """The same split for rows of another length."""
+        """This denoiser for rows of another length."""
         return replace(self, tokens_length=tokens_length)
 
     def draw(self, words: np.ndarray) -> np.ndarray:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectiveContext:
-    """Everything besides tokens that the builder of an objective may read.
+    """Arguments of an objective's builder, besides the tokens.
 
-    `quiet`: do not log the lengths that follow from the settings, for one dataset of many with the same.
+    `quiet`: do not log derived lengths, for example because a dataset with the same settings has logged them.
     """
 
     args: T5PretrainingArgs
@@ -35,7 +35,7 @@ class ObjectiveContext:
     quiet: bool = False
 
     def stream_options(self) -> dict[str, int]:
-        """Arguments that every dataset over a token stream takes."""
+        """Keyword arguments common to all datasets over a token stream."""
         return {"pad_id": self.vocabulary.pad_id, "vocab_size": self.vocabulary.size, "seed": self.seed}
 
 

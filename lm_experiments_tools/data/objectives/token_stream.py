@@ -29,7 +29,7 @@ _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprin
 
 
 class TokenSource(Protocol):
-    """The part of an `IndexedDataset` that is read here."""
+    """Interface of a token file, as far as a token stream reads it."""
 
     tokens: np.ndarray
     fingerprint: str
@@ -107,12 +107,12 @@ class TokenStreamDataset:
 
     @property
     def order(self) -> str:
-        """sha256 over what decides which tokens a sample is made of, whatever the objective does with them."""
+        """sha256 over everything that determines a sample's tokens, independent of the objective."""
         parts = [_VERSION, [s.fingerprint for s in self.sources], self.seed, self._row_ends.tolist()]
         return json_sha256(parts)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that, besides data and seed, decide how a sample looks; JSON values."""
+        """Settings besides data and seed that determine a sample, as JSON values."""
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

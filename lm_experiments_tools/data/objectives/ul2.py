@@ -49,7 +49,7 @@ _LONGEST_SCHEDULE = 10_000  # rows
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> UL2Dataset:
-    """`--task ul2`; sentinels that serve as mode tokens are none for spans."""
+    """Builder of `--task ul2`. Sentinels that serve as mode tokens do not mark spans."""
     args, vocabulary = context.args, context.vocabulary
     modes = mode_ids(vocabulary) if args.mode_tokens else {}
     return UL2Dataset(
@@ -83,7 +83,7 @@ def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def build_schedule(weights: Sequence[Any]) -> np.ndarray:
-    """The denoiser of each row of one round, int64[rows]: exactly by weight and evenly spread.
+    """The denoiser of each row in one round of the schedule, int64[rows]: exact weights, evenly spread.
 
     The weights are fractions: (1, 1, 1/2) gives 5 rows, 0 1 2 0 1. Raises UserError for more than 10,000 rows.
     """

@@ -89,7 +89,7 @@ def seqio_data(
 
 
 def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
-    """Refuse what is known to fail before TensorFlow is started."""
+    """Refuse settings that cannot work, before TensorFlow is started."""
     if ":" not in args.task and not isinstance(vocabulary, SentencePieceVocabulary):
         raise UserError(f"--data_pipeline seqio needs a SentencePiece .model file, not --vocab {vocabulary.path}.")
     for path in args.data_path:
@@ -208,7 +208,7 @@ class WorkerProcess:
         self._answers.put(None)
 
     def failure(self) -> Exception:
-        """Why the process ended, or is about to; waits for that."""
+        """Reason why the process ended or is ending; waits for its end."""
         self._listener.join(_SECONDS_TO_END)
         if (code := self._code) is None:
             return RunError(f"the seqio worker (process {self.pid}) closed its connection")
@@ -259,8 +259,8 @@ class SeqioLoader(TrainSource):
     training processes of a machine must seek to the same position.
 
     Args:
-        folder: of the worker process.
-        fingerprint: of the data, task and seed.
+        folder: folder of the worker process.
+        fingerprint: hash of data, task and seed.
         lengths: (inputs, targets).
         rows_per_worker, rank, world_size: as for `TrainSource`.
         worker: the worker process, on the one training process that started it.
@@ -333,7 +333,7 @@ class SeqioLoader(TrainSource):
 
 
 class WrittenExamples:
-    """Examples that the worker wrote to a file, by number; a `SampleDataset` of one epoch, always the same."""
+    """A `SampleDataset` of examples that the worker wrote to a file; every epoch is the same."""
 
     def __init__(self, path: Path, fingerprint: str, lengths: tuple[int, int], pad_id: int) -> None:
         if not path.stat().st_size:

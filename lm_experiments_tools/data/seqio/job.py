@@ -19,7 +19,7 @@ class Job:
         inputs_length, targets_length: seqio's `task_feature_lengths`.
         rejected_path: file for rejected records.
         validation: make the examples of the validation split, at most `valid_samples`, before training.
-        threads: of TensorFlow.
+        threads: number of TensorFlow's threads.
         clients: training processes on this machine.
         folder: private to this worker and its clients; the worker removes it.
     """

@@ -45,16 +45,16 @@ class Hub:
         self._listener: socket.socket | None = None
 
     def tell(self, **message: Any) -> None:
-        """Send a message to the process that started this one; any thread may call it."""
+        """Send a message to the parent process; thread-safe."""
         with self._lock:
             self._caller.send(message)
 
     def log(self, level: int, text: str) -> None:
-        """A line for the run's log."""
+        """Send a line for the run's log to the parent process."""
         self.tell(log=(level, text))
 
     def fail(self, text: str, by_user: bool) -> None:
-        """Tell everyone why the worker ends."""
+        """Send the reason why the worker ends to the parent and to all clients."""
         self.tell(error=text, by_user=by_user)
         content = json.dumps({"error": text, "by_user": by_user}).encode()
         for client, _ in self._clients:
@@ -70,7 +70,7 @@ class Hub:
         self._listener.listen(clients)
 
     def accept(self, clients: int) -> dict[str, int]:
-        """Wait until that many clients have asked, and return the request they agree on (the rank is each one's)."""
+        """Wait for that many clients with the same request, ranks aside, and return the request."""
         self.disconnect()
         while len(self._clients) < clients:
             client, _ = self._listener.accept()
@@ -83,7 +83,7 @@ class Hub:
         return requests[0]
 
     def send(self, batch: np.ndarray) -> None:
-        """To each client its rows; raises ConnectionError where one has hung up."""
+        """Send each client its rows. Raises ConnectionError if a client has disconnected."""
         for client, request in self._clients:
             rows = np.ascontiguousarray(batch[request["rank"] :: request["world_size"]])
             client.sendall(FRAME.pack(True, rows.nbytes))
@@ -106,7 +106,7 @@ def import_triton() -> None:
 
 
 def serve(job: Job, hub: Hub) -> None:
-    """Make the task, then batches without end."""
+    """Build the task, then serve its endless batches."""
     import_triton()
     from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 
@@ -137,7 +137,7 @@ def write_validation(examples: Any, path: Path) -> int:
 
 
 def end_with_caller(caller: Caller, folder: str) -> None:
-    """End this process when its caller is gone."""
+    """End this process when its parent process has ended."""
     for _ in caller:
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -145,7 +145,7 @@ def end_with_caller(caller: Caller, folder: str) -> None:
 
 
 def work(caller: Caller) -> None:
-    """The process: told its `Job`, it makes examples until its caller is gone."""
+    """Main function of the process: receives its `Job` and makes examples until its parent has ended."""
     job, hub = caller.settings, Hub(caller)
     threading.Thread(target=end_with_caller, args=(caller, job.folder), daemon=True).start()
     sys.path.insert(0, os.getcwd())  # where the user's module may lie

@@ -46,8 +46,8 @@ class ExampleStream:
     """Examples of one stream by number, as an endless dataset.
 
     Args:
-        folder: of the indices of all streams.
-        number: of this stream.
+        folder: holds the indices of all streams.
+        number: number of this stream.
 
     Attributes:
         pending: chunks that are being made, by number.
@@ -92,12 +92,12 @@ class ExampleStream:
 
     @property
     def num_known(self) -> int:
-        """Examples of all chunks made so far."""
+        """Number of examples in all chunks made so far."""
         return self._begins[-1]
 
     @property
     def rejected_and_lines(self) -> tuple[int, int]:
-        """Rejected records, and all records, of the text read so far, each once."""
+        """Number of rejected records and of all records read so far, without repetitions."""
         end = self._records[-1].end if self._records else {"rejected": 0, "lines": 0}
         return end["rejected"], end["lines"]
 
@@ -124,7 +124,7 @@ class ExampleStream:
         return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:
-        """Take a chunk and its examples. Raises UserError where it differs from what was made before."""
+        """Add a chunk and its examples. Raises UserError if it differs from an earlier version of the chunk."""
         record = ChunkRecord(len(dataset), len(chunk.tokens), chunk.end)
         with self._lock:
             if number == len(self._records):
@@ -161,7 +161,7 @@ class ChunkFeed:
 
     Args:
         streams: all that this process reads.
-        settings: of the workers.
+        settings: settings for the workers.
         build: (chunk, stream, number of the chunk) -> its examples.
         num_workers: processes.
     """
@@ -177,10 +177,10 @@ class ChunkFeed:
         self._worker_of = {s.number: locked_workers[k % len(locked_workers)] for k, s in enumerate(streams)}
 
     def wait_for(self, wanted: dict[int, tuple[int, int]]) -> None:
-        """Wait for examples (first, last) of each stream number in `wanted`, and start the chunks after them.
+        """Wait until the wanted examples exist, {stream number: (first, last)}, and start the chunks after them.
 
         Raises:
-            UserError, OSError: they cannot be made.
+            UserError, OSError: a worker cannot read or encode the text.
         """
         ranges = [(self.streams[number], *bounds) for number, bounds in wanted.items()]
         for stream, low, _ in ranges:

@@ -146,7 +146,7 @@ def streaming_data(
 
 
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:
-    """The streams that hold the rows of one worker."""
+    """Numbers of the streams that one worker reads."""
     step = gcd(world_size, num_streams)
     return range(rank % step, num_streams, step)
 

@@ -99,7 +99,7 @@ class StreamPlan:
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
-        """The plan with the times of the files here, which may be copies. Raises UserError where sizes differ."""
+        """The plan with this machine's file times, since files may be copies. Raises UserError if sizes differ."""
         planned = {shard.path: shard.stamp for shard in self.shards if shard.stamp is not None}
         stamps = {path: file_stamp(path) if os.path.exists(path) else (-1, 0) for path in planned}
         for path, stamp in planned.items():
@@ -294,7 +294,7 @@ class MixedPlan:
         return [[content_of(plan.shards), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:
-        """Shares and size, for the log."""
+        """Log text: fractions and size of the texts."""
         shares = " : ".join(f"{share:.2%}" for share in self.shares)
         mixed = f"mixed {shares} of their bytes, " if len(self.plans) > 1 else ""
         return f"{mixed}{sum(len(plan.shards) for plan in self.plans)} shards in {self.num_streams} streams"

@@ -1,6 +1,6 @@
-"""The process that tokenizes for a streamed run: it makes chunks of tokens of the requested streams.
+"""Worker process of a streamed run: tokenizes the requested streams into chunks, without importing torch.
 
-It does not import torch. A chunk ends at a recorded position of its stream, from which the next one can be made.
+A chunk ends at a recorded position of its stream, from which the next one can be made.
 """
 
 import json
@@ -32,7 +32,7 @@ def chunk_tokens(number: int) -> int:
 
 @dataclass(frozen=True)
 class ChunkRequest:
-    """Make chunk `number` of `stream`, which begins at `begin`; `again`: its rejected records have been listed."""
+    """Request for chunk `number` of `stream`, from `begin` on; `again`: its rejected records are listed already."""
 
     stream: int
     number: int
@@ -42,7 +42,7 @@ class ChunkRequest:
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """Everything that decides the content of chunks; rejected records are listed in `folder`.
+    """Settings that determine the content of chunks, and the `folder` for lists of rejected records.
 
     `max_bad_lines` is the limit of one stream; the caller adds them up over streams.
     """
@@ -83,7 +83,7 @@ class StreamTokens:
 
 
 class ChunkMaker:
-    """Makes chunks; those of a stream that are requested in order are read without a break."""
+    """Makes chunks; consecutive chunks of a stream are read without reopening the text."""
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings

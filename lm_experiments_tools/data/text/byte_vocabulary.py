@@ -27,7 +27,7 @@ _BYT5_SENTINELS = 125
 
 
 class ByteVocabulary(Vocabulary):
-    """Bytes, then `num_sentinels` sentinels; `path` None: ByT5's, which needs no file."""
+    """A vocabulary of bytes and `num_sentinels` sentinels. `path` is None for ByT5's own, which has no file."""
 
     pad_id, eos_id, unk_id, mask_id = 0, 1, 2, None
     num_pieces = _END

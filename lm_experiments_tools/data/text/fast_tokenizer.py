@@ -28,14 +28,14 @@ class FastTokenizer:
     """A Rust tokenizer that encodes special tokens in a text as ordinary text.
 
     Args:
-        content: of a tokenizer.json.
+        content: text of a tokenizer.json.
 
     Attributes:
         settings: `content`, parsed.
-        kind: of its model: BPE, WordPiece, Unigram, WordLevel.
+        kind: kind of model: BPE, WordPiece, Unigram, WordLevel.
         pieces: subword -> id.
         size: every id is below this (a vocabulary may have unused ids).
-        special_ids: of its special tokens.
+        special_ids: IDs of special tokens.
     """
 
     def __init__(self, content: str):
@@ -54,7 +54,7 @@ class FastTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self, *facts: Any) -> str:
-        """sha256 of all that decides the ids (subwords, normalization, model) and of `facts`."""
+        """sha256 of everything that determines IDs (subwords, normalization, model) and of `facts`."""
         parts = {part: self.settings[part] for part in ("normalizer", "pre_tokenizer", "model")}
         if isinstance(parts["model"].get("vocab"), dict):  # in arbitrary order; the pieces are listed below
             parts["model"] = {key: value for key, value in parts["model"].items() if key != "vocab"}
@@ -113,7 +113,7 @@ class FastTokenizer:
 
     @property
     def word_mark(self) -> str:
-        """The mark that subwords have for the space before a word; "" if there is none."""
+        """The character with which subwords mark the space before a word; "" if there is none."""
         marks = {"Metaspace": "replacement", "Prepend": "prepend"}
         for part in (*components(self.settings["normalizer"]), *components(self.settings["pre_tokenizer"])):
             if part["type"] == "ByteLevel":

@@ -19,7 +19,7 @@ _PARQUET_ROWS = 1000  # read together; the default, the rows of the first row gr
 
 
 def is_data_file(path: str) -> bool:
-    """True for the name of a file that the `datasets` package reads and we do not."""
+    """True for file names that only the `datasets` package can read."""
     return path.lower().endswith(DATA_SUFFIXES)
 
 
@@ -72,7 +72,7 @@ def _builder(item: str) -> Any:
 
 
 def num_shards(item: str) -> int:
-    """Files that can be read apart from each other."""
+    """Number of files that can be read independently."""
     return load_streaming(item).num_shards
 
 

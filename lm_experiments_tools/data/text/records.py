@@ -101,7 +101,7 @@ class RejectedRecords:
     """Counts rejected records, lists them in a file, and raises UserError above the limit.
 
     Args:
-        limit: how many may be rejected; None: see `allowed`.
+        limit: maximum number of rejected records; None: see `allowed`.
         path: JSON lines (`file`, `line`, `reason`, `content`), written if there are any; None: they are only counted.
         of_part: they are of a part of the text, which is given up above `limit`, or (None) where most of very many
             records are rejected.
@@ -144,7 +144,7 @@ class RejectedRecords:
         if self.path is not None:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
+                self._file = open(self.path, "w", encoding="utf-8", buffering=1)
             self._file.write(f"{rejected.to_json()}\n")
         self.add(rejected.where, rejected.reason)
 
@@ -183,7 +183,7 @@ def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) ->
 
     Args:
         paths: files, folders and datasets (see sources.py).
-        key: of the text, which is a record's value; None: its value is a dict of all fields.
+        key: field that holds the text; None returns a dict of all fields.
         rejected: counts the records that cannot be used.
 
     Raises:
@@ -405,7 +405,7 @@ def count_lines(path: str, start: int, end: int) -> int:
 
 
 def excerpt(line: bytes) -> str:
-    """The beginning of a line, to recognise it by."""
+    """The beginning of a line, for error messages."""
     return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
 
 

@@ -80,7 +80,7 @@ def file_stamp(path: str) -> tuple[int, int]:
 
 
 def whole_file(path: str, kind: str = "json") -> Shard:
-    """All of a file as one shard."""
+    """A complete file as one shard."""
     stamp = file_stamp(path)
     return Shard(path, kind, 0, None if endings(path)[1] else stamp[0], stamp)
 
@@ -108,7 +108,7 @@ def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shard
 
 
 def content_of(shards: Sequence[Shard]) -> list[Any]:
-    """Names, bounds, sizes, beginnings and ends of files; files of datasets. Not folders and times."""
+    """Identity of the text: names, bounds, sizes and ends of files, and files of datasets; no folders or times."""
     bounds = [(os.path.basename(s.path), s.kind, s.start, s.end, s.num_bytes) for s in shards]
     files = dict.fromkeys(shard.path for shard in shards if shard.kind != "dataset")
     return [bounds, list(map(hash_of_ends, files)), list(map(hf_datasets.identity, datasets_of(shards)))]

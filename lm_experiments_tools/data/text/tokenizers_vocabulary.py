@@ -83,10 +83,10 @@ class TokenizersVocabulary(Vocabulary):
     """A fast tokenizer.
 
     Args:
-        path: where it comes from.
-        content: of its tokenizer.json.
+        path: source of the tokenizer.
+        content: text of its tokenizer.json.
         roles: ids of pad, eos, unk (-1: none) and mask (None: none).
-        sentinel_ids: of sentinel 0, 1, ...
+        sentinel_ids: IDs of sentinel 0, 1, ...
         pretrained: the tokenizer of transformers, which only saving needs.
     """
 

@@ -85,7 +85,7 @@ class Vocabulary(ABC):
 
     @property
     def recorded_as(self) -> str:
-        """The name under which `load` finds it from any folder of this machine."""
+        """A name that `load` accepts in any working directory of this machine."""
         return os.path.abspath(self.path)
 
     def encode(self, text: str) -> Sequence[int]:
@@ -112,7 +112,7 @@ class Vocabulary(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Hash of what decides ids: vocabularies of one identity are the same, whatever their files."""
+        """Hash of everything that determines IDs: vocabularies with equal identities give equal IDs."""
 
     @abstractmethod
     def save_tokenizer(self, directory: str | os.PathLike) -> None:

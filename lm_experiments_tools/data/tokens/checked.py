@@ -41,7 +41,7 @@ def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) 
 
 
 def found_once(path: Path, files: Sequence[Path], find: Callable[[], str]) -> str:
-    """The value of `find()`, which reads all of `path`, cached until `files` change."""
+    """The result of `find()`, which reads all of `path`; cached until `files` change."""
     if _is_small(path):
         return find()
     name = path.with_suffix("")

@@ -69,7 +69,7 @@ def check_replaceable(
         meta = {}
     same_text = inputs and meta.get("input") == inputs
     if same_text and (
-        meta.get("vocab_sha256") == vocab_sha256 or identity and recorded_identity(prefix, meta) == identity
+        meta.get("vocab_sha256") == vocab_sha256 or (identity and recorded_identity(prefix, meta) == identity)
     ):
         return
     made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"

@@ -62,7 +62,7 @@ class _IntegerFile:
 
     def __init__(self, dtype: str, folder: Path):
         self._dtype, self._path, self._count = np.dtype(dtype), folder, 0
-        self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open until close)
+        self._file: Any = tempfile.TemporaryFile(dir=folder)
         self.last = 0
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class IndexedDatasetWriter:
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
         unique = secrets.token_hex(OWN_BYTES)  # process numbers repeat on a disk that machines share
         self._temporary = {path: path.with_name(f"{path.name}.tmp{unique}") for path in paths}
-        self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
+        self._bin = open(self._temporary[self.bin_path], "wb")
         self._lengths = _IntegerFile("<i4", self.bin_path.parent)
         self._document_indices = _IntegerFile("<i8", self.bin_path.parent)
         self._document_indices.extend(np.zeros(1, np.int64))
@@ -108,7 +108,7 @@ class IndexedDatasetWriter:
 
     @property
     def bin_sha256(self) -> str:
-        """sha256 of the tokens so far, as they lie in the .bin; recorded in PREFIX.json it becomes their identity."""
+        """sha256 of the .bin file's content so far; PREFIX.json records it as the identity of the tokens."""
         return self._digest.hexdigest()
 
     @property
@@ -147,8 +147,8 @@ class IndexedDatasetWriter:
 
         Args:
             ids: all their ids, one after the other.
-            sequence_lengths: of each sequence, in ids.
-            num_sequences: of each document, in sequences.
+            sequence_lengths: number of IDs of each sequence.
+            num_sequences: number of sequences of each document.
 
         Raises ValueError where these do not add up or an id does not fit the dtype.
         """
@@ -232,7 +232,7 @@ class IndexedDatasetWriter:
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
-    def __enter__(self) -> "IndexedDatasetWriter":  # noqa: PYI034 (typing.Self needs Python 3.11)
+    def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
@@ -383,11 +383,11 @@ class IndexedDataset:
         return True
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """The arrays that lie on the disk."""
+        """Memory-mapped arrays."""
         return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
 
     def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Have tokens begins[i] up to ends[i] read into memory, without waiting for them."""
+        """Prefetch tokens begins[i] to ends[i] into memory, without waiting."""
         will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:

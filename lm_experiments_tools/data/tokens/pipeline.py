@@ -66,13 +66,13 @@ def _encode_shards(
 
 @dataclass(frozen=True)
 class Tokenization:
-    """A text and its token files.
+    """Tokenization of a text into token files, resumable shard by shard.
 
     Attributes:
         prefix: of PREFIX.shards/; the caller holds a lock on it.
         outputs: prefixes of the token files, one for each suffix of the encoder.
         rejected: path of the list of rejected records.
-        limit: of rejected records.
+        limit: maximum number of rejected records.
         workers: processes.
         remedy: advice where a process dies.
     """

@@ -149,7 +149,7 @@ def test_a_metric_that_cannot_be_rounded_is_kept(value):
     sums = MetricSums(exact=True)
     sums.add({"mean": value}, 1)
     [total] = sums.reduce(LocalBackend()).values()
-    assert total == value or math.isnan(value) and math.isnan(total)
+    assert total == value or (math.isnan(value) and math.isnan(total))
 
 
 def test_an_evaluation_alone_sums_exactly_too():

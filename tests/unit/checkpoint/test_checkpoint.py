@@ -272,9 +272,8 @@ def test_a_full_disk_is_one_sentence_with_the_path_that_says_nothing_twice(tmp_p
     words = "Error while serializing: I/O error: No space left on device (os error 28)"
     writer = CheckpointWriter(tmp_path, None)
     (writer.begin(1) / "model.safetensors").write_bytes(bytes(1000))
-    with pytest.raises(CheckpointWriteError, match="the checkpoint of step 1") as error:
-        with writer.guarded(1):
-            raise SafetensorError(words)
+    with pytest.raises(CheckpointWriteError, match="the checkpoint of step 1") as error, writer.guarded(1):
+        raise SafetensorError(words)
     sentence = os_sentence(error.value)
     assert sentence.startswith(f"the checkpoint of step 1 was not written to {tmp_path}: No space left on device (")
     assert sentence.count("free some space") == 1 and "the output" not in sentence

@@ -24,7 +24,7 @@ from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
 from tests.helpers.thread_workers import Workers
 
 LENGTHS = {"encoder": {"input_seq_len": 32}}
-LENGTHS |= dict.fromkeys(("encoder-decoder", "decoder"), {"input_seq_len": 32, "target_seq_len": 8})
+LENGTHS |= {key: {"input_seq_len": 32, "target_seq_len": 8} for key in ("encoder-decoder", "decoder")}
 PREDICTED = "it is predicted, and only what needs none is measured"
 SENTENCES = [f"w{number} w{number * 3 % 40} w{number % 7}" for number in range(11)]
 

@@ -82,7 +82,7 @@ def run(folder, packages):
 
 
 def test_fine_tuning_command_runs_with_what_make_pretrain_installs(run, folder):
-    python, script, *flags = shlex.split(block("bash", "run_finetuning.py").replace("\\\n", " "))
+    _python, script, *flags = shlex.split(block("bash", "run_finetuning.py").replace("\\\n", " "))
     run(ROOT / script, *flags, "--epochs", "1")
     assert json.loads((folder / "runs/summaries/metrics.json").read_text())
 

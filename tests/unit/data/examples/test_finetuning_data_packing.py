@@ -1,5 +1,7 @@
 """--packing: each example once, none sees another, and a model gives it the logits it gives it alone."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -67,7 +69,7 @@ def sequences(batch):
         zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True)
     ):
         bounds = [*np.flatnonzero(places == 0).tolist(), len(ids)]
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for begin, end in itertools.pairwise(bounds):
             if (labels[begin:end] != IGNORED_LABEL).any():
                 yield row, begin, ids[begin:end], labels[begin:end]
 

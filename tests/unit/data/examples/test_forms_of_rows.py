@@ -212,7 +212,7 @@ def test_classes_of_a_dataset_have_their_names(tmp_path, monkeypatch):
 def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb", buffering=0))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": "a"}, {"text": "w2", "label": "b"}])
     with pytest.raises(RunError, match=f"{tmp_path / 'temporary'}: No space left on device"):

@@ -4,6 +4,7 @@ The oracles here read the formats anew, from their definitions, in plain Python.
 has to open with just this content, and what they call bad has to be refused.
 """
 
+import itertools
 import json
 import random
 import struct
@@ -41,14 +42,14 @@ def oracle(idx: bytes, tokens: bytes, meta: dict):
         if length < 0 or pointer != position:
             return None
         position += length * size
-    ordered = all(a <= b for a, b in zip(bounds, bounds[1:], strict=False))
+    ordered = all(a <= b for a, b in itertools.pairwise(bounds))
     if position != len(tokens) or bounds[0] != 0 or bounds[-1] != n or not ordered:
         return None
     sequences = [
         list(struct.unpack(f"<{length}{character}", tokens[pointer : pointer + length * size]))
         for length, pointer in zip(lengths, pointers, strict=True)
     ]
-    documents = [sequences[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    documents = [sequences[a:b] for a, b in itertools.pairwise(bounds)]
     facts = {"dtype": NAMES[code], "num_documents": len(documents), "num_tokens": len(tokens) // size}
     return None if any(meta.get(key, value) != value for key, value in facts.items()) else (NAMES[code], documents)
 
@@ -118,7 +119,7 @@ def test_a_mutated_token_file_is_refused_in_a_sentence_or_opens_to_what_it_says(
         assert expected is not None, (number, index, content)
         sequences = [dataset[i].tolist() for i in range(len(dataset))]
         bounds = dataset.document_indices.tolist()
-        found = [sequences[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        found = [sequences[a:b] for a, b in itertools.pairwise(bounds)]
         assert (dataset.dtype.name, found) == expected
         assert dataset.num_documents == len(found) and dataset.num_tokens == sum(map(len, sequences))
         outcomes["opened"] += 1
