@@ -15,6 +15,7 @@ from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
 from lm_experiments_tools.modules.fast_step import Dropout, joined, normed, stream_dtype
@@ -103,7 +104,7 @@ class BertSelfAttention(CanBeFast):
             of_content = self.distance_embedding(q, k)
             bias = of_content if bias is None else of_content + bias
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
-        backend = backend_for(self.config, self.is_fast and self.training and x.is_cuda)
+        backend = backend_for(self.config, self.is_fast and self.training and x.is_cuda and has_kernels(x.device))
         output, weights = attend(
             q,
             k,
@@ -222,7 +223,9 @@ class BertEncoder(nn.Module):
         return self.last_layer_ln(x)
 
     def _backend(self, x: Tensor) -> str:
-        return backend_for(self.config, self.layer[0].is_fast and self.training and x.is_cuda)
+        return backend_for(
+            self.config, self.layer[0].is_fast and self.training and x.is_cuda and has_kernels(x.device)
+        )
 
     def _bias(
         self, bias: Bias | None, x: Tensor, spec: AttentionSpec, is_local: bool = False

@@ -101,7 +101,7 @@ class T5Config(VariantConfig, transformers.T5Config):
     num_memory_tokens: int = 0
     sparse_config_cls: str | None = None
     sparse_attention: dict | None = None
-    keep_in_fp32: list[str] = dataclasses.field(default_factory=lambda: ["wo"])
+    keep_in_fp32: list[str] | tuple[str, ...] = dataclasses.field(default_factory=lambda: ["wo"])
     fp32_residual: bool = False
     z_loss: float | int = 0.0
     label_smoothing: float | int = 0.0

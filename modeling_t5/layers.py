@@ -22,6 +22,7 @@ from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.eager import limit_float16
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.attention.positions import (
     NoPosition,
     PositionScheme,
@@ -220,8 +221,10 @@ class T5Attention(nn.Module):
         The fused path on a GPU takes "auto" instead of "sdpa", whose gradient of a bias is a matrix for each sequence.
         """
         named = backend_of(self.config._attn_implementation)
-        is_fused = self.is_fast and self.training and named == "sdpa" and self.o.weight.is_cuda
-        return "auto" if self.layout is not None or is_fused else named
+        is_fused = self.is_fast and self.training and named == "sdpa"
+        if self.layout is not None or (is_fused and self.o.weight.is_cuda and has_kernels(self.o.weight.device)):
+            return "auto"
+        return named
 
     @property
     def takes_segments(self) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lm_experiments_tools.attention.kernels.triton import lacks_triton
+from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
 from lm_experiments_tools.modules.fast_step import is_unwrapped
 
@@ -78,9 +78,8 @@ class _LinearTokenLoss(torch.autograd.Function):
                 x.split(chunk_size), labels.split(chunk_size), range(0, max(1, len(x)), chunk_size), strict=True
             ):
                 logits = rows @ w.T
-                fused = _fused() if logits.is_cuda and not isinstance(logits, FakeTensor) else None
-                if fused is not None:
-                    loss, logits = fused(logits, targets, z_loss, label_smoothing)
+                if has_kernels(logits.device) and not is_in_torch_dispatch_mode():  # as in a memory estimate
+                    loss, logits = _fused(logits, targets, z_loss, label_smoothing)
                 else:
                     loss = turn_into_gradient(logits, targets, z_loss, label_smoothing)
                 total.append(loss)
@@ -103,10 +102,16 @@ class _LinearTokenLoss(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
+def _fused(logits: Tensor, labels: Tensor, *settings: float) -> tuple[Tensor, Tensor]:
+    """`loss_and_gradient` in a few kernels of a GPU, the same for any number of tokens, as a resumed run needs."""
+    for x in (logits, labels):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    return _compiled()(logits, labels, *settings)
+
+
 @cache
-def _fused() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """`loss_and_gradient` in a few kernels of a GPU; None without a compiler for them."""
-    return None if lacks_triton() else torch.compile(loss_and_gradient)
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(loss_and_gradient)
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:

@@ -225,6 +225,9 @@ class T5Stack(T5PreTrainedModel):
             return None, spec
         length = x.shape[1]
         if first.backend == "auto":
+            # reentrant checkpoints would go back through the lookup again and again; `device_map` moves tensors alone
+            if self.gradient_checkpointing or any(layer.o.weight.device != x.device for layer in layers):
+                return None, spec
             bias = first.position.bias(length, length, 0, x.device)
             return (T5Table(bias.table().contiguous()) if isinstance(bias, T5Bias) else None), spec
         bias = shared_bias(first.position.bias(length, length, 0, x.device), length, length, "eager")

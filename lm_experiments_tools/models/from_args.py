@@ -78,6 +78,8 @@ def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
 
 
 def _model_source(args: ExperimentArgs) -> ModelSource:
+    from huggingface_hub.errors import StrictDataclassError
+
     model_cls = get_cls_by_name(args.model_cls)
     config_cls = getattr(model_cls, "config_class", None)
     is_named = args.model_cfg or args.base_model or args.init_checkpoint
@@ -86,7 +88,10 @@ def _model_source(args: ExperimentArgs) -> ModelSource:
         if not hasattr(config, name):
             near = nearest_names(name, config.to_dict()) or "."
             raise UserError(f"--model_options {name}: {type(config).__name__} has no such value{near}")
-        setattr(config, name, value)
+        try:
+            setattr(config, name, value)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise UserError(f"--model_options {name}={value}: {error}") from error
     return ModelSource(args.model_cls, model_cls, config)
 
 

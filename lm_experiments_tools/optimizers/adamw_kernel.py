@@ -99,3 +99,4 @@ def adamw_scale_(
             *arguments, arguments[-1] if found_inf is None else found_inf, lr, least, *decays, eps, *corrections,
             1 - lr * weight_decay, len(tensors), **constants,
         )  # fmt: skip
+    torch.autograd.graph.increment_version(tuple(x for one in tensors for x in (one[0], *one[2:])))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.triton import lacks_triton
+from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
@@ -77,7 +77,7 @@ class AdamWScale(Float32StateOptimizer):
 
     def _update_together(self, parameters: list[Tensor], group: dict, scales: dict[Tensor, Tensor]) -> list[Tensor]:
         """One step of all parameters that the Triton kernel takes; returns the others."""
-        if not any(p.is_cuda for p in parameters) or lacks_triton():
+        if not any(p.is_cuda for p in parameters) or not has_kernels(parameters[0].device):
             return parameters
         from lm_experiments_tools.optimizers import adamw_kernel
 

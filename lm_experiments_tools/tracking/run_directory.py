@@ -392,7 +392,12 @@ def differences(
         del then["global_batch_size"], now["global_batch_size"]
     ignored = {*harmless, *split, *_EXTRA_KEYS}
     compared = [name for name in now if name in then and name not in ignored]
-    return {name: (then[name], now[name]) for name in compared if _spelled(then[name]) != _spelled(now[name])}
+    return {name: (then[name], now[name]) for name in compared if not _is_same(name, then[name], now[name])}
+
+
+def _is_same(name: str, then: Any, now: Any) -> bool:
+    is_path = name.endswith(("path", "dir", "vocab", "vocab_file", "_cfg", "_checkpoint", "_pretrained", "base_model"))
+    return _spelled(then) == _spelled(now) if is_path else then == now
 
 
 def _spelled(value: Any) -> Any:

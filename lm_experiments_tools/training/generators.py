@@ -43,9 +43,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     set_torch_random_state(state)
 
 
-def torch_random_state() -> dict[str, Tensor]:
-    """States of torch's generators, of the CPU and of this worker's GPU, which models draw from."""
-    gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+def torch_random_state(with_gpu: bool | None = None) -> dict[str, Tensor]:
+    """States of torch's generators, of the CPU and (default: where there is one) of this worker's GPU."""
+    with_gpu = torch.cuda.is_available() if with_gpu is None else with_gpu
+    gpu = {"cuda": torch.cuda.get_rng_state()} if with_gpu else {}
     return {"torch": torch.get_rng_state(), **gpu}
 
 

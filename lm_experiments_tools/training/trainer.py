@@ -255,7 +255,7 @@ class TrainingLoop:
             return None
         micro_batches = self.micro_batches = part.padded(counts.num_micro_batches)
         started += self.meter.add(micro_batches, self.forward_kwargs)
-        random_state = torch_random_state()
+        random_state = torch_random_state(self.backend.device.type == "cuda")
         metrics = self._forward_backward(micro_batches, counts.weights)
         self._finalize_step()  # the step before: the learning rate depends on whether it was applied
         self._set_lr()

@@ -207,7 +207,8 @@ def kill_after(kind: str, command: list[object], appears: Path, timeout: float) 
     end = time.monotonic() + timeout
     while not appears.exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    assert process.poll() is None, "the run ended before it could be killed"
+    family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -35,7 +35,7 @@ _DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fus
 _SHORT_DENSE = 768
 _NEARLY_DENSE = 0.75
 _MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may materialize
-# SDPA's matrices may take 1 / 8 of a GPU's memory: gather launches thousands of kernels, and takes 100 times as long.
+# Instead of a layout, SDPA's matrices may take 1 / 8 of a GPU's memory: gather launches thousands of kernels there.
 _MEMORY_FRACTION = 8
 
 
@@ -127,7 +127,7 @@ def _choose_on_gpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:
     if triton.refusal_of_device(inputs) == refused:
         _warn_once(f"attention takes SDPA or gather instead of Triton's kernels, which is slower: {refused}.")
     size = sdpa.matrix_bytes(inputs)
-    if size <= _memory_of(inputs.q.device) // _MEMORY_FRACTION:
+    if inputs.is_dense or size <= _memory_of(inputs.q.device) // _MEMORY_FRACTION:
         return sdpa, f"Triton's kernels cannot: {refused}; a dense call takes {size / 2**30:.1f} GiB at most"
     return gather, f"Triton's kernels cannot: {refused}; a dense call would take {size / 2**30:.1f} GiB"
 

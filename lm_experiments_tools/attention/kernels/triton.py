@@ -11,9 +11,11 @@ import math
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -297,8 +299,20 @@ def lacks_triton() -> str | None:
     """What Triton lacks on this machine; None if it runs."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return None if has_compiler else "Triton finds no C compiler (install gcc, or set CC)"
+    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
+        return "Triton finds no C compiler (install gcc, or set CC)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Triton needs Python.h (install python3-dev)"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def has_kernels(device: torch.device) -> bool:
+    """True if Triton's kernels run on a device."""
+    if device.type != "cuda" or lacks_triton():
+        return False
+    card = card_of(device)
+    return card is None or card.capability >= _OLDEST
 
 
 def refusal(inputs: AttentionInputs) -> str | None:
