@@ -173,9 +173,10 @@ def attention(settings: dict[str, Any], emit: Emit) -> None:
     grad, running = torch.randn_like(x.q), {}
     for name, (call, dropout_p, trains) in found.items():
         needs_cuda = device == "cpu" and name.startswith(("triton", "flex"))
-        if needs_cuda:
-            emit({"name": name, "skipped": "needs CUDA"})
-        if needs_cuda or name in settings["skip"]:
+        takes_minutes = device == "cuda" and name.startswith("gather") and length > 2048
+        if needs_cuda or takes_minutes:
+            emit({"name": name, "skipped": "needs CUDA" if needs_cuda else "takes minutes"})
+        if needs_cuda or takes_minutes or name in settings["skip"]:
             continue
         emit({"begin": name})
         is_checked = settings.get("warm") or device == "cpu"
