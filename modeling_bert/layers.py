@@ -15,7 +15,6 @@ from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
-from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
 from lm_experiments_tools.modules.fast_step import Dropout, joined, normed, stream_dtype
@@ -104,7 +103,7 @@ class BertSelfAttention(CanBeFast):
             of_content = self.distance_embedding(q, k)
             bias = of_content if bias is None else of_content + bias
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
-        backend = backend_for(self.config, self.is_fast and self.training and x.is_cuda and has_kernels(x.device))
+        backend = backend_for(self.config, x.device if self.is_fast and self.training else None)
         output, weights = attend(
             q,
             k,
@@ -223,9 +222,7 @@ class BertEncoder(nn.Module):
         return self.last_layer_ln(x)
 
     def _backend(self, x: Tensor) -> str:
-        return backend_for(
-            self.config, self.layer[0].is_fast and self.training and x.is_cuda and has_kernels(x.device)
-        )
+        return backend_for(self.config, x.device if self.layer[0].is_fast and self.training else None)
 
     def _bias(
         self, bias: Bias | None, x: Tensor, spec: AttentionSpec, is_local: bool = False
@@ -243,10 +240,9 @@ class BertEncoder(nn.Module):
         return bias, spec
 
 
-def backend_for(config: BertConfig, is_fused: bool = False) -> str:
-    """The attention backend: "auto" with a layout, and instead of "sdpa" in the fused path on a GPU (`is_fused`)."""
-    named = backend_of(config._attn_implementation)
-    return "auto" if config.sparse_config_cls is not None or (is_fused and named == "sdpa") else named
+def backend_for(config: BertConfig, fused_on: torch.device | None = None) -> str:
+    """The attention backend: "auto" with a layout, otherwise `backend_of`'s."""
+    return "auto" if config.sparse_config_cls is not None else backend_of(config._attn_implementation, fused_on)
 
 
 def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:

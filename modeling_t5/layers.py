@@ -22,7 +22,6 @@ from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.eager import limit_float16
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
-from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.attention.positions import (
     NoPosition,
     PositionScheme,
@@ -216,15 +215,9 @@ class T5Attention(nn.Module):
 
     @property
     def backend(self) -> str:
-        """The attention backend; "auto" is that of attn_implementation="block_sparse".
-
-        The fused path on a GPU takes "auto" instead of "sdpa", whose gradient of a bias is a matrix for each sequence.
-        """
-        named = backend_of(self.config._attn_implementation)
-        is_fused = self.is_fast and self.training and named == "sdpa"
-        if self.layout is not None or (is_fused and self.o.weight.is_cuda and has_kernels(self.o.weight.device)):
-            return "auto"
-        return named
+        """The attention backend; "auto" with a layout."""
+        fused_on = self.o.weight.device if self.is_fast and self.training else None
+        return "auto" if self.layout is not None else backend_of(self.config._attn_implementation, fused_on)
 
     @property
     def takes_segments(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 _BLOCK = 4096  # elements of a program
 
@@ -57,8 +56,6 @@ def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
 
 def takes(tensors: Sequence[Tensor]) -> bool:
     """True for the weights, gradient and moments of a parameter that `adamw_scale_` can update."""
-    if any(isinstance(x, FakeTensor) for x in tensors):
-        return False
     return all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() and x.numel() for x in tensors)
 
 
@@ -90,13 +87,13 @@ def adamw_scale_(
     addresses = torch.tensor(pointers, dtype=torch.int64)
     if device.type == "cuda":
         addresses = addresses.pin_memory().to(device, non_blocking=True)
-    arguments = addresses, sizes, owners, starts, torch.stack(list(scales))
+    factors = torch.stack(list(scales))
     decays = betas[0], 1 - betas[0], betas[1], 1 - betas[1]  # 1 - 0.999 has three digits less in fp32
     corrections = 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5
     constants: dict[str, Any] = {"HAS_SKIP": found_inf is not None, "BLOCK": _BLOCK, "num_warps": 8}
     with torch.cuda.device_of(tensors[0][0]):
         _kernel[(len(owners),)](
-            *arguments, arguments[-1] if found_inf is None else found_inf, lr, least, *decays, eps, *corrections,
-            1 - lr * weight_decay, len(tensors), **constants,
+            addresses, sizes, owners, starts, factors, factors if found_inf is None else found_inf, lr, least, *decays,
+            eps, *corrections, 1 - lr * weight_decay, len(tensors), **constants,
         )  # fmt: skip
     torch.autograd.graph.increment_version(tuple(x for one in tensors for x in (one[0], *one[2:])))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.optimizers.state import (
@@ -77,8 +78,8 @@ class AdamWScale(Float32StateOptimizer):
 
     def _update_together(self, parameters: list[Tensor], group: dict, scales: dict[Tensor, Tensor]) -> list[Tensor]:
         """One step of all parameters that the Triton kernel takes; returns the others."""
-        if not any(p.is_cuda for p in parameters) or not has_kernels(parameters[0].device):
-            return parameters
+        if not any(map(has_kernels, {p.device for p in parameters})) or is_in_torch_dispatch_mode():
+            return parameters  # also in a memory estimate, whose tensors have no data
         from lm_experiments_tools.optimizers import adamw_kernel
 
         others, batches = [], {}
@@ -93,7 +94,7 @@ class AdamWScale(Float32StateOptimizer):
             batches.setdefault((device, step), []).append((tensors, scales[parameter]))
         settings = {name: group[name] for name in ("lr", "betas", "weight_decay")}
         for (device, step), batch in batches.items():
-            skip, eps = self.skip_on(device), group["eps"] / math.sqrt(1.0 - group["betas"][1] ** step)
+            skip, eps = self.skip_on(device), _corrected_eps(group, step)
             found_inf = None if skip is None else skip.found_inf
             options = {**settings, "eps": eps, "least": MIN_SCALE, "step": step, "found_inf": found_inf}
             adamw_kernel.adamw_scale_(*zip(*batch, strict=True), **options)
@@ -125,6 +126,11 @@ class AdamWScale(Float32StateOptimizer):
         round_into(shard, weights)
 
 
+def _corrected_eps(group: dict, step: int) -> float:
+    """eps' of the class's docstring."""
+    return group["eps"] / math.sqrt(1.0 - group["betas"][1] ** step)
+
+
 def _scaled_update(
     tensors: Tensors, step: Tensor, scale: Tensor | float, group: dict, skip: Skip | None, known: Scalars
 ) -> None:
@@ -136,7 +142,7 @@ def _scaled_update(
         kernel_decay = decay / lr if lr > 0 else 0.0
     else:
         lr, kernel_decay = scale.clamp(min=MIN_SCALE).mul_(group["lr"]), 0.0
-    eps = group["eps"] / math.sqrt(1.0 - group["betas"][1] ** int(step))
+    eps = _corrected_eps(group, int(step))
     _call_adamw(tensors, step, skip, known, group, lr=lr, weight_decay=kernel_decay, eps=eps)
     if decay != 0 and kernel_decay == 0:
         key = weights.device, "decay", decay

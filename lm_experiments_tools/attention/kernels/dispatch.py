@@ -13,16 +13,24 @@ from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, wants_grad
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.operator import attend_in_graph
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
+from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.errors import UserError
 
 _IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "block_sparse": "auto"}  # transformers' names -> backends
 _TRACEABLE = {"eager": eager, "sdpa": sdpa}  # torch.compile traces these; other backends are one operator to it
 
 
-def backend_of(implementation: str) -> str:
-    """The backend for transformers' `attn_implementation`."""
+def backend_of(implementation: str, fused_on: torch.device | None = None) -> str:
+    """The backend for transformers' `attn_implementation`.
+
+    Args:
+        fused_on: device of a model that trains by its fused path. Where Triton's kernels run, "auto" replaces "sdpa",
+            whose gradient of a bias is a matrix for each sequence.
+    """
     if implementation not in _IMPLEMENTATIONS:
         raise UserError(f"attn_implementation={implementation!r} is none of {', '.join(_IMPLEMENTATIONS)}.")
+    if implementation == "sdpa" and fused_on is not None and has_kernels(fused_on):
+        return "auto"
     return _IMPLEMENTATIONS[implementation]
 
 
