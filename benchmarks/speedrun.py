@@ -44,7 +44,6 @@ from lm_experiments_tools.models.build import load_model_config
 from lm_experiments_tools.models.from_args import model_from_args, model_source, optimizer_from_args
 from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.recipes import t5
-from lm_experiments_tools.recipes.report import filled_right
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.training.losses import MODEL_LOSS, with_bytes
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -53,7 +52,7 @@ RATES = {"ours": [1e-2, 2e-2, 4e-2], "trainer": [5e-5, 1e-3, 4e-3], "nanot5": [1
 DATA = Path("../shared/data/corpus")
 MODEL = {"base": "t5-micro", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # nanoT5 needs both
 SPLITS = ("train", "valid")  # names of files begin so
-COLUMNS = ("system", "rate", "bits per byte", "spread", "blanks", "steps", "input tokens", "s")
+COLUMNS = ("system", "rate", "bits per byte", "spread", "steps", "input tokens", "s")
 WARM_UP = 3  # steps before those whose time counts
 
 
@@ -212,11 +211,10 @@ def measured(job: Job, evaluate: bool = True) -> dict[str, Any]:
     }  # fmt: skip
     if not evaluate:
         return line
-    loop, held_out = opened(job.args(), weights)
+    loop, _ = opened(job.args(), weights)
     values = loop.validate(loop.valid_dataloader)
     return line | {
         "bits_per_byte": round(values["bits_per_byte"], 4), "loss": round(values["loss"], 4),
-        "blanks": (filled_right(loop, held_out) or "").partition(" one-word")[0],
         "input_tokens": job.options.batch * job.steps * job.args().input_seq_len,
     }  # fmt: skip
 
@@ -306,7 +304,7 @@ def main() -> None:
         bits, first = [line["bits_per_byte"] for line in lines], lines[0]
         print(
             f"| {system} | {first['lr']:g} | {statistics.mean(bits):.4f} | {max(bits) - min(bits):.4f} | "
-            f"{first['blanks']} | {first['steps']} | {first['input_tokens']:,} | {first['seconds']} |"
+            f"{first['steps']} | {first['input_tokens']:,} | {first['seconds']} |"
         )
     print(f"\ncommit {options.commit}, torch {torch.__version__}, transformers {transformers.__version__}")
 

@@ -33,14 +33,12 @@ class Objective:
         models: the kinds of model it trains.
         reads: the flags it reads among those that not all objectives read.
         in_seqio: True if t5 has it too, so that --data_pipeline seqio can make its examples.
-        report: what --report has the model do: fill in blanks, continue a text, or nothing.
     """
 
     builder: str = ""
     models: tuple[ModelKind, ...]
     reads: tuple[str, ...] = ()
     in_seqio: bool = False
-    report: Literal["blanks", "continuation"] | None = None
 
     @property
     def has_targets(self) -> bool:
@@ -67,26 +65,22 @@ OBJECTIVES = {
         models=("encoder-decoder",),
         reads=("target_seq_len", "noise_density", "mean_noise_span_length"),
         in_seqio=True,
-        report="blanks",
     ),
     "prefix_lm": Objective(
         builder=f"{_HOME}.prefix_lm:build",
         models=("encoder-decoder",),
         reads=("target_seq_len", "bucket_rows", "mix_rows", "append_eos"),
         in_seqio=True,
-        report="continuation",
     ),
     "ul2": Objective(
         builder=f"{_HOME}.ul2:build",
         models=("encoder-decoder",),
         reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows", "mix_rows", "append_eos"),
-        report="blanks",
     ),
     "causal_lm": Objective(
         builder=f"{_HOME}.causal_lm:build",
         models=("decoder", "encoder-decoder"),
         reads=("append_eos",),
-        report="continuation",
     ),
     "mlm": Objective(builder=f"{_HOME}.mlm:build", models=("encoder",), reads=("mlm_probability", "mlm_positions")),
 }

@@ -127,9 +127,6 @@ class DataArgs:
             raise UserError("--data_path is missing: --help says what it takes.")
 
 
-_SHOWS_TEXT = Ignored(lambda args: args.objective().report is None, "shows generated text, not for --task {task}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class T5PretrainingArgs(
     PhaseArgs, ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, DataArgs
@@ -138,7 +135,7 @@ class T5PretrainingArgs(
 
     pad_to_multiple_of: int | None = 8
     use_generate_on_valid: Annotated[bool, VALIDATION, _COMPARES_TARGETS] = False
-    report: Annotated[bool, _SHOWS_TEXT, VALIDATION] = False
+    report: Annotated[bool, VALIDATION] = False
 
     def trim_to(self) -> int | None:
         """None for objectives with rows of fixed length, where a short last row is padded to avoid another shape."""

@@ -30,7 +30,7 @@ from lm_experiments_tools.models.packed_rows import prepare
 from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
 from lm_experiments_tools.recipes.recipe import Pretraining
-from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
+from lm_experiments_tools.recipes.report import unmasked, write_report
 from lm_experiments_tools.recipes.t5_sources import tokenized
 from lm_experiments_tools.training.losses import bert_loss
 from megatron.bert_dataset import BertDataset
@@ -74,7 +74,7 @@ class BertPretraining(Pretraining):
         return {"batch_transform_fn": transform, "batch_metrics_fn": bert_metrics, "loss": loss}
 
     def report(self) -> None:
-        write_report(self.trainer, fill_in_masked_words(self.trainer, self.data))
+        write_report(self.trainer, self.tokenizer, unmasked)
 
 
 def bert_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,14 +141,13 @@ def bert_pretraining_data(
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
-    train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
+    train, valid = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
         tokenizer.vocab_size,
         None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
-        valid_tokens,
         tokenizer_dir,
         f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
     )
@@ -171,8 +170,8 @@ def bert_datasets(
     args: BertPretrainingArgs,
     tokenizer: BertDataTokenizer,
     open_tokens: Callable[[str], IndexedDataset] | None = None,
-) -> tuple[SampleDataset | None, BertDataset | None, IndexedDataset | None]:
-    """Training samples (None with `--validate_only`), validation samples and their sentences (None without data).
+) -> tuple[SampleDataset | None, BertDataset | None]:
+    """Training samples (None with `--validate_only`) and validation samples (None without data).
 
     Args:
         open_tokens: returns the token file of a data path; `open_sentences` by default.
@@ -196,10 +195,7 @@ def bert_datasets(
     )
     passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
     train = None if args.validate_only else _mixed(args, partial(dataset, **passes), tokenizer.pad, open_tokens)
-    if args.valid_data_path is None:
-        return train, None, None
-    valid_tokens = open_tokens(args.valid_data_path)
-    return train, dataset(valid_tokens), valid_tokens
+    return train, None if args.valid_data_path is None else dataset(open_tokens(args.valid_data_path))
 
 
 def _mixed(
@@ -219,7 +215,7 @@ def _mixed(
 # ---- plain text -----------------------------------------------------------------------------------------------------
 def document_datasets(
     args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
-) -> tuple[MaskedRows | None, MaskedRows | None, IndexedDataset | None]:
+) -> tuple[MaskedRows | None, MaskedRows | None]:
     """As `bert_datasets`, for plain text."""
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
     ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
@@ -235,14 +231,14 @@ def document_datasets(
             packed=args.packing == "documents", min_length=args.min_document_length, **ids,
         )  # fmt: skip
 
-    train = valid = tokens = None
+    train = valid = None
     if not args.validate_only:
         rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
         train = MaskedRows(_mixed(args, rows, tokenizer.pad, open_tokens), rate, seed=args.seed, **masks)
     if args.valid_data_path is not None:
-        tokens = open_tokens(args.valid_data_path)
-        valid = MaskedRows(rows(tokens), MaskingRate(args.valid_mlm_prob or args.mlm_prob), seed=args.seed, **masks)
-    return train, valid, tokens
+        rate = MaskingRate(args.valid_mlm_prob or args.mlm_prob)
+        valid = MaskedRows(rows(open_tokens(args.valid_data_path)), rate, seed=args.seed, **masks)
+    return train, valid
 
 
 def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> IndexedDataset:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.data.loader import TrainSource, ValidSource
-    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.training.losses import Loss
     from lm_experiments_tools.training.phases import Phase
 
@@ -95,8 +94,7 @@ class PretrainingData:
     Attributes:
         vocabulary, vocabulary_size: BERT's is a tokenizer; every id is below the size.
         train: this worker's endless batches; None with `--validate_only`, unless they bring the validation data.
-        valid, valid_tokens: this worker's part of the validation examples, and the documents they are cut from; None
-            without `--valid_data_path`.
+        valid: this worker's part of the validation examples; None without `--valid_data_path`.
         tokenizer_dir: Hugging Face tokenizer files of the vocabulary; None for a run that saves nothing.
         objective: the objective and the size of the data, for the log.
     """
@@ -105,7 +103,6 @@ class PretrainingData:
     vocabulary_size: int
     train: TrainSource | None
     valid: ValidSource | None
-    valid_tokens: IndexedDataset | None
     tokenizer_dir: Path | None
     objective: str
 

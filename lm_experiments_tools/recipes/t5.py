@@ -25,7 +25,7 @@ from lm_experiments_tools.models.build import check_positions, check_vocabulary
 from lm_experiments_tools.modules.inspection import evaluated, forward_names
 from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
 from lm_experiments_tools.recipes.recipe import Pretraining
-from lm_experiments_tools.recipes.report import WrittenExamples, filled_right, t5_examples, write_report
+from lm_experiments_tools.recipes.report import PredictedExamples, continued, unmasked, write_report, written
 from lm_experiments_tools.training.losses import MODEL_LOSS
 
 if TYPE_CHECKING:
@@ -88,12 +88,13 @@ class T5Pretraining(Pretraining):
             "forward_kwargs": {"return_logits": False} if takes_no_logits else None,
             "generate_kwargs": {"do_sample": False},
             "loss": distilled_loss(args, self.backend, model, source.kind, loss),
-            "collect": (lambda split: WrittenExamples(self.trainer, split, vocabulary, number)) if number else None,
+            "collect": (lambda split: PredictedExamples(self.trainer, split, vocabulary, number)) if number else None,
         }
 
     def report(self) -> None:
-        trainer, data = self.trainer, self.data
-        write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))
+        objective = self.trainer.args.objective()
+        language_model = unmasked if objective.models == ("encoder",) else continued
+        write_report(self.trainer, self.data.vocabulary, written if objective.has_targets else language_model)
 
 
 def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +215,7 @@ def pretraining_data(
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))
     objective = f"{objective}, vocabulary {vocabulary.size:,}"
-    return PretrainingData(vocabulary, vocabulary.size, train, valid, valid_tokens, tokenizer_dir, objective)
+    return PretrainingData(vocabulary, vocabulary.size, train, valid, tokenizer_dir, objective)
 
 
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:

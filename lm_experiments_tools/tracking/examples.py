@@ -23,16 +23,21 @@ def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tr
         step: updates applied.
     """
     for example in examples:
-        lines = [f"{split} example {example['id']}"]
-        for name, value in list(example.items())[1:]:
-            values = value if name == "references" else [value]
-            lines += [f"  {name.removesuffix('s'):<11}{_shortened(v)}" for v in values]
-        logger.info("\n".join(lines))
+        logger.info("\n".join(example_lines(split, example)))
     if tracker is not None and examples:
         names = list(examples[0])
         rows = [names, ["---"] * len(names)]
         rows += [[_cell(example.get(name)) for name in names] for example in examples]
         tracker.text(f"examples/{split}", "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+
+
+def example_lines(split: str, example: Mapping[str, Any]) -> list[str]:
+    """An example as lines of text: its name, then one indented line for each value."""
+    lines = [f"{split} example {example['id']}"]
+    for name, value in list(example.items())[1:]:
+        values = value if name == "references" else [value]
+        lines += [f"  {name.removesuffix('s'):<11}{_shortened(v)}" for v in values]
+    return lines
 
 
 def _cell(value: Any) -> str:

@@ -79,7 +79,6 @@ CONFLICTS = [
     ({"task": "ul2", "bucket_rows": 8, "mix_rows": 8}, ["--bucket_rows", "--mix_rows"]),
     ({"task": "prefix_lm", "data_pipeline": "seqio", "bucket_rows": 8}, ["--bucket_rows", "--data_pipeline native"]),
     ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),
-    ({"task": "mlm", "report": True} | VALID | RUN, ["--report", "--task mlm"]),
     # denoisers
     ({"task": "ul2", "denoisers": ()}, ["--denoisers", "empty"]),
     *[

@@ -88,7 +88,7 @@ def parsed(data, **changed):
 def datasets(data, **changed):
     """(training rows, validation rows)"""
     args = parsed(data, **changed)
-    return document_datasets(args, bert_tokenizer(args))[:2]
+    return document_datasets(args, bert_tokenizer(args))
 
 
 def test_a_folder_is_continued_by_one_flag_and_validated_as_by_transformers(data, work):

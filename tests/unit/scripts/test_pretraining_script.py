@@ -14,7 +14,7 @@ from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes import t5 as pretraining
-from lm_experiments_tools.recipes.report import WrittenExamples
+from lm_experiments_tools.recipes.report import PredictedExamples
 from lm_experiments_tools.tracking.tracker import Tracker
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
@@ -169,8 +169,8 @@ def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
 def test_rows_are_shown_as_transformers_writes_them_and_losses_stay(work, vocab, caplog, monkeypatch):
     flags = {"valid_data_path": "text.jsonl", "iters": 4, "valid_interval": 2, "lr": 0.03}
     start(vocab, **flags, model_path="plain")
-    seen, add = [], WrittenExamples.add
-    monkeypatch.setattr(WrittenExamples, "add", lambda self, *of: seen.append((self, *of)) or add(self, *of))
+    seen, add = [], PredictedExamples.add
+    monkeypatch.setattr(PredictedExamples, "add", lambda self, *of: seen.append((self, *of)) or add(self, *of))
     start(vocab, **flags, show_valid_examples=2)
     assert losses("run") == losses("plain")
     messages = map(logging.LogRecord.getMessage, caplog.records)
@@ -195,14 +195,15 @@ def test_rows_are_shown_as_transformers_writes_them_and_losses_stay(work, vocab,
 def test_the_report_shows_what_the_model_makes_of_held_out_text(work, vocab, objective):
     start(vocab, **OBJECTIVES[objective], iters=1, valid_data_path="text.jsonl", report=True)
     lines = (work / "run" / "report.txt").read_text().splitlines()
-    texts = [lines[i + 1 : i + 4] for i, line in enumerate(lines) if line.startswith("Held-out text")]
-    assert len(texts) == 3 and all(text.startswith("  word") for text, _, _ in texts)
-    for text, truth, guess in texts:
-        assert truth.startswith("  true:  ") and guess.startswith("  model: ")
+    examples = [lines[i + 1 : i + 4] for i, line in enumerate(lines) if line.startswith("held-out example")]
+    assert len(examples) == 3
+    texts = [json.loads(line)["text"] for line in (work / "text.jsonl").read_text().splitlines()]
+    documents = "".join(texts).replace(" ", "")
+    for example in examples:
+        assert [line[:13].strip() for line in example] == ["input", "target", "prediction"]
+        source, target, prediction = (line[13:] for line in example)
         if objective != "ul2":  # what follows, not the text over again
-            together = text + truth.removeprefix("  true:  ")
-            assert together.replace(" ", "") in (work / "text.jsonl").read_text().replace(" ", "")
-            assert text.strip() not in guess
+            assert (source + target).replace(" ", "") in documents and source not in prediction
 
 
 def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):

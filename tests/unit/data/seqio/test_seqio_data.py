@@ -318,7 +318,6 @@ def test_settings_that_t5_would_treat_wrongly_in_silence(vocab, settings, senten
         ({"data_pipeline": "native"}, "--data_pipeline native is not for"),
         ({"streaming": True}, "--streaming is not for"),
         ({"vocab": None}, "needs --vocab"),
-        ({"report": True, "model_path": "run"}, "--report"),
         ({"task": "span_corruption"}, "--data_path is missing"),
         (
             {"task": "ul2", "data_path": ("a",), "data_pipeline": "seqio"},
