@@ -125,7 +125,7 @@ def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder
     if args.packing == SENTENCES:  # a run has no use for the sample mapping of a part, and refuses data it cannot read
         settings = replace(settings, data_name=args.data_name if is_whole else folder, max_unread=1.0)
     make = bert_datasets if args.packing == SENTENCES else document_datasets
-    dataset, _, _ = make(settings, tokenizer, opened.__getitem__)
+    dataset, _ = make(settings, tokenizer, opened.__getitem__)
     facts = [("objective", f"{dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")]
     members = dataset.datasets if isinstance(dataset, MixtureDataset) else [dataset]
     pairs = zip(sources, members, strict=True) if args.packing == SENTENCES else ()
