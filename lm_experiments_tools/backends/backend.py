@@ -81,7 +81,6 @@ class Backend(Collectives):
     name: str
     model: nn.Module
     optimizer: Optimizer
-    planned_mib: float | None = None  # memory estimate for this worker
     shards_model = shards_optimizer = False
     shares = 1
     reproducible: list[Any] = ["off", None]
@@ -346,13 +345,6 @@ class Backend(Collectives):
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-    def memory(self) -> dict[str, float]:
-        """`peak_memory_mib`, and the ratio of the memory estimate, if there is one, to it."""
-        found = {"memory_mib": self.peak_memory_mib()}
-        if self.planned_mib is not None:
-            found["memory_predicted_over_measured"] = self.planned_mib / found["memory_mib"]
-        return found
 
     def describe(self) -> str:
         """One line about the parallelism that is in use."""

@@ -1,12 +1,10 @@
-"""The memory estimate of a run: printed before it, in its log, and in the error when memory runs out."""
+"""The memory estimate of a run, printed before it, and the error when memory runs out."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +17,9 @@ from lm_experiments_tools.planning.estimate import MemoryEstimate, estimate_memo
 from lm_experiments_tools.planning.fit import is_out_of_memory, largest_fit, memory_for_tensors, try_steps
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import ExperimentArgs
 
-logger = logging.getLogger(__name__)
-
 _LESS = 0.9  # of an estimate that did not fit, for the next proposal
-_NEXT = 0.8  # the same where memory ran out in a run
 
 
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
@@ -88,38 +82,16 @@ def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
 
 
 @contextmanager
-def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Iterator[None]:
-    """Context for training. On a GPU, rank 0 logs the ratio of the memory estimate to the measured peak.
-
-    Raises:
-        RunError: the device ran out of memory. It names the estimate and what to try next.
-    """
-
-    def estimate(args: ExperimentArgs) -> MemoryEstimate:
-        return estimate_memory(args, replace(of_launcher(), device=backend.device.type), origins)
-
-    if backend.device.type == "cuda" and backend.is_main and not args.validate_only:
-        try:
-            backend.planned_mib = estimate(args).total / 2**20
-        except UserError as error:
-            logger.info("no memory estimate: %s", error)
+def out_of_memory_explained(args: ExperimentArgs) -> Iterator[None]:
+    """Context for training: RunError, with what to try next, where memory runs out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not is_out_of_memory(error):
             raise
         reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0] or "Python's own objects"
-        message = f"out of memory ({reason}). "
-        try:
-            estimated = estimate(args)
-            parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in estimated.parts.items() if size)
-            message += (
-                f"The estimate was {human_bytes(estimated.total)} for micro-batches of {args.batch_size}: {parts}. "
-            )
-            found = largest_fit(args, estimate, _NEXT * estimated.total)
-            message += (
-                f"Try {found.flags}, estimated at {human_bytes(found.estimate.total)}, with the same rows per update."
-            )
-        except UserError as no_estimate:
-            message += f"{no_estimate} Try a smaller --batch_size with more --gradient_accumulation_steps."
-        raise RunError(message) from error
+        raise RunError(
+            f"out of memory ({reason}) with micro-batches of {args.batch_size}. Try a smaller --batch_size with more "
+            "--gradient_accumulation_steps, or let `lmtools plan --fit auto` find settings for the same global batch; "
+            "docs/out_of_memory.md has more."
+        ) from error

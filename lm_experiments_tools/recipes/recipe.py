@@ -24,7 +24,6 @@ from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.planning import show
 from lm_experiments_tools.recipes.common import close_run, seed_worker, show_run, start_run, warn_of_data
 from lm_experiments_tools.recipes.lr_finder import find_lr
-from lm_experiments_tools.recipes.micro_batch_finder import find_micro_batch
 from lm_experiments_tools.training.losses import with_bytes
 from lm_experiments_tools.training.phases import Phase
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -56,17 +55,17 @@ class Recipe(ABC):
 
     def __init__(self, args: ExperimentArgs, origins: Mapping[str, str], sources: Sequence[Source] = ()) -> None:
         self.args, self.origins, self.sources = args, origins, sources
-        self.folder = args.model_path  # also for `--find_...`, whose `args` have none
+        self.folder = args.model_path  # also for `--find_lr`, whose `args` have none
 
     def run(self) -> None:
-        """Train, or do instead what `--plan`, `--validate_only` or `--find_...` ask for."""
+        """Train, or do instead what `--plan`, `--validate_only` or `--find_lr` ask for."""
         if self.args.plan:
             return show.show_run(self.args, self.origins)
         self.args, self.origins = choose_speed(self.args, self.origins, self.sources)
         self.args, self.folder = self.args.while_finding()
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         self.train()
-        if not self.args.finds():
+        if self.args.find_lr is None:
             self.finish()
         close_run(self.backend, self.data)
 
@@ -79,14 +78,12 @@ class Recipe(ABC):
         """Evaluate and record the result."""
 
     def find_or_train(self) -> None:
-        """Train or validate, or run `--find_lr` or `--find_micro_batch`."""
+        """Train or validate, or run `--find_lr`."""
         args, trainer = self.trainer.args, self.trainer
-        if args.find_micro_batch:
-            find_micro_batch(trainer, self.folder)
-        elif args.find_lr is not None:
+        if args.find_lr is not None:
             find_lr(trainer, self.folder)
         else:
-            with show.watched(args, self.origins, self.backend):
+            with show.out_of_memory_explained(args):
                 if not args.validate_only:
                     trainer.train()
                 elif trainer.valid_dataloader is not None:

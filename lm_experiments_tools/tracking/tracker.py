@@ -35,7 +35,6 @@ _TAGS = {
     "mfu": "throughput/mfu",
     "mfu_measured": "throughput/mfu_measured",
     "memory_mib": "memory/peak_mib",
-    "memory_predicted_over_measured": "memory/predicted_over_measured",
     "data_wait_fraction": "time_metrics/data_wait_fraction",
     "skipped_updates": "nonfinite/count",
 }

@@ -422,7 +422,7 @@ class TrainingLoop:
             **interval.means(),
             weights_global_norm=backend.weights_norm(),
             **self.meter.utilization(interval),
-            **backend.memory(),
+            memory_mib=backend.peak_memory_mib(),
             skipped_updates=self.state.skipped_updates,
             param_groups=rates,
         )
