@@ -1,4 +1,4 @@
-"""Arguments of the tuners, which measure settings on the real model and data without changing the run.
+"""Arguments of the learning-rate range test, which trains on the real model and data without changing the run.
 
 Standard library only.
 """
@@ -18,7 +18,7 @@ _OF_RATES = Ignored(lambda args: args.relative_step, "has no rate to find: --rel
 
 @dataclass(frozen=True, kw_only=True)
 class FinderArgs:
-    """Settings found by trying them: the script reports and exits."""
+    """The learning rate, found by trying: the script reports and exits."""
 
     find_lr: Annotated[int | None, HARMLESS, at_least(20), _OF_NEW_RUN, _OF_UPDATES, _OF_RATES] = None
     """Raise the learning rate over so many updates from --find_lr_min to --find_lr_max, say where the loss falls
@@ -27,19 +27,9 @@ class FinderArgs:
     """--find_lr: learning rate of the first update."""
     find_lr_max: Annotated[float, HARMLESS, POSITIVE, needs("find_lr")] = 1.0
     """--find_lr: learning rate of the last update, unless the loss has risen far before it."""
-    find_micro_batch: Annotated[bool, HARMLESS, _OF_NEW_RUN, _OF_UPDATES] = False
-    """Try micro-batches of the same global batch until memory runs out, time those that fit, and exit."""
 
     def check(self) -> None:
-        check_conflict(self, "find_lr", "find_micro_batch", "find the micro-batch first, then the learning rate")
-        for finder in ("find_lr", "find_micro_batch"):
-            for flag in ("profile", "profile_after"):
-                check_conflict(self, finder, flag, "a search is not profiled")
-        if self.find_micro_batch and self.reproducible != "off":
-            raise UserError(f"--find_micro_batch and --reproducible {self.reproducible} exclude each other.")
+        for flag in ("profile", "profile_after"):
+            check_conflict(self, "find_lr", flag, "a search is not profiled")
         if self.find_lr_min >= self.find_lr_max:
             raise UserError(f"--find_lr_min {self.find_lr_min:g} is not below --find_lr_max {self.find_lr_max:g}.")
-
-    def finds(self) -> bool:
-        """True if settings are searched instead of training."""
-        return self.find_lr is not None or self.find_micro_batch

@@ -43,7 +43,7 @@ class PhaseArgs:
 
     def check(self) -> None:
         read_options("model_options", self.model_options)
-        for flag in ("init_checkpoint", "validate_only", "find_lr", "find_micro_batch"):
+        for flag in ("init_checkpoint", "validate_only", "find_lr"):
             check_conflict(self, "branch_from", flag, "a branch starts from its trunk, and is trained")
         if self.average is not None and getattr(self, "early_stopping_patience", -1) > 0:
             raise UserError("--average and --early_stopping_patience exclude each other: leave one out.")
@@ -59,7 +59,7 @@ def check_phased_run(args: Any) -> None:
         return
     if is_given(args, "iters"):
         raise UserError("--iters and --phases exclude each other: give each phase its own length.")
-    for flag in ("find_lr", "find_micro_batch", "validate_only"):
+    for flag in ("find_lr", "validate_only"):
         if is_given(args, flag):
             raise UserError(f"--{flag} and --phases exclude each other: leave one out.")
     if args.init_checkpoint and not (args.reset_iteration and args.reset_lr):

@@ -451,10 +451,8 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
 
     def while_finding(self) -> tuple["ExperimentArgs", str | None]:
-        """Arguments for a tuner (`--find_...`), without a run directory, and the run directory that was given."""
-        if not self.finds():
+        """Arguments for `--find_lr`, without a run directory, and the run directory that was given."""
+        if self.find_lr is None:
             return self, self.model_path
         changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}
-        if self.find_lr is not None:
-            changed["lr"] = self.find_lr_max
-        return replace(self, **changed, model_path=None, resume="never"), self.model_path
+        return replace(self, **changed, lr=self.find_lr_max, model_path=None, resume="never"), self.model_path

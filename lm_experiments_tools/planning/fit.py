@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import resource
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -100,12 +100,6 @@ def largest_fit(args: ExperimentArgs, estimate: Estimate, memory: float) -> Fit:
     )
 
 
-def largest_size(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of ascending sizes that fits, by bisection; None if none does."""
-    index = bisect_left(sizes, True, key=lambda size: not fits(size))
-    return sizes[index - 1] if index else None
-
-
 def _largest_micro_batch(
     args: ExperimentArgs, estimate: Estimate, memory: float
 ) -> tuple[ExperimentArgs | None, MemoryEstimate]:
@@ -118,8 +112,8 @@ def _largest_micro_batch(
         return settings, estimate(settings)
 
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    size = largest_size(sizes, lambda size: tried(size)[1].total <= memory)
-    return tried(size) if size else (None, tried(1)[1])
+    index = bisect_left(sizes, True, key=lambda size: tried(size)[1].total > memory)
+    return tried(sizes[index - 1]) if index else (None, tried(1)[1])
 
 
 def try_steps(args: ExperimentArgs, device: str, memory: float | None = None) -> int | None:
@@ -146,7 +140,7 @@ def try_steps(args: ExperimentArgs, device: str, memory: float | None = None) ->
 def _peak_of_steps(args: ExperimentArgs, device: str, memory: float | None) -> int | None:
     before = psutil.Process().memory_info()
     if device == "cpu" and memory is not None:
-        limit_memory(before.data + memory)
+        _limit_memory(before.data + memory)
     try:
         prepared = prepare(args, device)
         prepared.model.train()
@@ -165,12 +159,11 @@ def _peak_of_steps(args: ExperimentArgs, device: str, memory: float | None) -> i
     return torch.cuda.max_memory_allocated()
 
 
-def limit_memory(size: float) -> tuple[int, int]:
-    """Limit this process's memory, because Linux overcommits memory and later kills. Returns the earlier limits."""
+def _limit_memory(size: float) -> None:
+    """Limit this process's memory, because Linux overcommits memory and later kills."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (int(size), soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-    return soft, hard
 
 
 def is_out_of_memory(error: BaseException) -> bool:

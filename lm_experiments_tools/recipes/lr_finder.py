@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -69,12 +69,20 @@ def find_lr(trainer: TrainingLoop, folder: str | Path | None) -> RangeTest:
     test = read_range_test(rates[: len(losses)], losses, stopped)
     for line in _shown(test, stopped):
         trainer.say(line)
-    write_found(trainer, folder, "find_lr.json", test._asdict())
+    if folder is not None:
+        path = Path(folder) / "find_lr.json"
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, dump_json(test._asdict()))
+
+        on_all(trainer.backend, write, only_main=True)
+        trainer.say(f"written to {path}; nothing else is changed")
     return test
 
 
 @contextmanager
-def only_steps(trainer: TrainingLoop) -> Iterator[None]:
+def _only_steps(trainer: TrainingLoop) -> Iterator[None]:
     """Run the loop's steps synchronously, without logging, validation and checkpoints."""
     trainer.callbacks = [Every(1, lambda trainer: None)]
     trainer.outputs = AccumulatedOutputs(None, None)
@@ -85,27 +93,13 @@ def only_steps(trainer: TrainingLoop) -> Iterator[None]:
         raise SystemExit(128 + trainer.signals.agreed)
 
 
-def write_found(trainer: TrainingLoop, folder: str | Path | None, name: str, found: dict[str, Any]) -> None:
-    """Write the result to a file in the run directory (on rank 0, if the run has a directory)."""
-    if folder is None:
-        return
-    path = Path(folder) / name
-
-    def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, dump_json(found))
-
-    on_all(trainer.backend, write, only_main=True)
-    trainer.say(f"written to {path}; nothing else is changed")
-
-
 def _losses(trainer: TrainingLoop, rates: Sequence[float]) -> list[float]:
     """The global loss after an update at each rate, as far as they are finite and not far above the lowest."""
     rate, before = trainer.learning_rate, trainer.state.step
     rate.schedule, rate.plateau = (lambda step: wanted / trainer.args.lr), None
     losses: list[float] = []
     wanted, made = rates[0], 0
-    with only_steps(trainer):
+    with _only_steps(trainer):
         batches, check = iter(trainer.stream), LoaderCheck(trainer.stream, trainer.backend, trainer.args)
         while made <= len(rates):
             wanted = rates[min(made, len(rates) - 1)]

@@ -103,9 +103,8 @@ def test_a_model_that_is_not_finite_at_once_is_refused():
         ({"find_lr": 5}, "--find_lr is 5: it must be at least 20"),
         ({"lr": 1.0, "find_lr_min": 1e-4}, "--find_lr_min needs --find_lr"),
         ({"find_lr": 50, "find_lr_min": 1.0}, "--find_lr_min 1 is not below --find_lr_max 1"),
-        ({"find_lr": 50, "find_micro_batch": True}, "--find_lr and --find_micro_batch exclude each other"),
         ({"find_lr": 50, "profile": 2, "model_path": "a"}, "--find_lr and --profile exclude each other"),
-        ({"find_micro_batch": True, "lr": 1.0, "resume": "runs/a/last"}, "--find_micro_batch starts a new run"),
+        ({"find_lr": 50, "resume": "runs/a/last"}, "--find_lr starts a new run"),
         ({"find_lr": 50, "validate_only": True}, "--find_lr .*--validate_only"),
         ({"find_lr": 50, "relative_step": True, "optimizer": "Adafactor"}, "--relative_step computes its own"),
         ({}, "--lr is missing"),
@@ -116,13 +115,12 @@ def test_flags_that_cannot_be_meant_are_refused(settings, sentence):
         ExperimentArgs(model_cfg="none", **settings)
 
 
-def test_a_run_after_both_finders_has_the_bits_of_one_without(tmp_path, monkeypatch):
+def test_a_run_after_the_range_test_has_the_bits_of_one_without(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = tiny_run(tmp_path, TINY, target_seq_len=16, iters=4, backend="local")
     main(words(**flags, model_path="plain"))
     main(words(**{**flags, "lr": None}, model_path="found", find_lr=20))
-    main(words(**flags, model_path="found", find_micro_batch=True))
-    assert sorted(path.name for path in Path("found").iterdir()) == ["find_lr.json", "find_micro_batch.json"]
+    assert [path.name for path in Path("found").iterdir()] == ["find_lr.json"]
     main(words(**flags, model_path="found"))
     assert losses("found") == losses("plain")
     weights = [next(Path(run, "last").resolve().glob("*.safetensors")).read_bytes() for run in ("plain", "found")]
