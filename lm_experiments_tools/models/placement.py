@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.modules.devices import HostEmbedding
 
@@ -51,36 +52,21 @@ def weights_dtype(args: FinetuningArgs) -> torch.dtype:
 
 
 def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[str, str | int]:
-    """The map in a JSON file. Raises UserError unless it places every weight on an existing device."""
+    """The map in a JSON file. Raises UserError unless it places every weight of the model on an existing device."""
+    from accelerate.utils import check_device_map
+
     placed = read_json(Path(path))
-    for device in placed.values():
-        if not _is_there(device):
-            there = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
-            raise UserError(f"--device_map {path}: there is no device {device!r} for weights here, only {there}.")
-    with torch.device("meta"):
-        names = list(model_cls(config).state_dict())
-    tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-    for module in placed:
-        if not any(_is_in(name, module) for name in names):
-            raise UserError(f"--device_map {path}: {model_cls.__name__} has no module {module}; it has {tops}.")
-    unplaced = [name for name in names if not any(_is_in(name, module) for module in placed)]
-    if unplaced:
-        raise UserError(f"--device_map {path} has no device for {unplaced[0]}: place each of {tops}, or '' for all.")
-    return placed
-
-
-def _is_there(device: Any) -> bool:
-    if isinstance(device, int):
-        return 0 <= device < torch.cuda.device_count()
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        return False
-    return found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < torch.cuda.device_count())
-
-
-def _is_in(name: str, module: str) -> bool:
-    return module in ("", name) or name.startswith(f"{module}.")
+        for device in placed.values():
+            torch.empty(1, device=device).tolist()  # refused of devices without memory too
+        with torch.device("meta"):
+            model = model_cls(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of modules that the model does not have
+            check_device_map(model, placed)
+    except (AssertionError, RuntimeError, TypeError, ValueError, UserWarning) as error:
+        raise UserError(f"--device_map {path} does not fit: {first_line(error)}.") from error
+    return placed
 
 
 def _quantization(args: FinetuningArgs) -> Any:

@@ -179,15 +179,12 @@ def test_generation_flags_are_for_predict_of_a_fine_tuner_too():
 @pytest.mark.parametrize(
     ("placed", "sentence"),
     [
-        (
-            {"nosuch": "cpu"},
-            "T5ForConditionalGeneration has no module nosuch; it has shared, encoder, decoder, lm_head",
-        ),
-        ({"": "cpu", "encoder.block.9": "cpu"}, "has no module encoder.block.9"),
-        ({"shared": "cpu", "encoder": "cpu"}, "has no device for decoder.embed_tokens.weight"),
-        ({"": "cuda:17"}, "there is no device 'cuda:17' for weights here, only cpu"),
-        ({"": 17}, "there is no device 17"),
-        ({"": "disk"}, "there is no device 'disk'"),
+        ({"nosuch": "cpu"}, "do not match any submodules in the model: .'nosuch'"),
+        ({"": "cpu", "encoder.block.9": "cpu"}, "encoder.block.9"),
+        ({"shared": "cpu", "encoder": "cpu"}, "does not give any device for .*: decoder.embed_tokens.weight"),
+        ({"": "cuda:17"}, "does not fit"),
+        ({"": 17}, "does not fit"),
+        ({"": "disk"}, "disk"),
     ],
 )
 def test_a_map_of_devices_that_is_not_of_this_model_or_machine_is_refused(placed, sentence, tmp_path):
