@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: list[Source] = []
     inherit = partial(inherited_settings, found=found)
     args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=inherit, resolve=SPEED)
-    if not args.plan:
-        args.check_used()
-        args = args.resolved(origins)
+    args.check_used()
+    args = args.resolved(origins)
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.recipes.finetuning import Finetuning
 

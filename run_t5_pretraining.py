@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends.cluster import attempt
     from lm_experiments_tools.recipes.t5_sources import sources_of_phases
 
-    sources = attempt(lambda: [] if args.plan else sources_of_phases(args))
+    sources = attempt(lambda: sources_of_phases(args))
     from lm_experiments_tools.recipes.t5 import T5Pretraining
 
     T5Pretraining(args, origins, sources).run()

@@ -73,7 +73,7 @@ class DistillationArgs:
 
     distill_from: str | None = None
     """Teacher: folder, run or Hugging Face name of a model of the same vocabulary, a decoder or of the model's own
-    kind. Every worker holds it; --plan does not count it."""
+    kind. Every worker holds it; lmtools plan does not count it."""
     distill_weight: Annotated[float, FRACTION, needs("distill_from")] = 0.5
     """Weight of the KL divergence from the teacher's predictions; the rest is that of the loss on labels."""
 

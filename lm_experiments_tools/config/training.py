@@ -152,8 +152,6 @@ class RunArgs:
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
     validate_only: Annotated[bool, HARMLESS, EVALUATION] = False
     """Validate once and stop, without training."""
-    plan: Annotated[bool, HARMLESS] = False
-    """Print what the run will hold in memory, part by part, and exit before anything is allocated (lmtools plan)."""
 
     def working_folder(self) -> str:
         """`--working_dir`. Raises UserError if it does not exist."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import resource
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +18,7 @@ import torch
 
 from lm_experiments_tools.config.planning import bytes_of
 from lm_experiments_tools.data.tokens.cold import available_memory
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.planning.build import prepare
 from lm_experiments_tools.planning.estimate import MemoryEstimate
@@ -171,3 +172,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)
+
+
+@contextmanager
+def out_of_memory_explained(args: ExperimentArgs) -> Iterator[None]:
+    """Context for training: RunError, with what to try next, where memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0] or "Python's own objects"
+        raise RunError(
+            f"out of memory ({reason}) with micro-batches of {args.batch_size}. Try a smaller --batch_size with more "
+            "--gradient_accumulation_steps, or let `lmtools plan --fit auto` find settings for the same global batch; "
+            "docs/out_of_memory.md has more."
+        ) from error

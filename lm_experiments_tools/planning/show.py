@@ -1,22 +1,19 @@
-"""The memory estimate of a run, printed before it, and the error when memory runs out."""
+"""The memory estimate of a run, printed, and settings that fit."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.config.phases import phases_of
-from lm_experiments_tools.config.planning import PlanningArgs
-from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.files import human_bytes, read_json
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.planning.estimate import MemoryEstimate, estimate_memory
-from lm_experiments_tools.planning.fit import is_out_of_memory, largest_fit, memory_for_tensors, try_steps
+from lm_experiments_tools.planning.fit import largest_fit, memory_for_tensors, try_steps
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.config.planning import PlanningArgs
     from lm_experiments_tools.config.training import ExperimentArgs
 
 _LESS = 0.9  # of an estimate that did not fit, for the next proposal
@@ -59,39 +56,3 @@ def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str
         else:
             whole = ", with what libraries load" if given.device == "cpu" else ""
             print(f"tried: two steps took {human_bytes(peak)} on this {given.device}{whole}")
-
-
-def show_run(args: ExperimentArgs, origins: Mapping[str, str]) -> None:
-    """Print the estimate of a script's run (`--plan`), on rank 0, for the workers that its launcher has started."""
-    if launcher_rank() == 0:
-        show(args, of_launcher(), origins)
-
-
-def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
-    """Number of workers and sharding, from the launcher's environment."""
-    counts = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
-    workers = max((int(text) for text in counts if text.isdigit()), default=1)
-    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
-    if file := environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        zero = read_json(Path(file)).get("zero_optimization")
-        stage = str(zero.get("stage", stage)) if isinstance(zero, dict) else stage
-    sharding = f"zero{stage}" if stage in ("1", "2", "3") else "none"
-    if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        sharding = "fsdp"
-    return PlanningArgs(workers=workers, sharding=sharding if workers > 1 else "none")
-
-
-@contextmanager
-def out_of_memory_explained(args: ExperimentArgs) -> Iterator[None]:
-    """Context for training: RunError, with what to try next, where memory runs out."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0] or "Python's own objects"
-        raise RunError(
-            f"out of memory ({reason}) with micro-batches of {args.batch_size}. Try a smaller --batch_size with more "
-            "--gradient_accumulation_steps, or let `lmtools plan --fit auto` find settings for the same global batch; "
-            "docs/out_of_memory.md has more."
-        ) from error

@@ -21,7 +21,7 @@ from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.models.freezing import train_only
 from lm_experiments_tools.models.from_args import ModelSource, model_from_args, model_source, optimizer_from_args
 from lm_experiments_tools.models.speed import choose_speed
-from lm_experiments_tools.planning import show
+from lm_experiments_tools.planning.fit import out_of_memory_explained
 from lm_experiments_tools.recipes.common import close_run, seed_worker, show_run, start_run, warn_of_data
 from lm_experiments_tools.recipes.lr_finder import find_lr
 from lm_experiments_tools.training.losses import with_bytes
@@ -58,9 +58,7 @@ class Recipe(ABC):
         self.folder = args.model_path  # also for `--find_lr`, whose `args` have none
 
     def run(self) -> None:
-        """Train, or do instead what `--plan`, `--validate_only` or `--find_lr` ask for."""
-        if self.args.plan:
-            return show.show_run(self.args, self.origins)
+        """Train, or do instead what `--validate_only` or `--find_lr` ask for."""
         self.args, self.origins = choose_speed(self.args, self.origins, self.sources)
         self.args, self.folder = self.args.while_finding()
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
@@ -83,7 +81,7 @@ class Recipe(ABC):
         if args.find_lr is not None:
             find_lr(trainer, self.folder)
         else:
-            with show.out_of_memory_explained(args):
+            with out_of_memory_explained(args):
                 if not args.validate_only:
                     trainer.train()
                 elif trainer.valid_dataloader is not None:

@@ -11,7 +11,7 @@ from lm_experiments_tools.models.build import OWN_CLASSES
 from lm_experiments_tools.planning.build import resolve
 from lm_experiments_tools.planning.estimate import estimate_memory
 from lm_experiments_tools.planning.fit import largest_fit
-from lm_experiments_tools.planning.show import of_launcher, show
+from lm_experiments_tools.planning.show import show
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.tools.plan import PlanBertArgs, PlanFinetuningArgs, PlanT5Args
 
@@ -125,7 +125,6 @@ def test_shards_divide_what_they_say(tmp_path):
     names = "parameters", "gradients", "optimizer state"
     divided = [[part[name] / whole[name] for name in names] for part in others]
     assert divided == [[1, 1, 0.25], [1, 0.25, 0.25], [0.25, 0.25, 0.25]]
-    assert of_launcher({"WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true"}) == PlanningArgs(workers=4, sharding="fsdp")
 
 
 @pytest.mark.parametrize(

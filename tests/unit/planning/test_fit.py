@@ -1,10 +1,10 @@
-"""The estimate before a run (--plan), and the error at out-of-memory."""
+"""The error of a run without enough memory."""
 
 import pytest
 import torch
 
 from lm_experiments_tools.errors import RunError
-from lm_experiments_tools.planning.show import out_of_memory_explained
+from lm_experiments_tools.planning.fit import out_of_memory_explained
 from tests.unit.planning.test_plan import OWN_T5, settings
 from tests.unit.planning.test_plan import T5 as CONFIG
 
@@ -27,14 +27,3 @@ def test_running_out_of_memory_says_what_to_try(args, fail, reason):
     assert str(caught.value).startswith(f"out of memory ({reason}") and "micro-batches of 8. Try" in str(caught.value)
     with pytest.raises(RuntimeError, match="not of memory"), out_of_memory_explained(args):
         raise RuntimeError("not of memory")
-
-
-def test_plan_prints_before_anything_is_allocated(args, capsys, tmp_path):
-    import run_t5_pretraining
-
-    folder = tmp_path / "run"
-    words = ["--model_cfg", args.model_cfg, "--data_path", str(tmp_path / "none"), "--lr", "1e-3", "--plan"]
-    run_t5_pretraining.main([*words, "--model_path", str(folder)])
-    shown = capsys.readouterr().out
-    assert "at the peak" in shown and "optimizer state" in shown
-    assert not folder.exists()
