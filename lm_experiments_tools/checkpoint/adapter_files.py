@@ -14,19 +14,16 @@ from torch import Tensor
 from lm_experiments_tools.checkpoint.manifest import pin, verify_model
 from lm_experiments_tools.checkpoint.source import (
     ADAPTER_CONFIG,
-    ENSEMBLE_CONFIG,
     LABELS_FILE,
     Source,
-    ensemble_folders,
     real_names,
 )
 from lm_experiments_tools.checkpoint.tree import WriteTensors, load_tensors, write_now
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import trained_parameters
-from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # peft's name
 DEFAULT_ADAPTER = "default"  # peft's name of a model's only adapter
@@ -59,7 +56,7 @@ def saved_names(model: PeftModel) -> dict[str, str]:
 def save_adapter(
     path: Path, model: PeftModel, state: dict[str, Tensor] | None = None, write: WriteTensors = write_now
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, of an ensemble a folder with them for each prompt.
+    """Write adapter_config.json and adapter_model.safetensors.
 
     The labels of a classifier go into label_names.json, which peft ignores.
 
@@ -72,22 +69,9 @@ def save_adapter(
         pin(Path(config.base_model_name_or_path))
     if names := real_names(model.config.id2label, str(path)):
         (path / LABELS_FILE).write_text(json.dumps({"label_names": names}), encoding="utf-8")
-    if isinstance(model, PromptEnsemble):
-        parts = model.split(state)
-        for folder, weights in parts.items():
-            (path / folder).mkdir(exist_ok=True)
-            _write(path / folder, weights, config, base, write)
-        (path / ENSEMBLE_CONFIG).write_text(json.dumps({"folders": list(parts)}), encoding="utf-8")
-    else:
-        _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, config, base, write)
-
-
-def _write(
-    path: Path, weights: dict[str, Tensor], config: PeftConfig, base_fingerprint: str | None, write: WriteTensors
-) -> None:
-    unsharded = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    base = {} if base_fingerprint is None else {_BASE_SHA256: base_fingerprint}
-    write(unsharded, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
+    weights = {saved: state[name].detach().cpu().contiguous() for saved, name in saved_names(model).items()}
+    metadata = {"format": "pt"} if base is None else {"format": "pt", _BASE_SHA256: base}
+    write(weights, path / ADAPTER_WEIGHTS, metadata=metadata)
     saved = copy.copy(config)
     saved.inference_mode = True  # as peft writes it
     for name, value in vars(config).items():
@@ -99,22 +83,9 @@ def _write(
 def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
     """Name of the parameter -> its value in an adapter's folder. Raises UserError."""
     verify_model(path)
-    folders = ensemble_folders(path)
-    if not folders and not (path / ADAPTER_CONFIG).is_file():
+    if not (path / ADAPTER_CONFIG).is_file():
         raise UserError(f"{path} is no adapter of peft ({ADAPTER_CONFIG}): name the base model by --from_pretrained.")
     shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trained_parameters(model).items()}
-    wanted = list(model.file_names()) if isinstance(model, PromptEnsemble) else []
-    if folders != wanted:
-        raise UserError(
-            f"{path} holds {len(folders) or 1} prompt(s), this model has {len(wanted) or 1}: see --num_prompts."
-        )
-    if folders:
-        shapes["prompts"] = shapes["prompts"][1:]
-        parts = {folder: saved_by_name(path / folder) for folder in folders}
-        for folder, names in model.file_names().items():
-            _check_fit(path / folder, parts[folder], names, shapes)
-        check_base(model, path)
-        return model.joined(parts)
     saved, names = saved_by_name(path), saved_names(model)
     _check_fit(path, saved, names, shapes)
     check_base(model, path)
@@ -135,7 +106,7 @@ def _check_fit(path: Path, saved: dict[str, Tensor], names: dict[str, str], shap
 
 def check_base(model: PeftModel, path: Path) -> None:
     """Refuse an adapter if its base model's weights are not those it was trained on. Raises UserError."""
-    with safe_open(path / (ensemble_folders(path) or [""])[0] / ADAPTER_WEIGHTS, framework="pt") as file:
+    with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as file:
         then = (file.metadata() or {}).get(_BASE_SHA256)
     now = getattr(model, "base_fingerprint", None)
     if then is None or now is None or then == now:

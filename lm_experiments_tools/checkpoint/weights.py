@@ -19,7 +19,7 @@ from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_ada
 from lm_experiments_tools.checkpoint.conversion import to_model_names, without_progress_bars
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import is_listed, shards_of, verify_model
-from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
+from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, TASK_FILE
 from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tree import WriteTensors, as_os_error, load_tensors, write_now
 from lm_experiments_tools.errors import UserError
@@ -276,7 +276,7 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
         return weights
     if is_t5x(path):
         return read_t5x(path)
-    if holds_adapter(path):
+    if (path / ADAPTER_CONFIG).is_file():
         raise UserError(f"{path} holds an adapter, not a whole model: name it by --from_pretrained.")
     hint = f": name {path / 'last'} or {path / 'best'} of this run directory" if (path / "last").is_dir() else ""
     raise UserError(f"{path} has no weights (model.safetensors, its shards or pytorch_model.bin){hint}.")

@@ -247,8 +247,6 @@ class MemoryArgs:
     """Length of a soft prompt or prefix, or new tokens."""
     prompt_init_text: Annotated[str | None, needs("peft", "prompt_tuning")] = None
     """prompt_tuning: text whose embeddings the prompt starts from. None: those of random words."""
-    num_prompts: Annotated[int, COUNT, needs("peft", "prompt_tuning")] = 1
-    """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
     quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, _QUANTIZED] = None
     """Hold weights that nothing trains in 8 or 4 bits (bitsandbytes): the base model under --peft, or the whole one
     with --validate_only."""
@@ -264,8 +262,6 @@ class MemoryArgs:
             raise UserError(f"--peft new_tokens is not for --task {self.task}, which has no sources.")
         if self.packing and self.peft in ("prompt_tuning", "prefix_tuning"):
             raise UserError(f"--packing and --peft {self.peft} exclude each other.")
-        if self.task == "multi_label" and self.num_prompts > 1:
-            raise UserError("--num_prompts: the prompts vote for one label, and --task multi_label may have several.")
         check_conflict(self, "peft", "freeze", "--peft freezes the whole base model already")
 
 

@@ -47,7 +47,6 @@ _FLAGS_OF_UNITS = {
     "processes": "data_n_workers",
     "streams": "streams",
     "beams": "num_beams",
-    "prompts": "num_prompts",
     "rank": "lora_r",
     "rate": "lr lr_drop_min_lr lr_drop_eps find_lr_min find_lr_max",
     "fraction": "distill_weight dropout_rate lora_dropout noise_density mlm_prob mlm_prob_end valid_mlm_prob "

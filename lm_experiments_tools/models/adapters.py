@@ -25,14 +25,12 @@ from torch import Tensor
 
 from lm_experiments_tools.checkpoint.adapter_files import (
     DEFAULT_ADAPTER,
-    ensemble_folders,
     read_adapter_into,
     saved_by_name,
 )
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG
 from lm_experiments_tools.config.finetuning import MemoryArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble, generate_after_prompts
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -73,7 +71,7 @@ def add_adapter(
     tokenizer: PreTrainedTokenizerBase,
     base_name: str | None,
     new_weights: Sequence[str],
-) -> PeftModel | PromptEnsemble:
+) -> PeftModel:
     """The frozen `model` with a new adapter of kind `--peft`; what it draws at random depends on --seed alone.
 
     Args:
@@ -87,17 +85,13 @@ def add_adapter(
         torch.manual_seed(args.seed)
         config = _config(model, args, tokenizer, heads_of(model, args.model_type, new_weights))
         config.base_model_name_or_path = base_name
-        if args.num_prompts > 1:
-            starts = [_word_embeddings(model, args, tokenizer) for _ in range(args.num_prompts)]
-            adapted = PromptEnsemble(model, torch.stack(starts), config)
-        else:
-            flag = "--lora_targets" if args.lora_targets else f"--peft {args.peft}"
-            hint = "; name layers by --lora_targets" if args.peft == "lora" and not args.lora_targets else ""
-            with peft_errors_named(f"{flag} does not fit {type(model).__name__}{hint}"):
-                adapted = _wrapped(model, config, args)
-            if args.peft in _STARTED:
-                weight = next(p for name, p in adapted.named_parameters() if _STARTED[args.peft] in name)
-                weight.data.copy_(_word_embeddings(model, args, tokenizer))
+        flag = "--lora_targets" if args.lora_targets else f"--peft {args.peft}"
+        hint = "; name layers by --lora_targets" if args.peft == "lora" and not args.lora_targets else ""
+        with peft_errors_named(f"{flag} does not fit {type(model).__name__}{hint}"):
+            adapted = _wrapped(model, config, args)
+        if args.peft in _STARTED:
+            weight = next(p for name, p in adapted.named_parameters() if _STARTED[args.peft] in name)
+            weight.data.copy_(_word_embeddings(model, args, tokenizer))
     _train_heads(adapted, args.model_type, new_weights)
     return adapted
 
@@ -119,39 +113,32 @@ def described_by(file: Path) -> contextlib.AbstractContextManager[None]:
     return peft_errors_named(f"{file}: peft cannot build the adapter that it describes")
 
 
-def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel | PromptEnsemble:
+def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel:
     """`model` with the adapter in a folder, to be trained further. Raises UserError."""
-    folders = ensemble_folders(path)
-    first = path / folders[0] if folders else path
-    with described_by(first / ADAPTER_CONFIG):
-        adapted = _described(model, path, first, len(folders), args)
-        _train_heads(adapted, args.model_type, list(saved_by_name(first)))
+    with described_by(path / ADAPTER_CONFIG):
+        adapted = _described(model, path, args)
+        _train_heads(adapted, args.model_type, list(saved_by_name(path)))
     read_adapter_into(adapted, path)
     return adapted
 
 
-def _described(
-    model: PreTrainedModel, path: Path, first: Path, num_prompts: int, args: FinetuningArgs
-) -> PeftModel | PromptEnsemble:
-    """`model` with an adapter as the files in `first` describe it, whose weights are still to be read."""
+def _described(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel:
+    """`model` with an adapter as the files in `path` describe it, whose weights are still to be read."""
     from peft import PeftConfig
 
-    config = PeftConfig.from_pretrained(str(first))
+    config = PeftConfig.from_pretrained(str(path))
     if args.peft is not None and config.peft_type != KINDS[args.peft]:
         raise UserError(
             f"--peft {args.peft} does not fit the adapter in {path}, which is {config.peft_type}: leave --peft out."
         )
-    _refuse_other_settings(args, path, config, num_prompts or 1)
+    _refuse_other_settings(args, path, config)
     config.inference_mode = False
     if config.peft_type == KINDS["prompt_tuning"]:
         config.prompt_tuning_init = "RANDOM"  # overwritten by the file
-    if num_prompts:
-        start = torch.zeros(num_prompts, config.num_virtual_tokens, model.get_input_embeddings().embedding_dim)
-        return PromptEnsemble(model, start, config)
     return _wrapped(model, config, args)
 
 
-def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig, num_prompts: int) -> None:
+def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig) -> None:
     """Refuse flags that differ from a saved adapter, where they would be ignored."""
     if args.freeze:
         raise UserError(f"--freeze: everything under the adapter in {path} is frozen already; leave the flag out.")
@@ -162,7 +149,6 @@ def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig,
         "lora_dropout": getattr(config, "lora_dropout", None),
         "lora_targets": tuple(sorted(targets or ())),
         "num_virtual_tokens": len(tokens) if tokens is not None else getattr(config, "num_virtual_tokens", None),
-        "num_prompts": num_prompts,
         "prompt_init_text": None,
     }
     given = {name: getattr(args, name) for name in saved if getattr(args, name) != getattr(MemoryArgs, name)}
@@ -187,9 +173,20 @@ def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -
     return adapted
 
 
-def _generate_after_prompt(self: PeftModel, input_ids: Tensor, **options: Any) -> Tensor:
+def _generate_after_prompt(
+    self: PeftModel, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> Tensor:
     """Replaces peft's `generate`, which drops positions: left padding would shift a decoder's."""
-    return generate_after_prompts(self.get_base_model(), self.get_prompt(batch_size=1), input_ids, **options)
+    prompt, embedded = self.get_prompt(batch_size=len(input_ids)), self.get_input_embeddings()(input_ids)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if options.get("max_length") is not None:  # transformers would count the prompt
+        options.setdefault("max_new_tokens", options.pop("max_length") - input_ids.shape[1])
+    return self.get_base_model().generate(
+        input_ids=input_ids,
+        inputs_embeds=torch.cat([prompt.to(embedded.dtype), embedded], 1),
+        attention_mask=torch.cat([mask.new_ones(prompt.shape[:2]), mask], 1),
+        **options,
+    )
 
 
 def _config(
@@ -224,7 +221,7 @@ def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]
     return heads + (["pooler"] if any(".pooler." in name for name in new_weights) else [])
 
 
-def _train_heads(adapted: PeftModel | PromptEnsemble, model_type: str, new_weights: Sequence[str]) -> None:
+def _train_heads(adapted: PeftModel, model_type: str, new_weights: Sequence[str]) -> None:
     """LoRA trains copies of the heads; with other adapters the model's own heads are trained."""
     if adapted.peft_config[DEFAULT_ADAPTER].peft_type == KINDS["lora"]:
         return

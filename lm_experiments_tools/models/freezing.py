@@ -13,7 +13,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import number_of
 
 PARTS = ("embeddings", "encoder", "decoder", "head", "adapter")
-_ADAPTER_WORDS = ("lora_", "prompt_encoder", "trainable_tokens_delta", "prompts")
+_ADAPTER_WORDS = ("lora_", "prompt_encoder", "trainable_tokens_delta")
 _POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 _NEAR = 3
 

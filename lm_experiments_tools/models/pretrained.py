@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.conversion import load_unsharded, quiet_loading
-from lm_experiments_tools.checkpoint.source import ModelFiles, Source, holds_adapter, real_names
+from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ModelFiles, Source, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.data.examples.text_encoder import end_id
 from lm_experiments_tools.errors import UserError, first_line
@@ -126,7 +126,7 @@ def untrained_model(args: FinetuningArgs) -> PreTrainedModel:
 
 def _refuse_lost_base(args: FinetuningArgs) -> None:
     """An adapter is saved without its base model, which must be named by `--from_pretrained`."""
-    if args.init_checkpoint and holds_adapter(Path(args.init_checkpoint)):
+    if args.init_checkpoint and (Path(args.init_checkpoint) / ADAPTER_CONFIG).is_file():
         raise UserError(f"--init_checkpoint {args.init_checkpoint} holds an adapter: name it by --from_pretrained.")
     if args.peft is not None and args.from_pretrained is None:
         raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")

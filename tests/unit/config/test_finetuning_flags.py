@@ -69,7 +69,7 @@ READ = {
 EVERYWHERE = """model_type task data_path valid_data_path test_data_path max_bad_lines max_train_samples valid_samples
     test_samples input_seq_len from_pretrained tokenizer freeze quantize inference_dtype device_map embeddings_on_cpu
     metrics epochs""".split()
-BESIDE_ANOTHER = """peft lora_r lora_alpha lora_dropout lora_targets num_virtual_tokens prompt_init_text num_prompts
+BESIDE_ANOTHER = """peft lora_r lora_alpha lora_dropout lora_targets num_virtual_tokens prompt_init_text
     temperature top_k top_p length_penalty bleu_tokenize""".split()
 DATA = {"data_path": ("x",), "valid_data_path": "y"}
 
@@ -98,7 +98,7 @@ def test_a_flag_that_a_task_does_not_read_is_refused(model_type, task):
     assert read == READ[model_type, task]
 
 
-@pytest.mark.parametrize("flag", ["lora_r", "num_virtual_tokens", "prompt_init_text", "num_prompts"])
+@pytest.mark.parametrize("flag", ["lora_r", "num_virtual_tokens", "prompt_init_text"])
 def test_a_flag_of_another_adapter_is_refused(flag):
     kinds = {
         "lora_r": {"lora"},
