@@ -23,27 +23,20 @@ flags from a file; `--model_cls my_module:MyT5` trains a model class of your own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.cli import SPEED, parse, run_main
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.models.inherited import inherited_settings
 
-if TYPE_CHECKING:
-    from lm_experiments_tools.checkpoint.source import Source
-
 
 def main(argv: Sequence[str] | None = None) -> None:
-    found: list[Source] = []
-    inherit = partial(inherited_settings, found=found)
-    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=inherit, resolve=SPEED)
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=inherited_settings, resolve=SPEED)
     args.check_used()
     args = args.resolved(origins)
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.recipes.finetuning import Finetuning
 
-    Finetuning(args, origins, found).run()
+    Finetuning(args, origins).run()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ from lm_experiments_tools.checkpoint.manifest import (
     MANIFEST,
     TRAINER_STATE,
     check_untrusted,
-    is_plain_relative_name,
     or_replaced,
     parse_step,
     read_manifest,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"  # transformers' name
 ADAPTER_CONFIG = "adapter_config.json"  # peft's name
-ENSEMBLE_CONFIG = "prompt_ensemble.json"  # names the folders of its prompts, adapters each
 LABELS_FILE = "label_names.json"  # next to the adapter of a classifier: config.json is in its base's folder
 KINDS = ("model_type", "task")
 TASK_FILE = "finetuning_task.json"  # next to fine-tuned weights: the task and its settings
@@ -98,7 +96,7 @@ class Source:
         """The labels of a classifier in a folder, in the order of their numbers; empty where they have no names."""
         if self.is_adapter:
             labels = self.path / LABELS_FILE
-            return tuple(_strings(labels, "label_names")) if labels.is_file() else ()
+            return _label_names(labels) if labels.is_file() else ()
         return real_names(self.config.get("id2label"), str(self.path / CONFIG))
 
     def fingerprint(self) -> str | None:
@@ -122,30 +120,15 @@ class Source:
     @property
     def base_named_in(self) -> Path:
         """The file in which an adapter names its base model."""
-        return self.path / (ensemble_folders(self.path) or [""])[0] / ADAPTER_CONFIG
+        return self.path / ADAPTER_CONFIG
 
 
-def holds_adapter(path: Path) -> bool:
-    """True for a folder with an adapter of peft, or with several of these."""
-    return (path / ADAPTER_CONFIG).is_file() or (path / ENSEMBLE_CONFIG).is_file()
-
-
-def ensemble_folders(path: Path) -> list[str]:
-    """Names of the folders of the prompts in an adapter's; empty where it holds one adapter. Raises UserError."""
-    file = path / ENSEMBLE_CONFIG
-    folders = _strings(file, "folders") if file.is_file() else []
-    for name in folders:
-        if not is_plain_relative_name(name):
-            raise UserError(f"{file} points to {name!r}, outside its directory: the adapter is not to be trusted.")
-    return folders
-
-
-def _strings(file: Path, key: str) -> list[str]:
-    """The list of texts under `key` of a JSON file. Raises UserError."""
-    found = read_json(file).get(key)
+def _label_names(file: Path) -> tuple[str, ...]:
+    """The labels in LABELS_FILE. Raises UserError."""
+    found = read_json(file).get("label_names")
     if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
-        raise UserError(f"{file} has no list of texts called {key}: copy the adapter again.")
-    return found
+        raise UserError(f"{file} has no list of texts called label_names: copy the adapter again.")
+    return tuple(found)
 
 
 def real_names(id2label: Any, where: str) -> tuple[str, ...]:
@@ -199,7 +182,7 @@ def _folder(path: Path, flag: str) -> Source:
         if any((checkpoint / name).is_file() for name in (MANIFEST, TRAINER_STATE)):
             return _folder(checkpoint, flag)
     verify_model(path)
-    if holds_adapter(path):
+    if (path / ADAPTER_CONFIG).is_file():
         return Source(str(path), path, is_adapter=True)
     if (path / CONFIG).is_file():
         return Source(str(path), path)
@@ -275,16 +258,10 @@ def on_newest(name: str, read: Callable[[], T]) -> T:
 
 
 class ModelFiles:
-    """Sources of the model, tokenizer and configuration of a fine-tuning run, each found when first needed.
+    """Sources of the model, tokenizer and configuration of a fine-tuning run, each found when first needed."""
 
-    Args:
-        found: `--from_pretrained`, if it was found before.
-    """
-
-    def __init__(self, args: FinetuningArgs, found: Sequence[Source] = ()) -> None:
+    def __init__(self, args: FinetuningArgs) -> None:
         self.args = args
-        if found:
-            self.named = found[0]
 
     @cached_property
     def named(self) -> Source | None:

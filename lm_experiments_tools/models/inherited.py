@@ -18,14 +18,11 @@ from lm_experiments_tools.tracking.run_directory import settings_in_use
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a model on the Hub
 
 
-def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
+def inherited_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Settings recorded with the weights of `from_pretrained`, for flags that are not set: {name: (value, file)}.
 
     Fine-tuned weights set their task with its prefix, lengths and prompt, unless the user names another task. Other
     weights set the kind of model. Weights that are not found set nothing; loading them reports the error.
-
-    Args:
-        found: list to which the source of the weights is appended, for `ModelFiles`; unchanged with `working_dir`.
 
     Raises:
         UserError: a damaged file.
@@ -37,8 +34,6 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
         source = find_source(str(Path(folder, name)) if Path(folder, name).exists() else name)
     except UserError:
         return {}
-    if found is not None and folder == ".":
-        found.append(source)
     saved, file = source.task, f"{source.name}/{TASK_FILE}"
     if saved and all(given.get(name, saved.get(name)) == saved.get(name) for name in KINDS):
         kept = {*given, *(PROMPT if given.get("tk_instruct") else ())}  # which draws the prompts of training itself

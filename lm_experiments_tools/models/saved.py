@@ -109,7 +109,7 @@ def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pret
     if source.is_file:
         raise UserError(f"{flag} {name} holds weights alone: make a folder of it by lmtools convert, and name that.")
     if source.is_adapter:
-        return Opened(source, whole_model(source).eval(), is_merged=True)
+        return Opened(source, merged(source).eval(), is_merged=True)
     cls = saved_class(source, model_cls)
     return Opened(source, loaded(cls, source.name).eval())
 
@@ -212,39 +212,29 @@ def _shape(weight: torch.Tensor | None) -> torch.Size | None:
     return None if weight is None else weight.shape
 
 
-def whole_model(source: Source) -> PreTrainedModel:
-    """A fine-tuned model as saved, with the head of a classifier and a LoRA adapter merged.
+def merged(adapter: Source) -> PreTrainedModel:
+    """The base model of a LoRA adapter with the adapter merged, and with the head of a classifier.
 
     Raises:
-        UserError: the files are of no task (their class is unknown), or hold an adapter that cannot be merged.
+        UserError: the adapter is of another kind, or its base cannot be read.
     """
+    base = find_base(adapter)
+    check_peft(f"the adapter {adapter.name}")
+    import peft
     import transformers
 
-    base = find_base(source) if source.is_adapter else source
+    with described_by(adapter.base_named_in):
+        kind = peft.PeftConfig.from_pretrained(str(adapter.path)).peft_type
+    if kind != "LORA":
+        raise UserError(
+            f"{adapter.name} is an adapter of kind {kind}, which cannot be merged into its base: use LoRA."
+        )
     if base.is_file:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
     register_own_models(base)
     with read_errors_named(base.name, "its configuration cannot be read"):
         config = transformers.AutoConfig.from_pretrained(base.name, trust_remote_code=False)
-    kind = kind_of(config)
-    if kind is None:
-        raise UserError(f"{base.name}: a {config.model_type} model is neither encoder nor decoder.")
-    classes = getattr(transformers, AUTO_CLASSES[kind])
-    if source.is_adapter:
-        return _merged(classes, base, source)
-    return loaded(classes, base.name)
-
-
-def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
-    check_peft(f"the adapter {adapter.name}")
-    import peft
-
-    with described_by(adapter.base_named_in):
-        kind = peft.PeftConfig.from_pretrained(str(adapter.base_named_in.parent)).peft_type
-    if kind != "LORA":
-        raise UserError(
-            f"{adapter.name} is an adapter of kind {kind}, which cannot be merged into its base: use LoRA."
-        )
+    classes = getattr(transformers, AUTO_CLASSES[kind_of(config) or "decoder"])
     heads = [v for k, v in saved_by_name(adapter.path).items() if k.endswith("classifier.bias")]
     names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}

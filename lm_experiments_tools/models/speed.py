@@ -23,7 +23,7 @@ from torch import nn
 from lm_experiments_tools.attention.kernels.triton import lacks_triton
 from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_sharding
-from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
+from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
@@ -59,7 +59,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def choose_speed(
-    args: Args, origins: Mapping[str, str], sources: Sequence[Source] = (), *, keeps_process: bool = False
+    args: Args, origins: Mapping[str, str], *, keeps_process: bool = False
 ) -> tuple[Args, dict[str, str]]:
     """Fill in the choices of `--speed auto`: settings and their origins. Called first, on every worker.
 
@@ -67,7 +67,6 @@ def choose_speed(
 
     Args:
         origins: as `cli.parse` returns them: only settings with the origin "default" are chosen.
-        sources: resolved sources of `--from_pretrained`, if known.
         keeps_process: leave the process settings alone, as a library must; see `fast_process`.
 
     Raises:
@@ -80,7 +79,7 @@ def choose_speed(
     device = _device()
     if args.speed == "auto":
         _refuse_unavailable(args, free, device)
-        config = _read_config(args, sources)
+        config = _read_config(args)
         for name in free:
             value, reason = _CHOICES[name](args, device, config)
             if before.get("speed") == "auto" and name in before:
@@ -106,7 +105,7 @@ def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
     choices = backend.gather({name: getattr(args, name) for name in ("speed", "model_cls", "bf16")})
     for name, value in choices[0].items():
         if any(choice[name] != value for choice in choices):
-            on_all(backend, lambda: _config_values(args, ()))  # a file that one of them lacks is the better reason
+            on_all(backend, lambda: _config_values(args))  # a file that one of them lacks is the better reason
             raise agreed(UserError(f"{AUTO}: workers choose {name} differently: give --{name}, or --speed off."))
 
 
@@ -234,21 +233,21 @@ def _recorded(args: ExperimentArgs) -> dict[str, Any]:
     return next(filter(None, map(settings_in_use, folders)), {})
 
 
-def _read_config(args: ExperimentArgs, sources: Sequence[Source]) -> Mapping[str, Any]:
+def _read_config(args: ExperimentArgs) -> Mapping[str, Any]:
     """The values of the model's configuration; empty if it cannot be read, which the build of the model reports."""
     try:
-        return _config_values(args, sources)
+        return _config_values(args)
     except (UserError, OSError, ValueError):
         return {}
 
 
-def _config_values(args: ExperimentArgs, sources: Sequence[Source]) -> Mapping[str, Any]:
+def _config_values(args: ExperimentArgs) -> Mapping[str, Any]:
     here = Path(args.working_dir)
     if args.model_cfg is not None:
         return read_model_settings(here / args.model_cfg if (here / args.model_cfg).is_file() else args.model_cfg)
     weights, named = getattr(args, "from_pretrained", None), args.base_model or args.init_checkpoint
     if weights is not None:  # may be a run directory, whose config.json is of the run
-        source = sources[0] if sources else find_source(str(here / weights) if (here / weights).exists() else weights)
+        source = find_source(str(here / weights) if (here / weights).exists() else weights)
         source = find_base(source) if source.is_adapter else source
         if source.path is not None:
             return source.config

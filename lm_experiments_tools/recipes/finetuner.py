@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
-from lm_experiments_tools.checkpoint.source import ModelFiles, Source
+from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.finetuning import (
     LABEL_TASKS,
@@ -133,13 +133,12 @@ class FineTuner:
     def __init__(self, from_pretrained: str | Path | None = None, **settings: Any) -> None:
         if from_pretrained is not None:
             settings["from_pretrained"] = str(from_pretrained)
-        found: list[Source] = []
-        inherited = inherited_settings(settings, found)
+        inherited = inherited_settings(settings)
         self.args = _changed(None, {**{name: value for name, (value, _) in inherited.items()}, **settings})
         given = dict.fromkeys(settings, "given")
-        self.args, _ = choose_speed(self.args, given, found, keeps_process=True)
+        self.args, _ = choose_speed(self.args, given, keeps_process=True)
         show_inherited(self.args, {name: origin for name, (_, origin) in inherited.items()})
-        self.files = ModelFiles(self.args, found)
+        self.files = ModelFiles(self.args)
         self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
         if self.args.task in LABEL_TASKS:

@@ -60,7 +60,7 @@ class Finetuning(Recipe):
         args, backend = self.args, self.backend
         run = start_run(args, backend)
         show_inherited(args, self.origins)
-        files = ModelFiles(args, self.sources)
+        files = ModelFiles(args)
         tokenizer = on_all(backend, lambda: load_tokenizer(args, files))
         self.data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
         if self.data.train is not None:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.checkpoint.source import Source
     from lm_experiments_tools.config.training import ExperimentArgs
     from lm_experiments_tools.recipes.common import PretrainingArgs, PretrainingData
     from lm_experiments_tools.tracking.run_directory import RunDirectory
@@ -43,7 +42,6 @@ class Recipe(ABC):
 
     Args:
         args, origins: as `cli.parse` returns them.
-        sources: of `--from_pretrained`, if already resolved.
 
     Attributes:
         backend, data, trainer: made by `run`, in this order; the last two are those of the newest phase.
@@ -53,13 +51,13 @@ class Recipe(ABC):
     data: Any
     trainer: TrainingLoop
 
-    def __init__(self, args: ExperimentArgs, origins: Mapping[str, str], sources: Sequence[Source] = ()) -> None:
-        self.args, self.origins, self.sources = args, origins, sources
+    def __init__(self, args: ExperimentArgs, origins: Mapping[str, str]) -> None:
+        self.args, self.origins = args, origins
         self.folder = args.model_path  # also for `--find_lr`, whose `args` have none
 
     def run(self) -> None:
         """Train, or do instead what `--validate_only` or `--find_lr` ask for."""
-        self.args, self.origins = choose_speed(self.args, self.origins, self.sources)
+        self.args, self.origins = choose_speed(self.args, self.origins)
         self.args, self.folder = self.args.while_finding()
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         self.train()

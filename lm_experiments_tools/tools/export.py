@@ -95,16 +95,15 @@ def _to_hub(args: ExportArgs, folder: Path) -> None:
 
 
 def _to_onnx(args: ExportArgs, folder: Path) -> None:
-    from lm_experiments_tools.checkpoint.source import find_source
     from lm_experiments_tools.checkpoint.weights import copy_tokenizer
-    from lm_experiments_tools.models.saved import whole_model
+    from lm_experiments_tools.models.saved import open_saved
     from lm_experiments_tools.tools.onnx_export import check_onnxruntime, export
 
     check_onnxruntime()
-    source = find_source(args.from_pretrained)
-    differences = export(whole_model(source), folder)
-    if source.path is not None:
-        copy_tokenizer(source.path, folder)
+    opened = open_saved(args.from_pretrained, args.model_cls)
+    differences = export(opened.model, folder)
+    if opened.source.path is not None:
+        copy_tokenizer(opened.source.path, folder)
     for name, difference in differences.items():
         size = sum(file.stat().st_size for file in folder.glob(f"{name}*")) / 2**20
         print(f"{folder / name}: {size:.1f} MiB, differs from torch by at most {difference:.1e}")

@@ -61,9 +61,6 @@ class ByteVocabulary(Vocabulary):
         content = piece.encode()
         return content[0] + _FIRST if len(content) == 1 else None
 
-    def starts_word(self, index: int) -> bool:
-        return index == _FIRST + ord(" ")
-
     def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
         return bytes(i - _FIRST for i in ids if _FIRST <= i < _END).decode("utf-8", errors="replace")
 

@@ -123,9 +123,6 @@ class SentencePieceVocabulary(Vocabulary):
         index = self._processor.piece_to_id(piece)
         return index if self._processor.id_to_piece(index) == piece else None
 
-    def starts_word(self, index: int) -> bool:
-        return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
-
     @property
     def token_bytes(self) -> np.ndarray:
         model, counts = self._processor, np.zeros(self.size, np.int64)

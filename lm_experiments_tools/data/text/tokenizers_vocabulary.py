@@ -135,7 +135,7 @@ class TokenizersVocabulary(Vocabulary):
     def find(self, piece: str) -> int | None:
         return self._tokenizer.pieces.get(piece)
 
-    def starts_word(self, index: int) -> bool:
+    def _starts_word(self, index: int) -> bool:
         piece = self._piece(index)
         if self._tokenizer.kind == "WordPiece":
             return not piece.startswith("##")
@@ -145,7 +145,7 @@ class TokenizersVocabulary(Vocabulary):
         text = self._tokenizer.backend.decode(
             [i for i in ids if i >= 0 and i not in (self.pad_id, self.eos_id)], skip_special_tokens=False
         )
-        begins = bool(ids) and ids[0] >= 0 and self.starts_word(ids[0])
+        begins = bool(ids) and ids[0] >= 0 and self._starts_word(ids[0])
         return " " + text if leading_space and begins and text and not text.startswith(" ") else text
 
     def _piece(self, index: int) -> str:

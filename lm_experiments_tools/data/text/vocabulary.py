@@ -100,10 +100,6 @@ class Vocabulary(ABC):
     def find(self, piece: str) -> int | None:
         """The id of a subword, or None."""
 
-    @abstractmethod
-    def starts_word(self, index: int) -> bool:
-        """True if a subword begins a word: it has the mark of a space."""
-
     @property
     @abstractmethod
     def token_bytes(self) -> np.ndarray | None:

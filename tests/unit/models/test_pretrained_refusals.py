@@ -11,7 +11,7 @@ from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions, set_dropout
-from lm_experiments_tools.models.saved import open_saved, whole_model
+from lm_experiments_tools.models.saved import merged, open_saved
 from modeling_bert import BertConfig
 from tests.helpers.pretrained_toys import made, save_toy, toy_args, toy_batch, toy_tokenizer
 
@@ -31,9 +31,9 @@ def adapters(bases, tmp_path_factory):
     """flags of an adapter -> its folder."""
     kinds = {
         "lora": ("encoder-decoder", dict(peft="lora", lora_r=4)),
-        "prompts": ("encoder-decoder", dict(peft="prompt_tuning", num_virtual_tokens=3, num_prompts=2)),
+        "prompts": ("encoder-decoder", dict(peft="prompt_tuning", num_virtual_tokens=3)),
         "classifier": ("encoder", dict(peft="lora")),
-        "classifiers": ("encoder", dict(peft="prompt_tuning", num_virtual_tokens=3, num_prompts=2)),
+        "classifiers": ("encoder", dict(peft="prompt_tuning", num_virtual_tokens=3)),
     }
     found = {}
     for name, (kind, flags) in kinds.items():
@@ -60,7 +60,7 @@ def test_labels_of_a_trained_head_keep_their_order(bases, adapters, tmp_path, ca
         assert made(toy_args(adapters[name], "encoder"), ("good", "bad")).config.id2label == {0: "good", 1: "bad"}
         with pytest.raises(UserError, match="give --label_names good bad"):
             made(toy_args(adapters[name], "encoder"), ("bad", "good"))
-    assert whole_model(find_source(str(adapters["classifier"]))).config.id2label == {0: "good", 1: "bad"}
+    assert merged(find_source(str(adapters["classifier"]))).config.id2label == {0: "good", 1: "bad"}
     config = bases["classifier"] / "config.json"
     unnamed = json.loads(config.read_text()) | {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}
     save_toy("", tmp_path, oracle)
@@ -129,10 +129,9 @@ def test_a_random_head_is_not_validated_unless_a_checkpoint_fills_it(bases, tmp_
         ("lora", dict(peft="lora", lora_r=16, lora_dropout=0.3), r"--lora_r \(4 there\), --lora_dropout \(0.0 there"),
         ("lora", dict(peft="lora", lora_targets=("q",)), r"--lora_targets \(\('q', 'v'\) there\) cannot change"),
         ("prompts", dict(peft="prompt_tuning", num_virtual_tokens=4), r"--num_virtual_tokens \(3 there\)"),
-        ("prompts", dict(peft="prompt_tuning", num_prompts=3), r"--num_prompts \(2 there\)"),
         ("prompts", dict(peft="prompt_tuning", prompt_init_text="w1"), "--prompt_init_text"),
         ("lora", dict(peft="lora", lora_r=4, lora_targets=("v", "q")), None),
-        ("prompts", dict(peft="prompt_tuning", num_virtual_tokens=3, num_prompts=2), None),
+        ("prompts", dict(peft="prompt_tuning", num_virtual_tokens=3), None),
     ],
 )
 def test_settings_that_a_saved_adapter_has_not_are_refused(adapter, flags, sentence, adapters):
@@ -164,11 +163,6 @@ def test_every_dropout_that_there_is_is_set():
             "encoder",
             dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=5),
             "--input_seq_len 60 with the 5 tokens of the prompt is more than the 64 positions",
-        ),
-        (
-            "encoder",
-            dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=5, num_prompts=2),
-            "with the 5 tokens of the prompt",
         ),
         ("decoder", dict(max_new_tokens=49), "16 tokens of a source and 49 to be generated .--max_new_tokens. is"),
         ("encoder", dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=4), None),

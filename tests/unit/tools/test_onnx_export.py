@@ -206,7 +206,7 @@ def test_block_sparse_attention_is_refused(tmp_path):
 
 def test_a_lora_adapter_is_merged(tmp_path):
     from lm_experiments_tools.checkpoint.source import find_source
-    from lm_experiments_tools.models.saved import whole_model
+    from lm_experiments_tools.models.saved import merged
 
     base = save_toy("encoder", tmp_path / "base")
     model = pretrained_model(toy_args(base, "encoder", peft="lora"), toy_tokenizer(), ("no", "so", "yes")).eval()
@@ -216,7 +216,7 @@ def test_a_lora_adapter_is_merged(tmp_path):
     (tmp_path / "adapter").mkdir()
     save_model(tmp_path / "adapter", model)
     batch = toy_batch("encoder")
-    merged = whole_model(find_source(str(tmp_path / "adapter"))).eval()
+    merged = merged(find_source(str(tmp_path / "adapter"))).eval()
     assert merged.config.id2label == {0: "no", 1: "so", 2: "yes"}
     assert not hasattr(merged, "peft_config") or not any("lora" in n for n, _ in merged.named_parameters())
     torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-4)
