@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,19 +52,20 @@ def weights_dtype(args: FinetuningArgs) -> torch.dtype:
 
 def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[str, str | int]:
     """The map in a JSON file. Raises UserError unless it places every weight of the model on an existing device."""
-    from accelerate.utils import check_device_map
-
     placed = read_json(Path(path))
     try:
         for device in placed.values():
             torch.empty(1, device=device).tolist()  # refused of devices without memory too
-        with torch.device("meta"):
-            model = model_cls(config)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # of modules that the model does not have
-            check_device_map(model, placed)
-    except (AssertionError, RuntimeError, TypeError, ValueError, UserWarning) as error:
-        raise UserError(f"--device_map {path} does not fit: {first_line(error)}.") from error
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise UserError(f"--device_map {path}: {device!r} holds no weights here: {first_line(error)}.") from error
+    with torch.device("meta"):
+        names = list(model_cls(config).state_dict())
+    modules = {name[:end] for name in names for end in range(len(name)) if name[end] == "."} | {"", *names}
+    unplaced = [name for name in names if not any(m in ("", name) or name.startswith(f"{m}.") for m in placed)]
+    problems = [f"no device for {name}" for name in unplaced[:1]]
+    problems += [f"no such module as {module}" for module in placed if module not in modules]
+    if problems:
+        raise UserError(f"--device_map {path} does not fit {model_cls.__name__}: {', '.join(problems)}.")
     return placed
 
 
