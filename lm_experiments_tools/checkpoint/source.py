@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +21,7 @@ from lm_experiments_tools.checkpoint.manifest import (
     sha256_of,
     verify_model,
 )
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ ADAPTER_CONFIG = "adapter_config.json"  # peft's name
 LABELS_FILE = "label_names.json"  # next to the adapter of a classifier: config.json is in its base's folder
 KINDS = ("model_type", "task")
 TASK_FILE = "finetuning_task.json"  # next to fine-tuned weights: the task and its settings
-_SECONDS_TO_CONNECT = 5.0
 _TRIES = 10  # to read a checkpoint of a running job, which removes old ones
 T = TypeVar("T")
 _TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
@@ -165,14 +161,25 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
         return _folder(path, flag)
     if name.count("/") > 1 or name.startswith((".", "~", os.sep)) or path.suffix in (".pth", ".bin", ".safetensors"):
         raise UserError(f"{flag} {name}: there is no such file or folder.")
-    check_reachable(name, flag)
+    return hub_source(name, flag)
+
+
+@cache
+def hub_source(name: str, flag: str) -> Source:
+    """A model of the Hub, whose configuration is downloaded once and checked. Raises UserError if out of reach."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(name, allow_patterns=[CONFIG, INDEXES])
+        check_untrusted(Path(snapshot_download(name, allow_patterns=[CONFIG, INDEXES])))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        raise UserError(
+            f"{flag} {name}: there is no such folder, and the Hugging Face Hub does not give it ({reason}). Without a "
+            "network, copy the model to this machine and name its folder."
+        ) from error
     except OSError:  # reported where the model is loaded
-        return Source(name)
-    check_untrusted(Path(folder))
+        pass
     return Source(name)
 
 
@@ -190,36 +197,6 @@ def _folder(path: Path, flag: str) -> Source:
         f"{flag} {path}: the folder has neither config.json nor {ADAPTER_CONFIG}, and is no run directory with a "
         "checkpoint (best, last): name a folder written by save_pretrained or by one of our runs."
     )
-
-
-def check_reachable(name: str, flag: str) -> None:
-    """Refuse a missing model immediately; without network the Hub's client tries for half a minute.
-
-    Raises:
-        UserError: no connection, and `name` was not downloaded before.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = any(isinstance(try_to_load_from_cache(name, f), str) for f in (CONFIG, ADAPTER_CONFIG))
-    except HFValidationError as error:
-        raise UserError(f"{flag} {name}: there is no such folder, and no model of the Hub has such a name.") from error
-    if cached or urllib.request.getproxies():
-        return
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
-    reason = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else None
-    if reason is None:
-        try:
-            port = address.port or (443 if address.scheme == "https" else 80)
-            socket.create_connection((address.hostname, port), timeout=_SECONDS_TO_CONNECT).close()
-        except OSError as error:
-            reason = f"{address.hostname} cannot be reached: {error.strerror or error}"
-    if reason is not None:
-        raise UserError(
-            f"{flag} {name}: there is no such folder, it has not been downloaded from the Hugging Face Hub, and "
-            f"{reason}; copy the model to this machine and name its folder."
-        )
 
 
 def find_base(adapter: Source) -> Source:

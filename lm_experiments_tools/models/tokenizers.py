@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
-from lm_experiments_tools.checkpoint.source import ModelFiles, Source, check_reachable
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source, hub_source
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.data.examples.text_encoder import added_end
 from lm_experiments_tools.data.text.fast_tokenizer import load_pretrained
@@ -67,9 +67,8 @@ def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTr
     if path.suffix == ".model":
         tokenizer = _from_sentencepiece(path)
     else:
-        if source is None and not path.is_dir():
-            check_reachable(name, flag)
-        tokenizer = read_tokenizer(source or Source(name, path if path.is_dir() else None), named)
+        source = source or (Source(name, path) if path.is_dir() else hub_source(name, flag))
+        tokenizer = read_tokenizer(source, named)
     _check_vocabulary(tokenizer, named)
     return tokenizer
 
