@@ -116,8 +116,8 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
         file name -> largest absolute difference from torch, on inputs of other sizes than the traced ones.
 
     Raises:
-        UserError: a package is missing, the model is a decoder or has a part that ONNX cannot hold, or the graph's
-            numbers are not the model's.
+        UserError: a package is missing, the model is a decoder or an encoder that is no classifier, has a part that
+            ONNX cannot hold, or the graph's numbers are not the model's.
     """
     check_onnxruntime()
     _check_attention(model)
@@ -130,6 +130,8 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
         graphs = _graphs_of_encoder_decoder(model, traced, compared)
     elif model.can_generate():
         raise UserError(f"{type(model).__name__} is a decoder, which is not exported as ONNX.")
+    elif "SequenceClassification" not in type(model).__name__:
+        raise UserError(f"{type(model).__name__} is no classifier: fine-tune it first.")
     else:
         names = _INPUTS
         if _SEGMENTS in forward_names(model) and getattr(model.config, "type_vocab_size", 2) > 1:
