@@ -40,21 +40,30 @@ def compute_dtype(states: Tensor) -> torch.dtype:
 
 
 def linear_token_loss(
-    states: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, z_loss: float = 0.0, label_smoothing: float = 0.0
+    states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_size: int,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    compiled: bool = True,
 ) -> Tensor:
-    """`token_loss(states @ weight.T, labels)`, and its gradients, with `chunk_size` rows of logits in memory.
+    """`token_loss(states @ weight.T, labels)` with the logits of at most `chunk_size` tokens in memory.
 
     Args:
         states: [tokens, features].
         weight: [vocabulary, features].
         labels: [tokens], -100 where there is none.
-        chunk_size: tokens; each chunk adds to the whole gradient of the weight, so a small one costs time.
+        chunk_size: tokens; small chunks are slower, because each adds to the full gradient of the weight.
         z_loss, label_smoothing: as in `token_loss`.
+        compiled: compile the loss where Triton runs.
     """
     if not torch.is_grad_enabled():
         states, weight = states.detach(), weight.detach()
+    # not in a memory estimate, which has tensors without values
+    is_compiled = compiled and has_kernels(states.device) and not is_in_torch_dispatch_mode()
     dtype = compute_dtype(states)
-    return _LinearTokenLoss.apply(states, weight, labels, chunk_size, z_loss, label_smoothing, dtype)
+    return _LinearTokenLoss.apply(states, weight, labels, chunk_size, z_loss, label_smoothing, dtype, is_compiled)
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -68,6 +77,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         z_loss: float,
         label_smoothing: float,
         dtype: torch.dtype,
+        is_compiled: bool,
     ) -> Tensor:
         wants_states, wants_weight = ctx.needs_input_grad[:2]
         with torch.autocast(states.device.type, enabled=False):
@@ -78,7 +88,7 @@ class _LinearTokenLoss(torch.autograd.Function):
                 x.split(chunk_size), labels.split(chunk_size), range(0, max(1, len(x)), chunk_size), strict=True
             ):
                 logits = rows @ w.T
-                if has_kernels(logits.device) and not is_in_torch_dispatch_mode():  # as in a memory estimate
+                if is_compiled:
                     loss, logits = _fused(logits, targets, z_loss, label_smoothing)
                 else:
                     loss = turn_into_gradient(logits, targets, z_loss, label_smoothing)
@@ -99,7 +109,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             None if product is None else product * grad.to(dtype).reshape(1, 1)  # cast and scaled in one pass
             for product, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, *[None] * 6
 
 
 def _fused(logits: Tensor, labels: Tensor, *settings: float) -> tuple[Tensor, Tensor]:

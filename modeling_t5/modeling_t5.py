@@ -171,6 +171,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
     _tied_weights_keys = {**T5Model._tied_weights_keys, "lm_head.weight": "shared.weight"}
     _keys_to_ignore_on_load_unexpected = [r"EncDecAttention\.relative_attention_bias"]
     accepts_loss_kwargs = True  # num_items_in_batch
+    compiles_loss = True  # on a GPU, if logits are computed in chunks
 
     def __init__(self, config: T5Config) -> None:
         T5PreTrainedModel.__init__(self, config)
@@ -251,6 +252,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         if logits is not None:
             total = token_loss(logits.flatten(0, -2), labels, **extras)
         else:
+            extras["compiled"] = self.compiles_loss
             total = chunked_token_loss(x.flatten(0, -2), self.lm_head, labels, chunk_size, **extras)
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED).sum().clamp(min=1)

@@ -22,7 +22,7 @@ from torch import nn
 
 from lm_experiments_tools.attention.kernels.triton import lacks_triton
 from lm_experiments_tools.backends.collective import agreed, on_all
-from lm_experiments_tools.backends.launch import cpu_asked, wanted_sharding
+from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
 from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.lengths import in_updates
@@ -134,6 +134,9 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
     use_fast_step = getattr(model, "use_fast_step", None)
     if args.speed == "auto" and plain and use_fast_step is not None:
         use_fast_step(True)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if args.speed == "off" and not args.compile and hasattr(base, "compiles_loss"):
+        base.compiles_loss = False
     if args.compile:
         compile_blocks(model)
 
@@ -296,13 +299,15 @@ def _choose_compile(args: ExperimentArgs, device: str, config: Mapping[str, Any]
         return False, "sharding and recomputation are not compiled"
     if lacking := lacks_compiler(device):
         return False, lacking
-    phases = [in_updates(phase, 1) for phase in phases_of(args)]
+    workers = wanted_processes()[0]
+    phases = [in_updates(phase, workers) for phase in phases_of(args)]
     dropout = config.get("dropout_rate" if kind == "t5" else "hidden_dropout_prob", 0.1)
     if device == "cpu" and any(dropout if phase.dropout_rate is None else phase.dropout_rate for phase in phases):
         return False, "compiled dropout is slow on a CPU"
-    tokens = sum(phase.iters * phase.rows_per_worker() * phase.input_seq_len for phase in phases)
+    total = sum(phase.iters * phase.global_batch_size(workers) * phase.input_seq_len for phase in phases)
+    tokens = total // workers
     pays = tokens >= MIN_TOKENS[device]
-    return pays, f"{tokens:,} tokens {'pay' if pays else 'do not pay'} for it"
+    return pays, f"{tokens:,} tokens of each worker {'pay' if pays else 'do not pay'} for it"
 
 
 _CHOICES = {"model_cls": _choose_class, "bf16": _choose_bf16, "compile": _choose_compile}

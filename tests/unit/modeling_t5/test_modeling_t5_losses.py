@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.models.speed import speed_up
 from modeling_t5 import (
     T5Config,
     T5EncoderForSequenceClassification,
@@ -139,6 +141,19 @@ def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypat
     else:
         tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close((loss, *got), (wanted, *gradients), **tolerance)
+
+
+def test_speed_off_does_not_compile_the_loss(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(linear_loss, "has_kernels", lambda device: True)
+    monkeypatch.setattr(linear_loss, "_compiled", lambda: compiled.append(True) or linear_loss.loss_and_gradient)
+    losses = []
+    for speed in ("auto", "off"):
+        model = make(cross_entropy_chunk_size=64).train()
+        speed_up(model, FinetuningArgs(model_type="encoder-decoder", model_cfg="t5-small", speed=speed))
+        losses.append(model(**batch()).loss)
+    assert compiled == [True]
+    torch.testing.assert_close(*losses)
 
 
 @pytest.mark.parametrize("extras", [(0.0, 0.0), (1e-2, 0.0), (1e-3, 0.1)])

@@ -14,6 +14,7 @@ import modeling_bert
 import modeling_t5
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models import speed
@@ -78,6 +79,16 @@ def test_compiling_has_to_pay_over_all_phases():
     assert compiles("tokens: 9M", "tokens: 1M") and not compiles("tokens: 9M")
     assert compiles("iters: 100", "{iters: 100, input_seq_len: 2048, batch_size: 64}")
     assert not compiles("iters: 20000", "{iters: 10, dropout_rate: 0.1}")
+
+
+def test_compiling_has_to_pay_for_each_worker(machine):
+    for workers in (1, 4):
+        machine.setenv("WORLD_SIZE", str(workers))
+        pays = [count for count in (9, 10, 39, 40) if chosen(*t5(iters=Tokens(count * 10**6)))[0][3]]
+        assert pays == ([10, 39, 40] if workers == 1 else [40])
+        assert chosen(*t5(iters=10**4, batch_size=8))[0][3]  # each worker's updates, however many work
+        ranks = {"reproducible": "elastic", "virtual_ranks": 4, "iters": 3000, "batch_size": 8}
+        assert chosen(*t5(**ranks))[0][3] is (workers == 1)
 
 
 def test_what_is_not_there_is_replaced_and_its_cost_said(machine):
