@@ -23,7 +23,7 @@ from modeling_bert.positions import content_position, local_position, shared_pos
 
 
 class CanBeFast(nn.Module):
-    """Mixin of modules that have a fused path for training, which `use_fast_step` enables."""
+    """Mixin of modules with a fused training path, which `use_fast_step` enables."""
 
     is_fast = False
 
@@ -64,7 +64,7 @@ class BertEmbeddings(CanBeFast):
 
 
 class BertSelfAttention(CanBeFast):
-    """Self-attention; positions and sparsity are arguments, not branches."""
+    """Multi-head self-attention."""
 
     def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class BertAttention(nn.Module):
 
 
 class BertIntermediate(nn.Module):
-    """First half of the feed-forward network; with `gated_mlp`, activated features first, then the gate."""
+    """First half of the feed-forward network. With `gated_mlp` its weight holds the activated half, then the gate."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -156,9 +156,9 @@ class BertIntermediate(nn.Module):
 
 
 class BertLayer(CanBeFast, GradientCheckpointingLayer):
-    """Attention and feed-forward, with norms in front of them (`pre_layer_norm`) or behind their sums.
+    """Attention and feed-forward, with norms before them (`pre_layer_norm`) or after the residual connections.
 
-    The norms in front have the names of t5-experiments, which the GENA-LM checkpoints made with it carry.
+    The norms before them have the names of t5-experiments, as in its GENA-LM checkpoints.
     """
 
     def __init__(self, config: BertConfig, number: int) -> None:
@@ -192,7 +192,7 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
 
 
 class BertEncoder(nn.Module):
-    """All layers, their position schemes, and biases, which are computed once for each kind of layer."""
+    """All layers. Position biases are computed once, for full and for sliding-window attention."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def backend_for(config: BertConfig, fused_on: torch.device | None = None) -> str
 
 
 def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:
-    """A norm of D features, of the configured type."""
+    """Create a norm of D features, of the configured type."""
     if config.norm_type == "rms_norm":
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.norm_bias)

@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear layer's logits with its gradient made in the forward pass: logits exist once, and briefly.
+"""Cross-entropy of a linear layer's logits, with the gradient computed in the forward pass.
 
-The gradient of the loss by a logit is softmax - target, known as soon as the logits are. It is written over them, and
-the two products that lead on from it are made at once. So nothing of the vocabulary's width waits for the backward
-pass, and nothing is computed twice (Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989).
+The gradient by the logits, softmax - target, overwrites each chunk of logits. Gradients of the hidden states and the
+weight follow at once, so that no logits are saved for the backward pass and none are computed twice (Wijmans et al.
+2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 
 
 
 def replaces_head(head: nn.Module, states: Tensor) -> bool:
-    """True if `linear_token_loss` computes what calling the head would, hooks and wrappers included.
+    """True if `linear_token_loss` computes the same as calling the head, hooks and wrappers included.
 
-    float16 is left out: its gradients need the loss's scale, which is known in the backward pass only.
+    float16 is excluded, because its loss scale is known in the backward pass only.
     """
     is_linear = is_unwrapped(head, nn.Linear) and head.bias is None
     return is_linear and not torch.compiler.is_compiling() and compute_dtype(states) != torch.float16
 
 
 def compute_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with these: autocast's, where it is on."""
+    """Dtype of a matrix product with `states`: autocast's, if enabled."""
     kind = states.device.type
     is_cast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else states.dtype
@@ -125,7 +125,7 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """The loss of logits [tokens, vocabulary], and its gradient in their dtype."""
+    """Loss of logits [tokens, vocabulary], and its gradient by the logits in their dtype."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_valid = (labels != IGNORED)[:, None]
     index = labels.where(labels != IGNORED, 0)[:, None]
@@ -143,7 +143,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoot
 
 
 def turn_into_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> Tensor:
-    """Write the gradient of the loss over the logits [tokens, vocabulary]; returns the loss, in float32 at least."""
+    """Overwrite logits [tokens, vocabulary] with the gradient of the loss; returns the loss, in float32 or higher."""
     exact = torch.promote_types(logits.dtype, torch.float32)
     count, vocabulary = logits.shape
     block = max(1, BLOCK // vocabulary) if logits.device.type == "cpu" else max(1, count)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, of all logits or of some at a time."""
+"""Cross-entropy over a large vocabulary, from all logits or in chunks."""
 
 from __future__ import annotations
 

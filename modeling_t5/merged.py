@@ -13,12 +13,13 @@ from modeling_t5.layers import DECODER_SELF, T5Attention
 
 
 class T5MergedAttention(T5Attention):
-    """Attention of a decoder over its own earlier tokens and all of the encoder's, whose keys have no positions.
+    """Decoder attention over earlier target tokens and all encoder tokens, in one softmax.
 
-    A window hides own tokens alone. Weights are [B, H, Q, K], own tokens first.
+    Encoder keys have no positions, and a local window hides target tokens only. Attention weights [B, H, Q, K] have
+    target tokens first.
 
     Raises:
-        ValueError: anywhere but in a decoder's self-attention, or positions that are a bias.
+        ValueError: in another place than a decoder's self-attention, or with positions that are a bias.
     """
 
     is_merged = True

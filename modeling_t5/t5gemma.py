@@ -1,8 +1,8 @@
-"""transformers' T5Gemma (arXiv 2504.06225) and the text part of its T5Gemma 2 (arXiv 2512.14856) as this package's
-T5, and back: the same numbers, gradients included.
+"""Convert transformers' T5Gemma (arXiv 2504.06225), and the text part of T5Gemma 2 (arXiv 2512.14856), to our T5 and
+back.
 
-Gemma keeps a norm's weight minus one; everything else is renamed. T5Gemma 2 loses its modules for images; on the way
-back they are small and random.
+Outputs and gradients are equal. Parameters are renamed, and 1 is added to the weights of norms, as Gemma stores them.
+T5Gemma 2's modules for images are dropped; on the way back they are small and random.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def name_of(theirs: str, is_merged: bool = False) -> str:
 
 
 def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
-    """The configuration here.
+    """Convert a T5Gemma configuration to a `T5Config`.
 
     Raises:
         UserError: encoder and decoder differ in more than their number of layers, or another unsupported setting.
@@ -166,7 +166,7 @@ def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
 
 
 def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
-    """A T5 of this package with the weights of a T5Gemma or T5Gemma 2, in its dtype; UserError as `config_of`."""
+    """Convert a T5Gemma or T5Gemma 2 to our T5, in its dtype; UserError as in `config_of`."""
     model = T5ForConditionalGeneration(config_of(theirs.config)).to(theirs.dtype)
     _copy(theirs, model, 1.0)
     return model.train(theirs.training)

@@ -36,7 +36,7 @@ def is_unwrapped(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """True if `is_unwrapped` and no hook of all modules would miss its call."""
+    """True if `is_unwrapped` and torch has no global module hooks, which a fused operation would skip."""
     return is_unwrapped(module, cls) and not _has_any_global_hook()
 
 
@@ -66,7 +66,7 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """torch's dropout, or `dropped` if `is_fast` is set."""
+    """Dropout; with `is_fast` it draws fewer random bits on a CPU (`products.dropped`)."""
 
     is_fast = False
 

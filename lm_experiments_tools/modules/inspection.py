@@ -15,12 +15,12 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """True if only the trained parameters of the model are saved and loaded."""
+    """True for a model with an adapter, of which only trained parameters are saved and loaded."""
     return hasattr(model, "peft_config")
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter, of the trained ones of an adapted model."""
+    """Parameters that require a gradient, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -105,7 +105,7 @@ class PromptEnsemble(nn.Module):
         }
 
     def split(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Folder -> the content of its adapter file, from the values of the trained parameters."""
+        """Convert trained parameters to the contents of adapter files, by folder."""
         return {
             folder: {saved: state[name][number] if name == "prompts" else state[name] for saved, name in names.items()}
             for number, (folder, names) in enumerate(self.file_names().items())

@@ -1,7 +1,7 @@
-"""Layouts as blocks of keys for each block of queries, and a cache of what kernels make of them.
+"""Block-sparse layouts, and a cache of the lists of blocks that kernels derive from them.
 
-Making lists of blocks costs more than one attention call on a short input. They are cached per layout object, length
-and device until the layout is deleted.
+Making these lists takes longer than attention on a short input. They are cached per layout object, length and device
+until the layout is deleted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Layout:
             raise UserError("Layout: blocks has values besides 0 and 1.")
 
     def tokens(self, device: torch.device) -> Tensor:
-        """The keys that each query attends to: bool [1, heads or 1, query_blocks * block, key_blocks * block]."""
+        """Expand to a mask of tokens, bool [1, heads or 1, query_blocks * block, key_blocks * block]."""
         rows = self.blocks.to(device).repeat_interleave(self.block, 1)
         return rows.repeat_interleave(self.block, 2)[None]
 
@@ -76,7 +76,7 @@ def describe(x: object) -> str:
 
 
 def num_blocks(length: int, block: int) -> int:
-    """Blocks that hold `length` tokens."""
+    """Number of blocks that cover `length` tokens."""
     return -(-length // block)
 
 
@@ -101,10 +101,10 @@ def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
 
 
 def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_length: int) -> Layout:
-    """The blocks of a layout for these lengths; the last block may be filled in part.
+    """Convert any kind of layout to a `Layout` for these lengths; the last block may be partial.
 
-    A block of a tensor has query_length / query_blocks tokens, rounded up. Only a power of two is accepted, because
-    several other numbers would give as many blocks.
+    The block of a tensor is query_length / query_blocks, rounded up. It must be a power of two, because other sizes
+    would be ambiguous.
 
     Returns:
         Layout with bool blocks [num_heads or 1, query_blocks, key_blocks] on the CPU; 1 if all heads are equal.
