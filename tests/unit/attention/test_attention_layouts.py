@@ -154,11 +154,9 @@ class TestNames:
     @pytest.mark.parametrize(
         "name",
         [
-            "BigBirdSparsityConfig",
             "BigBird",
             "bigbird",
             "deepspeed.ops.sparse_attention:BigBirdSparsityConfig",
-            "deepspeed.ops.sparse_attention.BigBirdSparsityConfig",
             "lm_experiments_tools.attention.layouts:BigBirdSparsityConfig",
         ],
     )
@@ -205,7 +203,6 @@ class TestNames:
             ),
             (lambda: VariableSparsityConfig(1, local_window_blocks=[4, 0]), "local_window_blocks=[4, 0]"),
             (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=[0]), "do not fit"),
-            (lambda: get_sparsity_config("BigBird", 2, num_rand=1), "did you mean 'num_random_blocks'"),
             (lambda: get_sparsity_config(None, 2), "is None; it must be a string such as 'BigBird'"),
             (
                 lambda: BigBirdSparsityConfig(1, num_random_blocks=99, compat="deepspeed").make_layout(128),
@@ -220,16 +217,11 @@ class TestNames:
     @pytest.mark.parametrize(
         ("key", "value"),
         [
-            ("num_heads", "12"),
             ("num_heads", True),
             ("block", 16.5),
-            ("layer_idx", None),
             ("max_seq_length", "64"),
             ("different_layout_per_head", "yes"),
-            ("horizontal_global_attention", None),
-            ("local_window_blocks", 4),
             ("local_window_blocks", "44"),
-            ("global_block_indices", ["a"]),
             ("global_block_end_indices", [1.5]),
         ],
     )

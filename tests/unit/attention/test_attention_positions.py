@@ -54,13 +54,6 @@ def test_partial_rotary_is_gpt_neoxs():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_rotary_scores_depend_on_distances_alone():
-    q, k = draw(1, 1, 12, 8), draw(1, 1, 12, 8, seed=1)
-    scheme = RotaryPosition(8, rotary_dim=6)
-    here, there = ((a @ b.mT) for a, b in (scheme.rotate(q, k), scheme.rotate(q, k, offset=1000)))
-    torch.testing.assert_close(here, there, rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("is_decoder", [False, True])
 def test_relative_bias_is_transformers(is_decoder):
     config = T5Config(num_heads=4, relative_attention_num_buckets=16, relative_attention_max_distance=40)
@@ -139,15 +132,6 @@ def test_attention_is_that_of_its_definition_and_empty_rows_are_zero(implementat
     assert not out[1].any() and weights is None
     out.square().sum().backward()
     assert q.grad.isfinite().all() and bias.weight.grad.isfinite().all() and bias.weight.grad.any()
-
-
-def test_causal_without_anything_else_is_causal():
-    q, k, v = (draw(1, 2, 5, 4, seed=seed) for seed in range(3))
-    allowed = torch.ones(1, 2, 5, 5, dtype=torch.bool).tril()
-    expected = by_hand(q, k, v, torch.zeros(1, 2, 5, 5), allowed, 0.5)
-    for implementation in ("eager", "sdpa", "block_sparse"):
-        out, _ = attend(q, k, v, AttentionSpec(causal=True), backend_of(implementation))
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_weights_and_masks_of_a_layout_are_those_of_the_sparse_output():

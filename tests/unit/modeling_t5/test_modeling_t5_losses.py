@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.models.speed import speed_up
@@ -44,8 +43,10 @@ def scale(model, part):
 
 
 @pytest.mark.parametrize("part", SCALED)
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "block_sparse"])
-@pytest.mark.parametrize("how", ["weights", "autocast"])
+@pytest.mark.parametrize(
+    ("implementation", "how"),
+    [("eager", "weights"), ("sdpa", "weights"), ("block_sparse", "weights"), ("sdpa", "autocast")],
+)
 def test_weights_scaled_to_overflow_float16_give_finite_losses_and_gradients(part, implementation, how):
     model = make(attn_implementation=implementation)
     scale(model, part)
@@ -56,15 +57,6 @@ def test_weights_scaled_to_overflow_float16_give_finite_losses_and_gradients(par
     assert outputs.loss.isfinite() and outputs.logits.isfinite().all()
     outputs.loss.backward()
     assert all(p.grad is None or not p.grad.isnan().any() for p in model.parameters())
-
-
-def test_the_scaled_weights_do_overflow():
-    """The failure that the test above guards against: the same weights in transformers' T5, in float16 throughout."""
-    config = transformers.T5Config(**SIZES, attn_implementation="eager")
-    theirs = transformers.T5ForConditionalGeneration(config).eval()
-    theirs.load_state_dict(make().state_dict())
-    scale(theirs, "wi")
-    assert theirs.half()(**batch()).loss.isnan()
 
 
 def test_ordinary_weights_in_float16_are_the_float32_model():
@@ -95,7 +87,7 @@ def test_residual_in_float32_is_nearer_to_the_float32_model():
     assert distance[True] < 0.9 * distance[False]
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 7, 100])
+@pytest.mark.parametrize("chunk_size", [4, 100])
 def test_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk_size):
     extras = {"z_loss": 1e-2, "label_smoothing": 0.1}
     whole, chunked = make(**extras).double(), make(**extras, cross_entropy_chunk_size=chunk_size).double()
