@@ -121,8 +121,9 @@ def test_the_page_about_variants_is_right(start, tmp_path, monkeypatch):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_is_built_and_round_trips(preset, tmp_path):
     config = load_model_config(preset, T5Config)
+    layers = {} if preset in PARAMETERS else {"num_layers": 1, "num_decoder_layers": 1}  # quicker
     with torch.device("meta"):
-        model = build_model(T5ForConditionalGeneration, config, seed=0)
+        model = build_model(T5ForConditionalGeneration, T5Config(**config.to_dict() | layers), seed=0)
     config.save_pretrained(tmp_path)
     for again in (T5Config.from_pretrained(tmp_path), load_model_config(tmp_path / "config.json", T5Config)):
         written = {key: value for key, value in again.to_dict().items() if key != "_name_or_path"}

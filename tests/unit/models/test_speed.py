@@ -211,7 +211,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "graphs"), [("t5", 4), ("bert", 1)])
+@pytest.mark.parametrize(("kind", "graphs"), [pytest.param("t5", 4, marks=pytest.mark.slow), ("bert", 1)])
 def test_blocks_that_are_alike_share_one_graph_for_a_shape_and_one_for_all_others(kind, graphs):
     """Losses and gradients are those of the model before."""
     torch.compiler.reset()
@@ -220,7 +220,7 @@ def test_blocks_that_are_alike_share_one_graph_for_a_shape_and_one_for_all_other
     compiled.load_state_dict(plain.state_dict())
     made = []
     compile_blocks(compiled, backend=lambda graph, inputs: made.append(graph) or graph.forward)
-    for length, target in [(64, 24), (64, 24), (80, 32), (300, 56), (33, 17)]:
+    for length, target in [(64, 24), (80, 32), (300, 56)]:
         inputs = {
             "input_ids": torch.randint(2, 64, (2, length)),
             "labels": torch.randint(2, 64, (2, target if kind == "t5" else length)),
@@ -233,5 +233,5 @@ def test_blocks_that_are_alike_share_one_graph_for_a_shape_and_one_for_all_other
             found = compiled.get_parameter(name).grad
             assert found is parameter.grad or torch.allclose(found, parameter.grad, rtol=1e-5, atol=1e-7), name
         numbers.append(len(made))
-    assert numbers == [graphs, graphs, 2 * graphs, 2 * graphs, 2 * graphs]
+    assert numbers == [graphs, 2 * graphs, 2 * graphs]
     assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]

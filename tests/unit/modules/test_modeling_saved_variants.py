@@ -121,18 +121,6 @@ def test_transformers_alone_refuses_a_variant(tmp_path):
     assert "read" not in said.stdout.split()
 
 
-def test_automodel_refuses_a_class_of_someone_elses(tmp_path):
-    """Whose keys and methods it would drop."""
-
-    class MyT5(modeling_t5.T5Model):
-        pass
-
-    MyT5(modeling_t5.T5Config(**VARIANTS["alibi t5"][1])).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is of MyT5: read it with that"):
-        transformers.AutoModel.from_pretrained(tmp_path)
-    assert isinstance(MyT5.from_pretrained(tmp_path), MyT5)
-
-
 def test_peft_finds_the_model_of_its_adapter(tmp_path):
     peft = pytest.importorskip("peft")
     cls, settings = VARIANTS["rotary bert"]
