@@ -64,7 +64,7 @@ class _MaskedLM:
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Logits [B, L, V], and with `labels` [B, L] (-100: none) their mean cross-entropy in nats."""
+        """Logits [batch, length, vocabulary], and the mean loss of `labels` [batch, length] (-100: none)."""
         kwargs["use_cache"] = False
         outputs = self.model(
             input_ids, attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs

@@ -123,7 +123,7 @@ class BertConfig(VariantConfig, transformers.BertConfig):
 
     @property
     def is_variant(self) -> bool:
-        """True if transformers' class would compute something else, or lacks a BERT without token types."""
+        """True if transformers' BertModel would compute something else, or cannot (no token types)."""
         return super().is_variant or self.type_vocab_size == 0
 
     def _check_sizes(self) -> None:

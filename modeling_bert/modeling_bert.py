@@ -100,7 +100,7 @@ class BertPooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
-        """[B, L, D] -> [B, D], or with the places of S first tokens, int64 [B, S] -> [B, S, D]"""
+        """Pool the first token of each row, [batch, features], or the tokens at `starts` [batch, documents]."""
         first = x[:, 0] if starts is None else x[torch.arange(len(x), device=x.device)[:, None], starts]
         return self.dense(first).tanh()
 
@@ -184,7 +184,7 @@ class BertModel(BertPreTrainedModel):
 
 
 class BertPredictionTransform(nn.Module):
-    """Transform of the hidden states before the output layer."""
+    """Linear layer, activation and norm before the output layer of the MLM head."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class BertPredictionTransform(nn.Module):
 
 
 def has_named_bias(config: BertConfig) -> bool:
-    """True if the output layer's bias is a parameter of the head too, as in BERT's checkpoints."""
+    """True if the output layer's bias is also the parameter `cls.predictions.bias`, as in BERT's checkpoints."""
     return config.decoder_bias and config.head_transform
 
 
@@ -212,7 +212,7 @@ class BertPredictions(nn.Module):
             self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] -> [B, L, V]"""
+        """Logits [batch, length, vocabulary] of hidden states [batch, length, features]."""
         return self.decoder(self.transform(x))
 
 
@@ -330,7 +330,7 @@ class BertForMaskedLM(_WithWords):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Args as in `BertModel.forward`; labels [B, L] are the masked words, -100 elsewhere.
+        """Args as in `BertModel.forward`; labels [batch, length] are the masked words, -100 elsewhere.
 
         With `is_decoder` labels are the tokens themselves, each predicted from those before it.
         """
@@ -407,7 +407,7 @@ class BertForTokenClassification(_WithClassifier):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """Args as of `BertModel`; labels [B, L] are classes, -100 where there is none."""
+        """Args as in `BertModel.forward`; labels [batch, length] are classes, -100 where there is none."""
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))

@@ -19,7 +19,7 @@ from modeling_bert.configuration_bert import BertConfig
 
 
 def positions_of(segment_ids: Tensor) -> Tensor:
-    """Position of each token in its document, int64 [B, L], from segment IDs int [B, L]."""
+    """Position of each token in its document, int64 [batch, length], from segment IDs int [batch, length]."""
     places = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     begins = segment_ids != segment_ids.roll(1, -1)
     return places - places.where(begins, 0).cummax(-1).values

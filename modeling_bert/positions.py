@@ -48,7 +48,7 @@ def window_bias(config: BertConfig, is_checked: bool, like: Tensor) -> T5Bias:
 
 
 def window_layout(config: BertConfig) -> SparsityConfig | None:
-    """Block layout that covers every sliding window; `window_bias` masks the rest. None without windows."""
+    """Block-sparse layout that contains every sliding window; None without sliding-window layers."""
     if config.local_attention is None:
         return None
     reach = config.local_attention // 2
@@ -84,11 +84,11 @@ class RelativeKeyPosition(nn.Module):
         nn.init.normal_(self.weight)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """Bias of the scaled scores [B, H, L, L], from q and k [B, H, L, d]."""
+        """Bias of the scaled scores [batch, heads, length, length], from q and k [batch, heads, length, head_dim]."""
         return self.by_query(q) * q.shape[-1] ** -0.5
 
     def by_query(self, q: Tensor) -> Tensor:
-        """q_i . a_(i - j), [B, H, L, L]."""
+        """Products of each query i with the embedding of distance i - j, [batch, heads, length, length]."""
         return diagonals(q @ self._embeddings(q.shape[2]).flip(0).t(), q.shape[2])
 
     def _embeddings(self, length: int) -> Tensor:
@@ -103,5 +103,5 @@ class RelativeKeyQueryPosition(RelativeKeyPosition):
         return (self.by_query(q) + self.by_key(k)) * q.shape[-1] ** -0.5
 
     def by_key(self, k: Tensor) -> Tensor:
-        """k_j . a_(i - j), [B, H, L, L]."""
+        """Products of each key j with the embedding of distance i - j, [batch, heads, length, length]."""
         return diagonals(k @ self._embeddings(k.shape[2]).t(), k.shape[2]).transpose(-1, -2)

@@ -71,7 +71,7 @@ class T5CDQAttention(T5Attention):
         return self.join_heads(torch.cat(outputs, dim=1)), bias, weights
 
     def context_queries(self, x: Tensor, spec: AttentionSpec) -> Tensor:
-        """Queries [B, num_cdq_heads, L, d] of tokens x [B, L, D]."""
+        """Context-dependent queries [batch, num_cdq_heads, length, d_kv] from x [batch, length, d_model]."""
         scores = self.T(F.relu(limit_float16(self.W_t(x)))).transpose(1, 2)  # [B, heads, L]
         visible = spec.key_padding_mask
         if spec.mask is not None:  # a token counts if any other may attend to it

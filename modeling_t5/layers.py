@@ -138,7 +138,7 @@ class T5LayerFF(T5Sublayer):
 
 
 class T5ClassificationHead(nn.Module):
-    """out_proj(tanh(dense(x))): [B, D] -> [B, num_labels]."""
+    """out_proj(tanh(dense(x))), from d_model features to num_labels logits."""
 
     linear_layers = ("dense", "out_proj")
 
@@ -215,7 +215,7 @@ class T5Attention(nn.Module):
 
     @property
     def backend(self) -> str:
-        """The attention backend; "auto" with a layout."""
+        """Attention backend: "auto" with a block-sparse layout, otherwise by `attn_implementation`."""
         fused_on = self.o.weight.device if self.is_fast and self.training else None
         return "auto" if self.layout is not None else backend_of(self.config._attn_implementation, fused_on)
 
@@ -278,7 +278,7 @@ class T5Attention(nn.Module):
         spec: AttentionSpec,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention output [B, H, Q, d] from queries, keys and values of that shape, and weights or None."""
+        """Attention output [batch, heads, queries, d_kv], and the attention weights or None."""
         lengths, groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -298,18 +298,18 @@ class T5Attention(nn.Module):
         return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
-        """Queries of x, keys and values of the states, [B, L, H * d] each, in as few matrix products as possible."""
+        """Queries of x, and keys and values of the states, [batch, length, heads * d_kv] each."""
         if self.kind == DECODER_CROSS:
             return self.q(x), *joined(states, self.k, self.v)
         return joined(x, self.q, self.k, self.v)
 
     def split_heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """[B, L, H * d] -> [B, H, L, d], each head normed by `norm`."""
+        """[batch, length, heads * d_kv] -> [batch, heads, length, d_kv]; `norm` is applied to each head."""
         heads = limit_float16(x).unflatten(-1, (-1, self.head_dim))
         return (heads if norm is None else norm(heads).to(x.dtype)).transpose(1, 2)
 
     def join_heads(self, x: Tensor) -> Tensor:
-        """[B, H, L, d] -> [B, L, D]."""
+        """Output projection, [batch, heads, length, d_kv] -> [batch, length, d_model]."""
         return limit_float16(self.o(x.transpose(1, 2).flatten(2)))
 
     def tokens_seen(self, past_key_values: Cache | None) -> int | Tensor:
@@ -327,7 +327,7 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         is_cross: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [B, H, K, d], including cached ones, and queries with positions.
+        """Keys and values [batch, heads, keys, d_kv], including cached ones, and queries with rotary positions.
 
         Args:
             is_cross: the states are the encoder's, which have no positions.
@@ -355,7 +355,7 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         device: torch.device,
     ) -> Bias | None:
-        """The shared bias of an earlier layer, otherwise this layer's own."""
+        """The position bias shared by an earlier layer, otherwise this layer's own."""
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None

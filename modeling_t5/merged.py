@@ -44,7 +44,7 @@ class T5MergedAttention(T5Attention):
         output_attentions: bool = False,
         encoder_spec: AttentionSpec | None = None,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        """As `T5Attention.forward`, which is called without encoder states."""
+        """As `T5Attention.forward`; `key_value_states` are the encoder's output, None for self-attention only."""
         if key_value_states is None:
             return super().forward(x, spec, bias, None, past_key_values, output_attentions)
         if spec.bias is not None or encoder_spec.bias is not None:

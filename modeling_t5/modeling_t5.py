@@ -42,7 +42,7 @@ def _copy(config: T5Config, **values: Any) -> T5Config:
 
 
 class T5EncoderModel(T5PreTrainedModel):
-    """The encoder alone; `last_hidden_state` is [B, M + L, D]."""
+    """The encoder alone; `last_hidden_state` is [batch, memory tokens + length, d_model]."""
 
     _input_embed_layer = "shared"
     _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}
@@ -70,7 +70,7 @@ class T5EncoderModel(T5PreTrainedModel):
 
 
 class T5Model(T5PreTrainedModel):
-    """Encoder and decoder; `last_hidden_state` is the decoder's [B, T, D]."""
+    """Encoder and decoder; `last_hidden_state` is the decoder's [batch, target length, d_model]."""
 
     _input_embed_layer = "shared"
     _tied_weights_keys = {
@@ -246,7 +246,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         chunk_size: int = 0,
     ) -> Tensor:
-        """Mean loss over valid labels [B, T], from logits or, in chunks, from hidden states x [B, T, D]."""
+        """Mean loss over valid labels [batch, target length], from logits or, in chunks, from hidden states x."""
         labels = labels.to(x.device).flatten()
         extras = {"z_loss": self.config.z_loss, "label_smoothing": self.config.label_smoothing}
         if logits is not None:

@@ -174,7 +174,10 @@ class T5Stack(T5PreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Hidden states [B, M + L, D]; masks are [B, L] or [B, 1 or heads, L, keys]."""
+        """Hidden states [batch, memory tokens + length, d_model].
+
+        Masks are [batch, length] or [batch, 1 or heads, length, keys].
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
                 "Give exactly one of input_ids and inputs_embeds (with decoder_ before it: the decoder's)."

@@ -69,7 +69,7 @@ _NAMES = (
 
 
 def name_of(theirs: str, is_merged: bool = False) -> str:
-    """modeling_t5's name for a parameter of T5GemmaForConditionalGeneration or, if merged, of T5Gemma 2's."""
+    """Name in our T5 of a T5Gemma parameter or, with `is_merged`, of a T5Gemma 2 parameter."""
     name = theirs
     for pattern, ours in _NAMES:
         name = re.sub(pattern, ours, name)
@@ -124,7 +124,7 @@ def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
 
 
 def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
-    """The inverse of `config_of`; UserError for a T5 whose logits would change."""
+    """Convert a `T5Config` to a T5Gemma configuration; UserError if the logits would change."""
     if ours.d_model % ours.num_heads:  # checked by the classes of transformers, with another error
         raise UserError(f"T5Gemma requires d_model={ours.d_model} to be a multiple of num_heads={ours.num_heads}.")
     is_merged = ours.decoder_self_attention_layer == MERGED
@@ -173,7 +173,7 @@ def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
 
 
 def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
-    """The inverse of `from_t5gemma`."""
+    """Convert our T5 to a T5Gemma or T5Gemma 2, in its dtype; UserError as in `t5gemma_config_of`."""
     config = t5gemma_config_of(ours.config)
     cls = T5GemmaForConditionalGeneration if isinstance(config, T5GemmaConfig) else T5Gemma2ForConditionalGeneration
     model = cls(config).to(ours.dtype)

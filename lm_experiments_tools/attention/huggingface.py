@@ -112,7 +112,7 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
 
 
 def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
-    """The layout that a model's configuration names by `sparse_config_cls` and `sparse_attention`; None without one.
+    """Layout named in a model's configuration (`sparse_config_cls`, `sparse_attention`); None without one.
 
     Raises:
         UserError: an unknown layout, wrong settings, or settings without a layout.
@@ -244,7 +244,7 @@ def forward_with_weights(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As `attention_forward`, but dense, without dropout, and with the weights [batch, heads, queries, keys]."""
+    """Attention function that returns attention weights [batch, heads, queries, keys]; dense and without dropout."""
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling}
     layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)

@@ -116,7 +116,7 @@ def peft_errors_named(problem: str) -> Iterator[None]:
 
 
 def described_by(file: Path) -> contextlib.AbstractContextManager[None]:
-    """`peft_errors_named` for an adapter_config.json."""
+    """Turn peft's errors about the adapter of an adapter_config.json into a UserError."""
     return peft_errors_named(f"{file}: peft cannot build the adapter that it describes")
 
 

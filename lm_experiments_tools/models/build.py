@@ -262,7 +262,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 
 def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
-    """Set the weight of the z-loss (see modeling_t5/losses.py). Raises UserError for a class that has none."""
+    """Set the z-loss weight of a configuration (see `token_loss`). Raises UserError if its model has none."""
     if not hasattr(type(config), "z_loss"):  # an instance has any key of its file
         raise UserError(
             f"--z_loss: the model of {type(config).__module__}.{type(config).__name__} computes its own loss, without "

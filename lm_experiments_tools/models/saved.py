@@ -58,7 +58,7 @@ class Opened:
 
     @property
     def kind(self) -> str | None:
-        """encoder, encoder-decoder or decoder; None for models that none of them is."""
+        """ "encoder", "encoder-decoder" or "decoder"; None for other models."""
         found = kind_of(self.model.config)  # None of a configuration of the user's own
         return "decoder" if found is None and self.model.can_generate() else found
 

@@ -13,19 +13,19 @@ ALIGNMENT = 64  # bytes; torch allocates at multiples of it, but safetensors fil
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or an aligned copy of a floating-point one, because MKL's rounding depends on the address."""
+    """Copy a floating-point tensor to an aligned address if needed, because MKL's rounding depends on the address."""
     return tensor.clone() if tensor.is_floating_point() and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def align_model(model: nn.Module) -> None:
-    """Align the parameters and buffers of a model in place, so that equal weights give equal bits."""
+    """Align the parameters and buffers of a model in place (see `aligned`), so that equal weights give equal bits."""
     for tensor in chain(model.parameters(), model.buffers()):
         if type(tensor.data) is torch.Tensor:  # not a shard (DTensor)
             tensor.data = aligned(tensor.data)
 
 
 class HostEmbedding(nn.Embedding):
-    """An embedding that stays in main memory whatever device its model moves to; its output follows the inputs."""
+    """Embedding that stays in main memory when its model moves to a GPU; outputs are copied to the inputs' device."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> HostEmbedding:
         return self

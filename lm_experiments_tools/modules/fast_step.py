@@ -54,7 +54,7 @@ def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm(x)` of a layer norm or RMSNorm, computed in float32; bfloat16 stays bfloat16, unlike under autocast."""
+    """Apply a layer norm or RMSNorm in float32. The output has the dtype of x, also under autocast."""
     if x.dtype != torch.bfloat16:
         return norm(x)
     if is_plain(norm, nn.RMSNorm):

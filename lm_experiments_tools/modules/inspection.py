@@ -30,7 +30,7 @@ def forward_names(model: nn.Module) -> set[str]:
 
 
 def forward_names_of(model_cls: type) -> set[str]:
-    """`forward_names` of a model class."""
+    """Names of the arguments of a model class's forward, including those of base classes."""
     names: set[str] = set()
     for cls in model_cls.__mro__:
         if "forward" in vars(cls):
@@ -43,7 +43,7 @@ def forward_names_of(model_cls: type) -> set[str]:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module gets its previous mode back."""
+    """Put a model into evaluation mode; afterwards each module is in its previous mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -61,7 +61,7 @@ class VariantConfig:
 
 
 class TakesBothConfigs(type):
-    """Metaclass of models that also take the base class of their configuration, transformers' own.
+    """Metaclass that lets a model class accept transformers' configuration as well as its own subclass of it.
 
     Raises:
         ValueError: a configuration of another class.
@@ -90,12 +90,12 @@ class InitializesAllModules:
 def register_variants(
     config_cls: type[VariantConfig], models: Mapping[type, type], architectures: Sequence[str]
 ) -> None:
-    """Let transformers' AutoConfig and AutoModel classes read checkpoints of variants.
+    """Register the models of variants with transformers' AutoConfig and AutoModel classes.
 
     Args:
         config_cls: the class that AutoConfig returns.
         models: class of transformers (AutoModel, AutoModelForMaskedLM, ...) -> class of the model.
-        architectures: names of classes that may have written a checkpoint; others would lose keys and methods.
+        architectures: class names in a config.json that may be read; other classes would lose keys and methods.
     """
     from transformers import AutoConfig
 

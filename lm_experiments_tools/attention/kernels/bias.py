@@ -179,7 +179,11 @@ def with_values(bias: Bias | None, values: Tensor | None) -> Bias | None:
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """The slopes of the ALiBi paper: 2^(-8/n), 2^(-16/n), ... for n a power of two, interleaved from 2n otherwise."""
+    """Slopes of the ALiBi paper, [num_heads].
+
+    2^(-8/n), 2^(-16/n), ... for a power of two n. Otherwise those of the next lower power, and some of twice that
+    power.
+    """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]

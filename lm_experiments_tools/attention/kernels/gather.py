@@ -197,7 +197,7 @@ class Workspace:
         return chosen.view(index.shape[0], index.shape[1] * block, head_dim)
 
     def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """The batched product a @ b."""
+        """Batched matrix product a @ b in the buffer `name`."""
         return torch.bmm(a, b, out=self(name, a.shape[0], a.shape[1], b.shape[2]))
 
 
@@ -210,7 +210,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor | None, work: Workspace) -> Tensor:
-    """Softmax of the scores of one chunk, [parts, queries, keys]; rows without keys are zero."""
+    """Softmax of a chunk's scores, [parts, queries, keys]; rows without allowed keys are zero."""
     (parts, size), width, block = chunk.rows.shape, chunk.keys.shape[1], call.layout.block
     scores = work("scores", parts, size * block, width * block)
     if tiles is not None:

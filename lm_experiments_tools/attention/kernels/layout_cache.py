@@ -23,12 +23,15 @@ DENSE_BLOCK = 64  # tokens of a block where no layout is given
 
 
 class LayoutMaker(Protocol):
-    """A layout for any length, such as the classes in `layouts`."""
+    """Protocol of layouts for any input length, such as the classes in `layouts`."""
 
     block: int
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """int64 [heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block."""
+        """Layout of `seq_len` tokens, int64 [heads, seq_len / block, seq_len / block].
+
+        Element (q, k) is 1 where query block q attends to key block k.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +72,7 @@ def is_int(x: object) -> bool:
 
 
 def describe(x: object) -> str:
-    """dtype and shape of a tensor; a short form of anything else."""
+    """Short description for messages: dtype and shape of a tensor, `repr` of anything else."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     return f"{reprlib.repr(x)} ({type(x).__name__})"
@@ -86,7 +89,7 @@ _cache: dict[int, dict[tuple, object]] = {}  # by id of the layout; the most rec
 
 
 def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
-    """`make()`, cached under `key` until `owner` is deleted or `_MAX_CACHED` other keys have been used."""
+    """Return `make()`, cached with `owner`, for the `_MAX_CACHED` keys used last."""
     values = _cache.get(id(owner))
     if values is None:
         values = _cache[id(owner)] = {}

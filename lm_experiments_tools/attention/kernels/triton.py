@@ -125,7 +125,7 @@ class Call:
         )
 
     def hidden(self, parts: Cut) -> Tensor | None:
-        """The mask added to scores: -inf at masked keys and beyond the last key; None if there are none."""
+        """Additive mask of keys: -inf at masked keys and beyond the last one; None if no key is masked."""
         if self.key_mask is not None:
             return self.key_mask
         length = self.inputs.scores_shape[3]
@@ -339,7 +339,7 @@ def refusal(inputs: AttentionInputs) -> str | None:
 
 @lru_cache(maxsize=64)
 def card_of(device: torch.device) -> Card | None:
-    """The properties of a GPU that tiles depend on; None for GPUs that are not NVIDIA's."""
+    """Properties of an NVIDIA GPU that tile sizes depend on; None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
