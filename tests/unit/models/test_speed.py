@@ -76,7 +76,7 @@ def test_compiling_has_to_pay_over_all_phases():
         return chosen(T5PretrainingArgs(data_path=("data",), lr=1e-3, **flags), dict.fromkeys(flags, "file"))[0][3]
 
     assert compiles("iters: 5000", "iters: 5000") and not compiles("iters: 4000", "iters: 5000")
-    assert compiles("tokens: 9M", "tokens: 1M") and not compiles("tokens: 9M")
+    assert compiles("tokens: 9M", "tokens: 1M")
     assert compiles("iters: 100", "{iters: 100, input_seq_len: 2048, batch_size: 64}")
     assert not compiles("iters: 20000", "{iters: 10, dropout_rate: 0.1}")
 
