@@ -165,6 +165,7 @@ def test_an_encoder_of_another_width_gets_random_cross_attention_of_the_seed() -
     assert first.get_parameter(weight).shape == (8, 64)
     assert torch.equal(first.get_parameter(weight), second.get_parameter(weight))
     assert not torch.equal(first.get_parameter(weight), other.get_parameter(weight))
+    assert not first.config.tie_word_embeddings
     kept = "model.decoder.layers.0.self_attn.k_proj.weight"
     assert torch.equal(first.get_parameter(kept), source.get_parameter("model.layers.0.self_attn.k_proj.weight"))
     states = first.model.encoder(IDS).last_hidden_state
