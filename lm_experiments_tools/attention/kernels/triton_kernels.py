@@ -409,6 +409,7 @@ def query_gradient_kernel(
         tl.store(far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 16 + tl.arange(0, 16), tl.sum(row_sums, 0))
 
 
+# The first run of a key tile's list holds the queries that have this tile on their far right.
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
     q, k, v, do, less, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
@@ -421,11 +422,7 @@ def key_gradient_kernel(
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys.
-
-    Keys are the rows of the scores here, so that no product needs a transposed left operand. In the list of a key tile
-    the first run holds queries that have it on their far right.
-    """
+    """dk and dv of one tile of keys. Keys are rows of the scores, so that no product transposes its left operand."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
