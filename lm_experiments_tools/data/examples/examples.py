@@ -17,14 +17,13 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, read_rows
 from lm_experiments_tools.data.text.records import BadRecord, converted, field_of, text_of
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
@@ -233,26 +232,20 @@ class SentenceNames:
     Attributes:
         where: position of the first row.
         in_text: names must be equal, because the model reads them; otherwise only their number.
-        begun: files of which a row was read.
     """
 
     names: tuple[str, ...] = ()
     where: str = ""
     in_text: bool = True
-    begun: set[str] = field(default_factory=set)
 
-    def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
-        """The names of a row, compared with the first. Raises UserError for a whole file, else BadRecord."""
-        is_first = path not in self.begun
-        self.begun.add(path)
+    def checked(self, names: tuple[str, ...], row: Row) -> tuple[str, ...]:
+        """The names of a row. Raises BadRecord where they differ from the first row's."""
         if not self.names:
             self.names, self.where = names, row.where
         if len(names) == len(self.names) and (names == self.names or not self.in_text):
             return names
         here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
-        if not is_first:
-            raise BadRecord(f"{here}, where {self.where} has {there}")
-        raise UserError(f"{row.where} has {here}, {self.where} has {there}: select the same by --text_fields.")
+        raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
@@ -305,7 +298,7 @@ def label_examples(
         sentences: the fields that all data of the run must have.
 
     Raises:
-        UserError: too many bad rows, or other sentences than in other data.
+        UserError: too many bad rows.
     """
     numbers = {_label_name(name): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
@@ -315,7 +308,7 @@ def label_examples(
 
     def convert(row: Row) -> Example:
         nonlocal rounded
-        keys = sentences.checked(fields.texts_of(row.fields), row, path)
+        keys = sentences.checked(fields.texts_of(row.fields), row)
         texts = [text_of(row.fields, key) for key in keys]
         label, name = label_of(row), _name(row.fields, fields.id, "id")
         if words is None:
