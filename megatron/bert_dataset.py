@@ -126,7 +126,9 @@ class BertDataset:
         self.tokens, self.tokenizer, self.seed = tokens, tokenizer, seed
         self.max_seq_length, self.masked_lm_prob = max_seq_length, masked_lm_prob
         self.binary_head, self.nsp, self.mask_label_id, self.whole_word = binary_head, nsp, mask_label_id, whole_word
-        self._check_settings(short_seq_prob, num_epochs, max_num_samples, max_ngram)
+        is_valid = max_seq_length >= 5 and 0 < masked_lm_prob < 1 and 0 <= short_seq_prob <= 1
+        if not is_valid or any(n is not None and n < 1 for n in (max_ngram, num_epochs, max_num_samples)):
+            raise UserError("max_seq_length is at least 5, probabilities are between 0 and 1, counts are positive.")
         self._check_data()
         self.ngram_probabilities = ngram_probabilities(max_ngram, favor_longer_ngram, geometric)
         passes = 1 if num_epochs is None and max_num_samples is None else num_epochs or np.iinfo(np.int32).max
@@ -146,20 +148,6 @@ class BertDataset:
         self._is_text[special] = False
         self._starts_word = tokenizer.starts_word if whole_word else np.ones(tokenizer.vocab_size, bool)
         self._keys = {purpose: stream_key(seed, f"bert {purpose}") for purpose in ("pair", "cut", "mask", "replace")}
-
-    def _check_settings(
-        self, short_seq_prob: float, num_epochs: int | None, max_num_samples: int | None, max_ngram: int
-    ) -> None:
-        counts = {"num_epochs": num_epochs, "max_num_samples": max_num_samples, "max_ngram": max_ngram}
-        rules = {
-            "max_seq_length": (self.max_seq_length >= 5, "at least 5"),
-            "masked_lm_prob": (0 < self.masked_lm_prob < 1, "between 0 and 1"),
-            "short_seq_prob": (0 <= short_seq_prob <= 1, "between 0 and 1"),
-            **{name: (value is None or value >= 1, "at least 1") for name, value in counts.items()},
-        }
-        for name, (is_valid, rule) in rules.items():
-            if not is_valid:
-                raise UserError(f"{name} must be {rule}.")
 
     def _check_data(self) -> None:
         tokens, prefix = self.tokens, self.tokens.prefix

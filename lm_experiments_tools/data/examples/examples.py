@@ -139,20 +139,18 @@ def _targets(key: str, value: Any) -> tuple[str, ...]:
 
 def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
     """Examples of one id put together, in the order of their first rows."""
-    found: dict[str, tuple[str, Example]] = {}
+    found: dict[str | int, tuple[str, Example]] = {}
     for number, (where, example) in enumerate(examples):
-        key = example.name or f"row {number}"
+        key = example.name or number
         if key not in found:
-            found[key] = where, example
+            found[key] = where, replace(example, name=str(key))
             continue
         first_where, first = found[key]
         if first.source == example.source:
             found[key] = first_where, replace(first, targets=first.targets + example.targets)
         else:
             bad.add(where, f"the id {key!r} of {first_where} again, with another source")
-    for key, (_, example) in found.items():  # without an id: the number of its row, unless that is another's id
-        number = key.removeprefix("row ")
-        yield example if example.name else replace(example, name=key if number in found else number)
+    yield from (example for _, example in found.values())
 
 
 def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
@@ -362,9 +360,7 @@ def _class_number(name: str, numbers: dict[str, int]) -> int:
 def _number(value: Any) -> float:
     try:
         number = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        number = math.inf
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BadRecord(f"the label {value!r} is not a number") from None
     if not abs(number) <= _LARGEST or number == IGNORED_LABEL:  # also nan
         raise BadRecord(

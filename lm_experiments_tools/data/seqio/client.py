@@ -9,14 +9,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack, suppress
-from importlib.machinery import PathFinder
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,17 +99,6 @@ def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
             )
     if ":" not in args.task:
         find_files(args.data_path)
-
-
-def check_module(task: str) -> None:
-    """Refuse a --task that is not module:name, or whose package does not exist."""
-    module, _, name = task.partition(":")
-    package = module.partition(".")[0]
-    if not all(part.isidentifier() for part in module.split(".")) or not re.fullmatch(r"[\w.:#]+", name):
-        raise UserError(f"--task {task} names no task: write module:name, the name of letters, digits, '_', '.', ':'.")
-    if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
-        return
-    raise UserError(f"--task {task}: the module {module} cannot be imported (No module named {package!r})")
 
 
 def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:

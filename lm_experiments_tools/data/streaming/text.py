@@ -293,14 +293,12 @@ class MixedPlan:
 
 def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
     """Refuse proportions by sizes that are unknown or not comparable."""
-    remedy = "give the shares by --data_blending megatron and --data_weights"
-    compressed = [{shard.end is None for shard in plan.shards} for plan in plans]
-    for path, plan, kinds in zip(inputs, plans, compressed, strict=True):
-        if any(shard.kind == "dataset" for shard in plan.shards):
-            raise UserError(f"how much text {path} has is not known while it is streamed: {remedy}")
-        if kinds != compressed[0] or len(kinds) > 1:
-            files = path if len(kinds) > 1 else f"{inputs[0]} and {path}"
-            raise UserError(f"of the files of {files} only some are compressed, so sizes do not compare: {remedy}")
+    kinds = {(shard.kind == "dataset", shard.end is None) for plan in plans for shard in plan.shards}
+    if len(kinds) > 1 or (True, True) in kinds:
+        raise UserError(
+            f"the sizes of {', '.join(inputs)} do not compare (unknown for datasets, and only some files are "
+            "compressed): give the shares by --data_blending megatron and --data_weights"
+        )
 
 
 class MixedText:

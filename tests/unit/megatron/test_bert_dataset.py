@@ -268,11 +268,9 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
         (token_data(tmp_path / "empty", []), {}, "has no tokens"),
         (token_data(tmp_path / "alone", numbered([[5, 5], []])), {"nsp": "random"}, "one document, but nsp random"),
         (data, {"tokenizer": tokenizer(100)}, "holds token id [0-9]+, but the tokenizer has ids 0 to 99"),
-        (data, {"max_seq_length": 4}, "at least 5"),
-        (data, {"masked_lm_prob": 0.0}, "masked_lm_prob must be"),
-        (data, {"short_seq_prob": 1.5}, "short_seq_prob must be"),
-        (data, {"num_epochs": 0}, "num_epochs must be"),
-        (data, {"max_ngram": 0}, "max_ngram must be"),
+        (data, {"max_seq_length": 4}, "max_seq_length is at least 5"),
+        (data, {"masked_lm_prob": 0.0}, "probabilities are between 0 and 1"),
+        (data, {"max_ngram": 0}, "counts are positive"),
     ]:
         with pytest.raises(UserError, match=sentence):
             dataset(tokens, **settings)

@@ -374,7 +374,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
             {"data_path": ("NUMBERS", "GZIP"), "data_temperature": 3.0},
-            r"numbers.jsonl and .*gzip.jsonl.gz only some are compressed, .* by --data_blending megatron and",
+            r"sizes of .*numbers.jsonl, .*gzip.jsonl.gz do not compare .* by --data_blending megatron and",
         ),
         ({"data_path": ("NUMBERS", "BLANK"), "data_weights": (1.0, 2.0)}, "no document in .*numbers"),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),

@@ -223,7 +223,7 @@ def test_shares_of_a_mixture_follow_from_sizes_limits_and_weights(data, two_text
     for settings, expected in cases:
         shares = mixed(paths, blending="proportional", **settings).shares
         assert shares == pytest.approx([rate / sum(expected) for rate in expected])
-    with pytest.raises(UserError, match="only some are compressed, so sizes do not compare: give the shares by"):
+    with pytest.raises(UserError, match="do not compare .* give the shares by"):
         mixed(two_texts, blending="proportional")
-    with pytest.raises(UserError, match=r"how much text .*parquet has is not known .* --data_blending megatron and"):
+    with pytest.raises(UserError, match="parquet do not compare .* --data_blending megatron and"):
         mixed([paths[0], parquet], blending="proportional")
