@@ -300,9 +300,7 @@ class _Reader:
             return PackedDataset(dataset)
         # By default all rows of a step: it then holds the same samples however it is split.
         rows = args.bucket_rows or args.global_batch_size(self.backend.world_size)
-        micro_rows = args.batch_size * self.backend.world_size
-        least = WINDOW if rows > 1 else 0
-        return BucketedDataset(dataset, rows, args.seed, args.trim_to(), micro_rows, TARGET_STEP, least)
+        return BucketedDataset(dataset, rows, args.seed, TARGET_STEP, WINDOW if rows > 1 else 0)
 
     def _eval_split(self, split: str, path: str, limit: int | None) -> EvalSplit:
         rows, where = self.args.valid_batch_size() * self.backend.shares, (self.backend.rank, self.backend.world_size)
