@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from lm_experiments_tools.data.objectives.token_stream import BLOCK, CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import permute, sample_words, stream_key
 from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
@@ -48,9 +49,7 @@ _UNREAD_REMEDY = (
     "Preprocess the text with --split-sentences, raise --input_seq_len or --max_sentence_length (none keeps all "
     "documents), or leave out sentence pairs (--use_nsp 0), which need two sentences of a document"
 )
-_BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 _UNREAD_WARNING = 0.05  # of the tokens without room in a sample: every text has a few long or lone sentences
-_CHECKED_AT_START = 1 << 20  # tokens compared with the vocabulary before the first step
 _32 = np.uint64(32)
 
 
@@ -89,7 +88,7 @@ class BertDataset:
             samples: num_epochs, or fewer when max_num_samples are reached. Both None is one.
         mask_label_id: label of tokens that are not predicted.
         whole_word: mask words, not subwords.
-        max_ngram, favor_longer_ngram, geometric: lengths of masked spans in words, see `ngram_probabilities`.
+        max_ngram: longest masked span, in words; see `ngram_probabilities`.
         max_sentence_length: documents with a longer sentence are left out (Megatron's 512); None keeps them, and the
             sentence is cut to the sample.
         max_unread: fraction of the tokens that may fit in no sample.
@@ -116,8 +115,6 @@ class BertDataset:
         mask_label_id: int = IGNORED_LABEL,
         whole_word: bool = True,
         max_ngram: int = 3,
-        favor_longer_ngram: bool = False,
-        geometric: bool = False,
         max_sentence_length: int | None = None,
         max_unread: float = 0.75,
         seed: int = 0,
@@ -130,7 +127,7 @@ class BertDataset:
         if not is_valid or any(n is not None and n < 1 for n in (max_ngram, num_epochs, max_num_samples)):
             raise UserError("max_seq_length is at least 5, probabilities are between 0 and 1, counts are positive.")
         self._check_data()
-        self.ngram_probabilities = ngram_probabilities(max_ngram, favor_longer_ngram, geometric)
+        self.ngram_probabilities = ngram_probabilities(max_ngram)
         passes = 1 if num_epochs is None and max_num_samples is None else num_epochs or np.iinfo(np.int32).max
         self.settings = MappingSettings(
             max_length=max_seq_length - 2 - binary_head,
@@ -154,7 +151,7 @@ class BertDataset:
         if tokens.num_tokens == 0:
             raise UserError(f"{prefix} has no tokens: check that preprocessing found text.")
         check_tokenizer(tokens, self.tokenizer)
-        self._check_ids(np.asarray(tokens.tokens[:_CHECKED_AT_START]))
+        check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), self.tokenizer.vocab_size)
         if self.binary_head and all(np.diff(bounds).max() < 2 for bounds in tokens.document_bounds()):
             raise UserError(
                 f"{prefix} has only documents of one sequence, so no sentence pairs: preprocess the text with "
@@ -174,14 +171,6 @@ class BertDataset:
             logger.warning("%s. %s.", found, _UNREAD_REMEDY)
         else:
             logger.info("%s", found)
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= self.tokenizer.vocab_size:
-            raise UserError(
-                f"{self.tokens.prefix} holds token id {lowest if lowest < 0 else highest}, but the tokenizer has ids "
-                f"0 to {self.tokenizer.vocab_size - 1}: give the tokenizer it was made with, or preprocess again."
-            )
 
     def __len__(self) -> int:
         """Samples in an epoch, the same in each."""
@@ -236,8 +225,8 @@ class BertDataset:
         names = ("input_ids", "token_type_ids", "attention_mask", "labels")
         batch = {name: np.empty(shape, np.int64) for name in names}
         batch["next_sentence_label"] = np.empty(len(samples), np.int64)
-        for begin in range(0, len(samples), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
+        for begin in range(0, len(samples), BLOCK):
+            block = slice(begin, begin + BLOCK)
             self._fill({name: values[block] for name, values in batch.items()}, epochs[block], rows[block])
         if not self.binary_head:
             del batch["next_sentence_label"]
@@ -333,5 +322,5 @@ class BertDataset:
             if b_length:
                 row[end + 1 : end + 1 + b_length] = tokens[b_start : b_start + b_length]
                 row[end + 1 + b_length] = tokenizer.sep
-        self._check_ids(ids)
+        check_ids(ids, self.tokenizer.vocab_size)
         return ids

@@ -165,7 +165,7 @@ class StreamText:
         position: Position,
         text_key: str,
         max_bad_lines: int | None,
-        listed_in: str | os.PathLike = "",
+        listed_in: str | os.PathLike,
         rejected: list[Rejected] | None = None,
     ):
         self.plan, self.stream, self.position = plan, stream, position

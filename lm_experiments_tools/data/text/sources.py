@@ -77,10 +77,10 @@ def file_stamp(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def whole_file(path: str, kind: str = "json") -> Shard:
-    """A complete file as one shard."""
+def whole_file(path: str) -> Shard:
+    """A complete file as one shard, of JSON lines where records are read from it."""
     stamp = file_stamp(path)
-    return Shard(path, kind, 0, None if endings(path)[1] else stamp[0], stamp)
+    return Shard(path, "json", 0, None if endings(path)[1] else stamp[0], stamp)
 
 
 def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shards: int | None = None) -> list[Shard]:

@@ -26,7 +26,7 @@ TEXTS = make_texts(4000)
 
 def documents_of_epoch(plan, stream, epoch):
     """Texts of a stream in one epoch, and the shards they are from."""
-    text, found = StreamText(plan, stream, Position(epoch=epoch), "text", 0), []
+    text, found = StreamText(plan, stream, Position(epoch=epoch), "text", 0, ""), []
     for document in text:
         if text.position.epoch > epoch:
             break
@@ -58,7 +58,7 @@ def test_any_position_is_found_again(data):
     encoder = TextEncoder.of(vocabulary)
 
     def tokens(position):
-        return StreamTokens(StreamText(plan, 2, position, "text", 0), encoder)
+        return StreamTokens(StreamText(plan, 2, position, "text", 0, ""), encoder)
 
     stream, positions, ids = tokens(Position()), [Position()], []
     for _ in range(1500):  # more than an epoch
@@ -86,7 +86,7 @@ def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams)
 
 def documents_of(plan, epochs, begin=None):
     """(position, document) of the epochs that are left from `begin` on."""
-    text = StreamText(plan, 0, begin or Position(), "text", 10)
+    text = StreamText(plan, 0, begin or Position(), "text", 10, "")
     return list(takewhile(lambda found: found[0].epoch < epochs, ((text.position, item) for item in text)))
 
 
@@ -108,7 +108,7 @@ def test_a_stream_of_a_text_that_changes_ends_and_copies_on_other_machines_do_no
 def test_empty_texts_of_a_stream_are_no_bad_lines(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", "a", " ", "b"] * 20))
-    text = StreamText(StreamPlan.make([str(data)], 1, seed=3), 0, Position(), "text", 0)
+    text = StreamText(StreamPlan.make([str(data)], 1, seed=3), 0, Position(), "text", 0, "")
     documents = iter(text)
     assert [next(documents).value for _ in range(60)] == ["a", "b"] * 30
     assert text.position.rejected == 0 and text.rejected == []
@@ -152,7 +152,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
     with pytest.raises(
         OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
     ):
-        next(iter(StreamText(plan, 0, Position(), "text", 0)))
+        next(iter(StreamText(plan, 0, Position(), "text", 0, "")))
 
 
 def test_a_dataset_is_known_by_its_files(parquet):
