@@ -17,7 +17,6 @@ from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.data.objectives.mlm import MaskedRows, MaskingRate, TokenBlocks
 from lm_experiments_tools.data.order import stream_key
-from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -136,17 +135,19 @@ def bert_pretraining_data(
     """
     if args.packing == SENTENCES and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
-    # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
+    # the first worker of each machine goes first: it leaves sample mappings for the others to find
     first = backend.local_rank == 0
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
     train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
+    if train is not None:
+        read_at_random(_members(train))
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
         tokenizer.vocab_size,
-        None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
+        None if train is None else TrainLoader(train, *where),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         valid_tokens,
         tokenizer_dir,
@@ -252,7 +253,7 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataToke
         UserError: text or tokens that are missing, damaged, or made with another tokenizer.
     """
     prefix = token_prefix(path)
-    tokens = None if prefix is None else open_checked(prefix)
+    tokens = None if prefix is None else IndexedDataset(prefix)
     if tokens is not None and tokens.meta.get("vocab_sha256") == tokenizer.fingerprint:  # of preprocess_data.py
         return tokens
     folder = TOKENIZERS / tokenizer.fingerprint[:16]
@@ -271,7 +272,7 @@ def open_sentences(path: str) -> IndexedDataset:
     """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
-        tokens = open_checked(prefix)
+        tokens = IndexedDataset(prefix)
         warn_unrecorded(prefix, tokens.meta)
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]

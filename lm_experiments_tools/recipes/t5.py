@@ -182,11 +182,9 @@ def pretraining_data(
     vocabulary = sources.vocabulary
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
     if args.through_seqio():
-        from lm_experiments_tools.data.seqio.client import check_module, check_possible, seqio_data
+        from lm_experiments_tools.data.seqio.client import check_possible, seqio_data
 
         on_all(backend, lambda: check_possible(args, vocabulary))  # before validation text is tokenized
-        if args.is_registered_task():
-            on_all(backend, lambda: check_module(args.task))
     else:
         on_all(backend, lambda: check_objective(context))  # before hours of tokenizing
     if args.task == "mlm" and backend.is_main:
@@ -220,9 +218,9 @@ def pretraining_data(
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
     args = context.args
     tokens = [sources.tokens(path) for path in args.data_path]
-    cold = read_at_random(tokens)
+    read_at_random(tokens)
     dataset = mixed_dataset(context, tokens, backend.world_size)
-    return TrainLoader(dataset, args.rows_per_worker() * backend.shares, backend.rank, backend.world_size, ahead=cold)
+    return TrainLoader(dataset, args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:
