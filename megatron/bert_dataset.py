@@ -33,6 +33,7 @@ import numpy as np
 
 from lm_experiments_tools.data.objectives.token_stream import BLOCK, CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
@@ -234,6 +235,17 @@ class BertDataset:
     def maps(self) -> tuple[np.ndarray, ...]:
         """Memory-mapped arrays."""
         return *self.tokens.maps(), self.mapping.rows
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`. Token positions are read from two other files first, synchronously."""
+        epochs, indices = np.divmod(samples, len(self))
+        rows = permute(indices, len(self), self.seed, epochs)
+        will_need(self.mapping.rows, rows, rows + 1)
+        first, end, _ = self.mapping.rows[rows].astype(np.int64).T
+        will_need(self.tokens.sequence_pointers, first, np.minimum(end + 1, len(self.tokens)))
+        segments = self._segments(epochs, rows)
+        for start, length in ((segments.a_start, segments.a_length), (segments.b_start, segments.b_length)):
+            self.tokens.will_need(start, start + length)
 
     def _fill(self, batch: dict[str, np.ndarray], epochs: np.ndarray, rows: np.ndarray) -> None:
         """Write the examples of (epoch, row) into a block of the batch."""

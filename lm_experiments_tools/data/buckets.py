@@ -82,6 +82,10 @@ class BucketedDataset:
         """Samples by global number int64[n], in any order and from any epoch, in the dataset's format."""
         return self.dataset.batch(self.arranged(samples))
 
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        self.dataset.will_need(self.arranged(samples))
+
     def arranged(self, samples: np.ndarray) -> np.ndarray:
         """Map sample numbers int64[n] of this order to those of the dataset."""
         samples = np.asarray(samples, np.int64)

@@ -244,6 +244,12 @@ class MixtureDataset:
             lengths[:, here] = self.datasets[member].lengths(numbers[here])
         return lengths
 
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        members, numbers = self.locate(samples)
+        for member in np.unique(members).tolist():
+            self.datasets[member].will_need(numbers[members == member])
+
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Samples by global number int64[n], any order, any epochs, padded to the longest member."""
         members, numbers = self.locate(samples)

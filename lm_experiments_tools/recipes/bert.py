@@ -135,19 +135,17 @@ def bert_pretraining_data(
     """
     if args.packing == SENTENCES and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
-    # the first worker of each machine goes first: it leaves sample mappings for the others to find
+    # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
     first = backend.local_rank == 0
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
     train, valid, valid_tokens = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
-    if train is not None:
-        read_at_random(_members(train))
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
         tokenizer.vocab_size,
-        None if train is None else TrainLoader(train, *where),
+        None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         valid_tokens,
         tokenizer_dir,

@@ -218,9 +218,9 @@ def pretraining_data(
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
     args = context.args
     tokens = [sources.tokens(path) for path in args.data_path]
-    read_at_random(tokens)
+    cold = read_at_random(tokens)
     dataset = mixed_dataset(context, tokens, backend.world_size)
-    return TrainLoader(dataset, args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
+    return TrainLoader(dataset, args.rows_per_worker() * backend.shares, backend.rank, backend.world_size, ahead=cold)
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:

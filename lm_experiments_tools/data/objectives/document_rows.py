@@ -187,6 +187,11 @@ class DocumentRows:
         """Memory-mapped arrays."""
         return self.tokens.maps()
 
+    def will_need(self, samples: np.ndarray) -> None:
+        """Prefetch the tokens of samples from the disk."""
+        _, begins, lengths = self._chunks_of(samples)
+        self.tokens.will_need(begins, begins + lengths - 2)
+
     def _chunks_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of chunks of each row int64[n]; begin and length of each chunk, row after row."""
         epochs, indices = np.divmod(np.asarray(samples, np.int64), len(self))

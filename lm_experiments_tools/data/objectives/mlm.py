@@ -198,6 +198,10 @@ class MaskedRows:
             ids[here], labels[here] = self._masked(samples[here], words, ids[here])
         return {**batch, "labels": labels}
 
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        self.rows.will_need(samples)
+
     def _keyed_rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """Epochs and numbers that key the noise of rows, int64[n] each, and the rows."""
         return np.zeros_like(samples), samples, self.rows.batch(samples)

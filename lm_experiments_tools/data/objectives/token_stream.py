@@ -34,6 +34,8 @@ class TokenSource(Protocol):
     tokens: np.ndarray
     fingerprint: str
 
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None: ...
+
 
 @dataclass(frozen=True)
 class TokensInMemory:
@@ -41,6 +43,9 @@ class TokensInMemory:
 
     tokens: np.ndarray
     fingerprint: str = ""
+
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Nothing to prefetch."""
 
 
 class TokenStreamDataset:
@@ -65,11 +70,11 @@ class TokenStreamDataset:
     ) -> None:
         self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
         self.vocab_size, self.seed = vocab_size, seed
-        filled = [source for source in self.sources if source.tokens.size]
-        if not filled:
+        self._filled = [source for source in self.sources if source.tokens.size]
+        if not self._filled:
             raise UserError(f"The token data is empty ({len(self.sources)} file(s)): check the path and the text.")
         # Plain arrays: a memmap's own slicing costs more than the copy of a row.
-        self._arrays = [np.asarray(source.tokens) for source in filled]
+        self._arrays = [np.asarray(source.tokens) for source in self._filled]
         self._part_ends = np.cumsum(np.array([part.size for part in self._arrays], np.int64))
         self._part_begins = self._part_ends - [part.size for part in self._arrays]
         self.num_tokens = int(self._part_ends[-1])
@@ -147,6 +152,18 @@ class TokenStreamDataset:
                 filled, part, offset = filled + chunk.size, (part + 1) % len(self._arrays), 0
         self._check_ids(tokens)
         return tokens
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """Prefetch the tokens of samples from the disk."""
+        epochs, rows = self.rows_of(samples)
+        starts = self.starts_of(epochs, rows)
+        lengths = (self._row_ends - self._row_begins)[rows % len(self._row_ends)]
+        part_of = np.searchsorted(self._part_ends, starts, side="right")
+        for number in np.unique(part_of).tolist():
+            here = part_of == number
+            begins = starts[here] - self._part_begins[number]
+            ends = np.minimum(begins + lengths[here], len(self._arrays[number]))  # the wrapped rest is not worth more
+            self._filled[number].will_need(begins, ends)
 
     def _offsets(self, rows: np.ndarray) -> np.ndarray:
         rounds, positions = np.divmod(rows, len(self._row_ends))

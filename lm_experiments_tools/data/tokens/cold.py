@@ -1,8 +1,8 @@
 """Data larger than memory, read from the disk at random positions.
 
 The system reads a page with up to 8 MB around it (`read_ahead_kb`), which is wasted if it is evicted before it is
-used. Files that do not fit in memory are therefore advised to be read at random. See benchmarks/cold_reads.md.
-Systems without these calls are left as they are.
+used. Files that do not fit in memory are therefore advised to be read at random, and the next examples are prefetched.
+See benchmarks/cold_reads.md. Systems without these calls are left as they are.
 """
 
 import logging
@@ -29,13 +29,17 @@ class MappedData(Protocol):
     def maps(self) -> Sequence[np.ndarray]: ...
 
 
-def read_at_random(datasets: Iterable[MappedData]) -> None:
-    """Advise random access to the files of a run if together they do not fit in memory."""
+def read_at_random(datasets: Iterable[MappedData]) -> bool:
+    """Advise random access to the files of a run if together they do not fit in memory.
+
+    Returns:
+        True if so: examples should be prefetched (`TrainLoader`).
+    """
     maps = [array for dataset in datasets for array in dataset.maps() if _map_of(array) is not None]
     size = sum(os.path.getsize(name) for name in {array.filename for array in maps})
     memory = available_memory()
     if size <= _PART_OF_MEMORY * memory:
-        return
+        return False
     logger.info(
         "%s of data and %s of free memory: the data is read from the disk at random, without read-ahead",
         human_bytes(size),
@@ -43,6 +47,7 @@ def read_at_random(datasets: Iterable[MappedData]) -> None:
     )
     for array in maps:
         advise_random(array)
+    return True
 
 
 def available_memory() -> int:
@@ -76,3 +81,19 @@ def advise_random(array: np.ndarray) -> None:
     mapped = _map_of(array)
     if mapped is not None and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
+
+
+def will_need(array: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
+    """Prefetch elements begins[i] to ends[i], all ranges at once, without waiting for them.
+
+    Through the file and not the map: only that releases the interpreter lock while the disk's queue is full.
+    """
+    mapped = _map_of(array)
+    if mapped is None or not hasattr(os, "posix_fadvise"):
+        return
+    start = array.__array_interface__["data"][0] - np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+    start += array.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where the map begins
+    size = array.itemsize * int(np.prod(array.shape[1:]))
+    with open(array.filename, "rb") as file:
+        for begin, end in dict.fromkeys(zip(begins.tolist(), ends.tolist(), strict=True)):
+            os.posix_fadvise(file.fileno(), start + size * begin, size * (end - begin), os.POSIX_FADV_WILLNEED)

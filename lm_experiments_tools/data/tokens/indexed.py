@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_paths, read_meta
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import naming
@@ -406,6 +407,10 @@ class IndexedDataset:
     def maps(self) -> tuple[np.ndarray, ...]:
         """Memory-mapped arrays."""
         return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
+
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Prefetch tokens begins[i] to ends[i] into memory, without waiting."""
+        will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
         """Where sequences begin in the .bin, in tokens, int64; the number of sequences gives its end."""
