@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lm_experiments_tools.attention.kernels.triton import has_kernels
+from lm_experiments_tools.modules.devices import has_kernels
 from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
