@@ -89,15 +89,6 @@ def test_nanot5_weights_load(tmp_path, prefix):
         assert read_old_training_state(source) == (0, None)
 
 
-def test_names_of_tied_weights_may_be_absent(tmp_path):
-    model, other = random_t5(0), random_t5(1)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
-    del weights["lm_head.weight"]
-    torch.save({"model_state_dict": weights}, tmp_path / "m.pth")
-    assert load_weights(other, tmp_path / "m.pth").missing == []
-    assert torch.equal(logits(other), logits(model))
-
-
 def test_obsolete_key_of_old_transformers_is_not_unexpected(tmp_path):
     model = random_t5(0)
     obsolete = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -140,7 +131,7 @@ def test_object_arrays_are_not_built(tmp_path):
         read_old_training_state(tmp_path / "m.pth")
 
 
-@pytest.mark.parametrize("fraction", [0, 0.01, 0.5, 0.99])
+@pytest.mark.parametrize("fraction", [0, 0.5])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_truncated_file_is_one_sentence(tmp_path, fraction, zipped):
     file = tmp_path / "m.pth"

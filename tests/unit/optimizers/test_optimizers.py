@@ -145,22 +145,6 @@ def test_option_without_effect_or_sense_is_refused(options, message):
         build_optimizer(Toy(), **{"lr": 0.1, "weight_decay": 0.0, **options})
 
 
-def test_adafactor_options_arrive():
-    optimizer = build_optimizer(
-        Toy(),
-        name="Adafactor",
-        lr=None,
-        weight_decay=0.0,
-        scale_parameter=True,
-        relative_step=True,
-        warmup_init=True,
-        extra={"clip_threshold": 0.3},
-    )
-    group = optimizer.param_groups[0]
-    assert group["lr"] is None and group["scale_parameter"] and group["relative_step"] and group["warmup_init"]
-    assert group["clip_threshold"] == 0.3
-
-
 def test_torch_optimizer_is_fused_unless_told_otherwise():
     assert build_optimizer(Toy(), name="AdamW", lr=0.1, weight_decay=0.0).param_groups[0]["fused"]
     plain = build_optimizer(Toy(), name="AdamW", lr=0.1, weight_decay=0.0, extra={"fused": False})

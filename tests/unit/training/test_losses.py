@@ -91,7 +91,7 @@ def expected_of(cls, use_nsp):
     return gradients, values
 
 
-@pytest.mark.parametrize("batch_size", [8, 4, 2, 3, 1])
+@pytest.mark.parametrize("batch_size", [8, 3, 1])
 @pytest.mark.parametrize(
     "cls, use_nsp",
     [

@@ -43,7 +43,7 @@ def by_hand(indices, data, model):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
-@pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (4, 2), (2, 4), (3, 3), (1, 8)])
+@pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (3, 3), (1, 8)])
 def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(batch_size, accumulation):
     data = RaggedPairs(8)
     expected = tiny_t5()
@@ -74,7 +74,7 @@ def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mod
     assert len(modes) == (6 + 4 + 1) * 3
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
+@pytest.mark.parametrize("name", ["linear", "inverse_sqrt"])
 def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
     recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
     loop = make_loop({"iters": 12, "lr_scheduler": name, "num_warmup_steps": 4}, callbacks=[recorder])
@@ -90,34 +90,25 @@ def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
     assert recorder.seen == pytest.approx(expected, rel=1e-12)
 
 
-def uninterrupted_and_resumed(tmp_path, make_loader, stop_at, iters=9, **args):
-    """Weights, losses and logs of one run of `iters` steps, and of one that is started again after `stop_at`."""
-    common = {"batch_size": 2, "gradient_accumulation_steps": 2, "log_interval": 2, "keep_checkpoints": None, **args}
+def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(tmp_path):
+    """Dropout, accumulation, two epochs of 12 rows, 4 rows a step; each step but the last is one to resume from."""
 
-    def run(path, iters):
+    def run(iters, path, **args):
         torch.manual_seed(7)
         model = tiny_t5(dropout=0.3)
-        losses = Recorder(lambda loop, info: (info.step, info.grad_norm))
-        loop = make_loop(
-            {**common, "iters": iters, "model_path": str(path)}, model=model, loader=make_loader(), callbacks=[losses]
-        )
+        norms = Recorder(lambda loop, info: (info.step, info.grad_norm))
+        settings = {"batch_size": 2, "gradient_accumulation_steps": 2, "iters": iters, "model_path": str(path), **args}
+        loop = make_loop(settings, model=model, loader=SeekableBatches(RaggedPairs(12), 4), callbacks=[norms])
         loop.train()
-        return weights_of(model), losses.seen, loop
+        return weights_of(model), norms.seen, loop.state.consumed_samples
 
-    whole, whole_norms, whole_loop = run(tmp_path / "whole", iters)
-    run(tmp_path / "parts", stop_at)
-    resumed, resumed_norms, resumed_loop = run(tmp_path / "parts", iters)
-    assert [step for step, _ in resumed_norms] == list(range(stop_at + 1, iters + 1))
-    assert resumed_norms == whole_norms[stop_at:]
-    for name in whole:
-        assert torch.equal(whole[name], resumed[name]), name
-    assert resumed_loop.state.consumed_samples == whole_loop.state.consumed_samples
-
-
-@pytest.mark.parametrize("stop_at", range(1, 9))
-def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(tmp_path, stop_at):
-    """Dropout, accumulation, three epochs of 12 rows, 4 rows a step."""
-    uninterrupted_and_resumed(tmp_path, lambda: SeekableBatches(RaggedPairs(12), 4), stop_at)
+    whole, whole_norms, samples = run(6, tmp_path / "whole")
+    run(5, tmp_path / "parts", save_interval=1, keep_checkpoints=None)
+    for stop in range(1, 6):
+        checkpoint = str(tmp_path / "parts" / "checkpoints" / f"step_{stop:06d}")
+        resumed, norms, consumed = run(6, tmp_path / f"from_{stop}", resume=checkpoint)
+        assert norms == whole_norms[stop:] and norms[0][0] == stop + 1 and consumed == samples
+        assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
 def poison(model, when):
@@ -176,30 +167,6 @@ def test_early_stopping_waits_for_patience_and_keeps_the_best(tmp_path):
     assert (tmp_path / "best").resolve().name == f"step_{best + 1:06d}"
     loop.load(tmp_path / "best")
     assert validate(loop.valid_dataloader)["loss"] == losses[best]
-
-
-def test_lr_drops_when_validation_stops_improving():
-    recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
-    args = {
-        "iters": 8, "use_lr_drop": True, "lr_drop_patience": 1, "lr_drop_factor": 0.5, "valid_interval": 1,
-        "optimize_metric": "flat",
-    }  # fmt: skip
-    model = tiny_t5()
-    loop = make_loop(
-        args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), callbacks=[recorder],
-        valid=DataLoader(RaggedPairs(4), batch_size=4),
-        batch_metrics_fn=lambda batch, outputs: {"loss": outputs["loss"], "flat": 1.0},
-    )  # fmt: skip
-    loop.train()
-    weights = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weights], lr=1.0)
-    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1)
-    expected = []
-    for _ in range(8):
-        expected.append(optimizer.param_groups[0]["lr"])
-        reference.step(1.0)
-    assert recorder.seen == expected
-    assert len(set(expected)) > 2
 
 
 def test_metrics_over_the_whole_split_see_every_row_once():
