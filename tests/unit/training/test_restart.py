@@ -56,7 +56,6 @@ def start(path, model=None, optimizer=torch.optim.SGD, valid=None, **flags):
     ("changed", "named"),
     [
         ({"lr": 2e-2}, "optimizer.lr ([0.01] then, [0.02] now)"),
-        ({"seed": 1}, "seed (42 then, 1 now)"),
         ({"batch_size": 8}, "global_batch_size (4 then, 8 now)"),
         ({"clip_grad_norm": 1.0}, "clip_grad_norm (null then, 1.0 now)"),
     ],

@@ -161,15 +161,6 @@ def test_a_users_function_is_a_schedule():
     assert [by_path(step) for step in range(120)] == [linear(step) for step in range(120)]
 
 
-def test_a_new_schedule_of_transformers_works_by_its_name(monkeypatch):
-    from transformers import optimization
-
-    kind = type("Kind", (), {"value": "halving"})
-    monkeypatch.setitem(optimization.TYPE_TO_SCHEDULER_FUNCTION, kind, get_halving_schedule)
-    schedule = get_schedule("halving", num_warmup_steps=8, num_training_steps=100)
-    assert schedule(4) == 0.5
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

@@ -243,17 +243,6 @@ def test_another_optimizers_state_is_refused(tmp_path):
         make_loop(args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_run_ends_with_a_validation_and_can_be_validated_further(tmp_path):
-    data = DataLoader(RaggedPairs(4), batch_size=4)
-    loop = make_loop({"iters": 3, "valid_interval": 2, "model_path": str(tmp_path)}, model=TinyLabeller(), valid=data)
-    loop.train()
-    assert loop.state.last_validated_step == 3
-    at_the_end = loop.state.metrics["valid"]
-    assert loop.validate(data, split="test") == at_the_end
-    loop.save_metrics(tmp_path)
-    assert json.loads((tmp_path / "metrics.json").read_text())["test"] == at_the_end
-
-
 def test_a_finished_run_started_again_logs_nothing_twice(tmp_path):
     """10 steps, logged every 3, validated every 4, saved every 5: the last save comes before the last log."""
     valid = DataLoader(RaggedPairs(4), batch_size=4)
