@@ -70,7 +70,7 @@ def on_all(
     A worker that failed alone would leave the others waiting forever.
 
     Args:
-        takes_long: other workers may wait longer than the collectives' timeout. `function` must not use collectives.
+        takes_long: `function` may take longer on some workers than a collective may wait. It must not use collectives.
 
     Returns:
         The result of `function` on this worker; None where it was not run.

@@ -67,7 +67,7 @@ class MicroBatch:
         return next(iter(self.weights.values()))
 
     def is_padding(self) -> bool:
-        """True if no label is valid and no row is a numbered `example` whose prediction is needed."""
+        """True if no label is valid and, for validation rows numbered by `example`, no row is to be predicted."""
         numbers = self.batch.get("example")
         return not any(self.weights.values()) and not (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 

@@ -1,4 +1,4 @@
-"""Which labels a model's loss is a mean over (its valid targets), found by calling the model.
+"""Valid targets: the labels over which a model's loss is a mean, found by calling the model.
 
 A causal model shifts its labels, so the first label of a row is no target. Some models also take a `labels_mask` and
 score only the tokens that it selects.

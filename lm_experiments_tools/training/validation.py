@@ -180,7 +180,7 @@ def generate(
         model: the user's model, unwrapped.
         options: arguments of `generate`; the default length is that of the labels plus one.
         synced: every worker generates until the last one is done, because forward passes are collective.
-        seed: makes sampled tokens depend on the rows only; None: use the global random state.
+        seed: sampled tokens depend on this seed and the rows only; None: use the global random state.
     """
     device = next(iter(part.inputs.values())).device
     inputs, options = part.inputs, dict(options)
