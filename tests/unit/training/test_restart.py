@@ -166,14 +166,6 @@ def test_fewer_or_more_iters_of_a_run_cut_short_leave_its_curve(tmp_path):
     assert curve(start(tmp_path, iters=9, **flags)[0], [8]) == pytest.approx([0.0]), "transformers' cosine rises again"
 
 
-def test_a_schedule_without_an_end_is_not_spoken_of(tmp_path, caplog):
-    flags = {"lr_scheduler": "t5_inverse_sqrt", "num_warmup_steps": 2}
-    start(tmp_path, **flags)[0].train()
-    with caplog.at_level("INFO"):
-        start(tmp_path, iters=9, **flags)
-    assert "updates long" not in caplog.text
-
-
 def test_a_run_resumed_from_another_ones_checkpoint_goes_on_from_its_own(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     start(old)[0].train()

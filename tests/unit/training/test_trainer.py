@@ -169,25 +169,6 @@ def test_early_stopping_waits_for_patience_and_keeps_the_best(tmp_path):
     assert validate(loop.valid_dataloader)["loss"] == losses[best]
 
 
-def test_metrics_over_the_whole_split_see_every_row_once():
-    data = RaggedPairs(10)
-    seen = {}
-
-    def keep(batch, outputs):
-        return {"ids": batch["input_ids"], "guess": outputs["logits"].argmax(-1)}
-
-    def metrics(kept):
-        seen.update(kept)
-        return {"rows": len(kept["ids"])}
-
-    loop = make_loop(
-        {"batch_size": 3}, valid=DataLoader(data, batch_size=6), keep_for_metrics_fn=keep, metrics_fn=metrics
-    )
-    assert loop.validate(loop.valid_dataloader)["rows"] == 10
-    assert torch.equal(seen["ids"], data.batch(range(10))["input_ids"])
-    assert seen["guess"].shape == (10, 8)
-
-
 def test_a_metric_that_validation_does_not_give_is_named():
     loop = make_loop(
         {"optimize_metric": "rougeL", "valid_interval": 1}, valid=DataLoader(RaggedPairs(4), batch_size=4)
