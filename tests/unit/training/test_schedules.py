@@ -140,10 +140,6 @@ def needs_power(step, power):
     return step**power
 
 
-def nothing():
-    return 1.0
-
-
 def anything(*arguments):
     return 1.0
 
@@ -194,10 +190,8 @@ def test_a_users_function_is_a_schedule():
             {"num_warmup_steps": 0, "num_training_steps": 9, "decay_type": "sqrt"},
             "expected .linear., .cosine. or .1-sqrt.",
         ),
-        ("greedy", {}, "depends on results"),
         (f"{__name__}:halves", {}, "needs --num_training_steps"),
         (f"{__name__}:needs_power", {}, "needs --lr_scheduler_options power=VALUE, which is not given"),
-        (f"{__name__}:nothing", {}, "names no argument"),
         (f"{__name__}:anything", {}, "names no argument"),
         ("builtins:min", {}, "names no argument"),
         (f"{__name__}:halvs", {}, "has no halvs; did you mean 'halves'"),
