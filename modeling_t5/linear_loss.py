@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
+from lm_experiments_tools.modules.devices import has_kernels
 from lm_experiments_tools.modules.fast_step import is_unwrapped
 
 BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 MiB, which its caches hold

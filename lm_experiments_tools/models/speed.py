@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from lm_experiments_tools.attention.kernels.triton import lacks_triton
 from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
 from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
@@ -31,6 +30,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
+from lm_experiments_tools.modules.devices import lacks_triton
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, wants_grad
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.operator import attend_in_graph
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
-from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.devices import has_kernels
 
 _IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "block_sparse": "auto"}  # transformers' names -> backends
 _TRACEABLE = {"eager": eager, "sdpa": sdpa}  # torch.compile traces these; other backends are one operator to it

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+from lm_experiments_tools.modules.devices import Card
 
 
 class Tile(NamedTuple):
@@ -52,14 +53,6 @@ _MASKS = 2560  # bytes of shared memory, at most, for masks and sums of rows
 _MERGED = 64  # layouts of smaller blocks are computed in tiles of this many tokens, with the rest masked
 _SMALLEST = 32  # tokens
 _UNEVEN = 4  # lists this much longer than the average are started first
-
-
-class Card(NamedTuple):
-    """Properties of a GPU that tile sizes depend on."""
-
-    name: str
-    capability: tuple[int, int]
-    shared_memory: int  # bytes that a program may have
 
 
 def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: Card | None = None) -> Tile:

@@ -6,16 +6,12 @@ Triton is imported by the first call. TRITON_INTERPRET=1 runs the kernels on the
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -28,7 +24,6 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from lm_experiments_tools.attention.kernels.tiles import (
     KERNELS,
     SUM_ROWS,
-    Card,
     Cut,
     Diagonals,
     Tile,
@@ -40,10 +35,10 @@ from lm_experiments_tools.attention.kernels.tiles import (
     shared_memory,
     tile_of,
 )
+from lm_experiments_tools.modules.devices import TRITON_CAPABILITY, card_of, lacks_triton
 
 _LOG2_E = math.log2(math.e)
 _NO_BIAS, _T5, _ALIBI = 0, 1, 2
-_OLDEST = 8, 0  # compute capability that Triton supports from on
 _LARGEST = 128  # tokens of a tile, at most
 
 
@@ -294,27 +289,6 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@cache
-def lacks_triton() -> str | None:
-    """Reason why Triton cannot run on this machine; None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton)"
-    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
-        return "Triton finds no C compiler (install gcc, or set CC)"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Triton needs Python.h (install python3-dev)"
-    return None
-
-
-@torch.compiler.assume_constant_result
-def has_kernels(device: torch.device) -> bool:
-    """True if Triton's kernels run on this device."""
-    if device.type != "cuda" or lacks_triton():
-        return False
-    card = card_of(device)
-    return card is None or card.capability >= _OLDEST
-
-
 def refusal(inputs: AttentionInputs) -> str | None:
     """Why this backend cannot compute these inputs; None if it can."""
     block, widest = inputs.spec.layout.block, max(inputs.q.shape[3], inputs.v.shape[3])
@@ -337,22 +311,13 @@ def refusal(inputs: AttentionInputs) -> str | None:
     return refusal_of_device(inputs)
 
 
-@lru_cache(maxsize=64)
-def card_of(device: torch.device) -> Card | None:
-    """Properties of an NVIDIA GPU that tile sizes depend on; None for other devices."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return Card(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
-
-
 def refusal_of_device(inputs: AttentionInputs) -> str | None:
     """Why the GPU of the inputs cannot run these kernels; None if it can, or is not from NVIDIA."""
     card = card_of(inputs.q.device)
     if card is None:
         return None
-    if card.capability < _OLDEST:
-        found, oldest = (".".join(map(str, x)) for x in (card.capability, _OLDEST))
+    if card.capability < TRITON_CAPABILITY:
+        found, oldest = (".".join(map(str, x)) for x in (card.capability, TRITON_CAPABILITY))
         return f"{card.name} has compute capability {found}, and Triton needs {oldest}"
     head_dim, _, itemsize = _sizes(inputs)
     kernels = KERNELS if inputs.trains or inputs.trains_bias else KERNELS[:1]
