@@ -58,7 +58,7 @@ class Opened:
 
     @property
     def kind(self) -> str | None:
-        """encoder, encoder-decoder or decoder; None for models that none of them is."""
+        """ "encoder", "encoder-decoder" or "decoder"; None for other models."""
         found = kind_of(self.model.config)  # None of a configuration of the user's own
         return "decoder" if found is None and self.model.can_generate() else found
 
@@ -86,7 +86,7 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one next to the weights, or of an adapter's base; a decoder's does not end texts. Raises UserError."""
+        """Tokenizer of the model, or of an adapter's base. A decoder's appends no EOS. Raises UserError."""
         source = self.source
         if source.is_adapter and not any(source.path.glob("tokenizer*")):
             source = find_base(source)
@@ -161,7 +161,7 @@ def position_of(checkpoint: Path) -> dict[str, int]:
 
 
 def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
-    """The model of `cls.from_pretrained`, refused unless the files have all weights and no others.
+    """Load a model by `cls.from_pretrained`, and check that the files have all of its weights and no others.
 
     Args:
         folder: or a name of the Hub.
@@ -213,7 +213,7 @@ def _shape(weight: torch.Tensor | None) -> torch.Size | None:
 
 
 def merged(adapter: Source) -> PreTrainedModel:
-    """The base model of a LoRA adapter with the adapter merged, and with the head of a classifier.
+    """Load a LoRA adapter merged into its base model, with the head of a classifier.
 
     Raises:
         UserError: the adapter is of another kind, or its base cannot be read.
