@@ -216,7 +216,7 @@ def test_the_flags_that_a_resumed_run_may_change_are_these():
         "find_lr_min id_field inference_dtype init_checkpoint iters keep_checkpoints "
         "length_penalty log_interval log_maxima log_norms log_to max_bad_lines max_instances_per_eval_task "
         "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_path "
-        "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases plan profile profile_after "
+        "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases profile profile_after "
         "repetition_penalty report reset_iteration reset_lr reset_optimizer resume save_best "
         "save_in_background save_interval show_valid_examples skip_used_data speed stall_timeout temperature "
         "test_data_path test_samples thresholds top_k top_p use_generate_on_valid valid_at_start "
