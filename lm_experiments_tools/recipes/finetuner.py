@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from inspect import Parameter, Signature
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,8 +65,11 @@ from lm_experiments_tools.training.micro_batches import MicroBatch
 from lm_experiments_tools.training.validation import generate
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.recipes.finetuning_data import FinetuningData
+    from lm_experiments_tools.recipes.settings import FineTuningSettings
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +95,6 @@ _ONLY_EVALUATION = {
 }  # fmt: skip
 
 
-_KEYWORDS = [
-    Parameter(flag.name, Parameter.KEYWORD_ONLY, default=flag.default)
-    for flag in fields(FinetuningArgs)
-    if flag.name not in _REFUSED
-]
-
-
 def _fast(method: Callable[..., T]) -> Callable[..., T]:
     """Run a method of FineTuner with the process settings of its `speed`."""
 
@@ -116,7 +111,7 @@ class FineTuner:
 
     Args:
         from_pretrained: Hugging Face name or folder, run directory or checkpoint; None with `model_cfg`.
-        settings: flags of run_finetuning.py; `iters` takes the place of `epochs`.
+        keywords: flags of run_finetuning.py; `iters` takes the place of `epochs`.
 
     Attributes:
         model, tokenizer: as transformers (or peft) made them; change them as you like before `train`.
@@ -127,10 +122,8 @@ class FineTuner:
         UserError: an unknown or impossible setting, or a model that cannot be loaded.
     """
 
-    # What notebooks complete and show.
-    __signature__ = Signature(_KEYWORDS)
-
-    def __init__(self, from_pretrained: str | Path | None = None, **settings: Any) -> None:
+    def __init__(self, from_pretrained: str | Path | None = None, **keywords: Unpack[FineTuningSettings]) -> None:
+        settings: dict[str, Any] = dict(keywords)
         if from_pretrained is not None:
             settings["from_pretrained"] = str(from_pretrained)
         inherited = inherited_settings(settings)
@@ -202,7 +195,7 @@ class FineTuner:
         return added
 
     @_fast
-    def train(self, **settings: Any) -> dict[str, dict[str, float]]:
+    def train(self, **settings: Unpack[FineTuningSettings]) -> dict[str, dict[str, float]]:
         """Train on `data_path`; returns the metrics of each split, as in metrics.json.
 
         Test data is evaluated at the end, with `save_best` by the best checkpoint, whose weights then stay. A
@@ -215,7 +208,7 @@ class FineTuner:
         Raises:
             UserError: a setting that comes too late for the model, or a `model_path` trained in before.
         """
-        self._change(settings)
+        self._change(dict(settings))
         self._refuse_few_bits("train")
         args = self.args.resolved()
         self._check_folder(args.model_path)

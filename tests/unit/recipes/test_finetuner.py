@@ -1,7 +1,6 @@
 """FineTuner: what run_finetuning.py does, from Python."""
 
 import copy
-import inspect
 import json
 import logging
 import subprocess
@@ -51,11 +50,6 @@ def by_script(path, **flags):
     command = [sys.executable, ROOT / "run_finetuning.py", *words(**flags, model_path=path)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     return json.loads((path / "metrics.json").read_text())
-
-
-def test_notebooks_complete_the_flags_of_the_script():
-    known = inspect.signature(FineTuner).parameters
-    assert known["batch_size"].default == 10 and "find_lr" not in known
 
 
 def test_training_is_that_of_the_script(folder, sets, tmp_path):
