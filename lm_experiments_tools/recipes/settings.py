@@ -49,7 +49,6 @@ class FineTuningSettings(TypedDict, total=False):
     lora_targets: Sequence[str]
     num_virtual_tokens: int
     prompt_init_text: str | None
-    num_prompts: int
     quantize: Literal["int8", "nf4", "fp4"] | None
     inference_dtype: Literal["bf16", "fp16"] | None
     device_map: str | None
@@ -93,7 +92,6 @@ class FineTuningSettings(TypedDict, total=False):
     virtual_ranks: int
     stall_timeout: int | None
     resume: str
-    plan: bool
     lr_scheduler: str | None
     num_warmup_steps: int | None
     num_training_steps: int | None
