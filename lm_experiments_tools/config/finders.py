@@ -1,7 +1,4 @@
-"""Arguments of the tuners, which measure settings on the real model and data without changing the run.
-
-Standard library only.
-"""
+"""Arguments of the tuners `--find_lr` and `--find_micro_batch`. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -41,5 +38,5 @@ class FinderArgs:
             raise UserError(f"--find_lr_min {self.find_lr_min:g} is not below --find_lr_max {self.find_lr_max:g}.")
 
     def finds(self) -> bool:
-        """True if settings are searched instead of training."""
+        """True if the script runs a tuner instead of training."""
         return self.find_lr is not None or self.find_micro_batch

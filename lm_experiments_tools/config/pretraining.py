@@ -49,7 +49,7 @@ class MixtureArgs:
             raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
 
     def is_weighted(self) -> bool:
-        """True if sources are not read with equal probability."""
+        """True if the data paths are sampled with different weights."""
         return any(is_given(self, flag) for flag in inspect.get_annotations(MixtureArgs))
 
     def mixing(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class T5PretrainingArgs(
     report: Annotated[bool, _SHOWS_TEXT, VALIDATION] = False
 
     def trim_to(self) -> int | None:
-        """None for objectives with rows of fixed length, where a short last row is padded to avoid another shape."""
+        """Multiple to which micro-batch widths are trimmed; None for objectives with rows of fixed length."""
         return super().trim_to() if self.objective().varies_in_length or self.is_registered_task() else None
 
     def tokens_per_row(self) -> int:
@@ -151,7 +151,7 @@ class T5PretrainingArgs(
         return self.valid_data_path is None and not self.is_registered_task()
 
     def check(self) -> None:
-        """A Task or Mixture of seqio's registry has data and splits of its own."""
+        """Check the flags against each other, for example a seqio task against `--data_path`. Raises UserError."""
         if not self.is_registered_task():
             if self.data_pipeline == "seqio" and not self.objective().in_seqio:
                 raise UserError(f"--data_pipeline seqio does not support --task {self.task}.")
@@ -171,5 +171,5 @@ class T5PretrainingArgs(
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 
     def through_seqio(self) -> bool:
-        """True if seqio reads the data, because of `--data_pipeline` or a task in seqio's registry."""
+        """True if seqio reads the data: `--data_pipeline seqio`, or a task of seqio's registry."""
         return self.data_pipeline == "seqio" or self.is_registered_task()

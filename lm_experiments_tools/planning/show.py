@@ -1,4 +1,4 @@
-"""The memory estimate of a run: printed before it, in its log, and in the error when memory runs out."""
+"""Print the memory estimate of a run, and add it to the error message when memory runs out."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _NEXT = 0.8  # the same where memory ran out in a run
 
 
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
-    """Print the estimate of settings, and with `--fit` settings that fit; `auto` runs two steps of them.
+    """Print the memory estimate, and with `--fit` settings that fit. `--fit auto` tries them for two steps.
 
     Args:
-        origins: of the settings, as `cli.parse` returns them.
+        planning: device, number of workers, sharding and `--fit`.
+        origins: for each setting, where its value came from; returned by `cli.parse`.
 
     Raises:
-        UserError: no model is named, it cannot be traced, or nothing fits.
+        UserError: no model is named, the model cannot be traced, or no settings fit.
     """
     if not (args.model_cfg or args.base_model or args.init_checkpoint or getattr(args, "from_pretrained", None)):
         raise UserError("No model is named. Pass --model_cfg, a file or a preset such as t5-small, or --base_model.")
@@ -68,13 +69,13 @@ def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str
 
 
 def show_run(args: ExperimentArgs, origins: Mapping[str, str]) -> None:
-    """Print the estimate of a script's run (`--plan`), on rank 0, for the workers that its launcher has started."""
+    """Print the memory estimate of this run on rank 0 (`--plan`), for the workers that the launcher started."""
     if launcher_rank() == 0:
         show(args, of_launcher(), origins)
 
 
 def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
-    """Number of workers and sharding, from the launcher's environment."""
+    """Read the number of workers and the sharding from the launcher's environment variables."""
     counts = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
     workers = max((int(text) for text in counts if text.isdigit()), default=1)
     stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
@@ -89,10 +90,12 @@ def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
 
 @contextmanager
 def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Iterator[None]:
-    """Context for training. On a GPU, rank 0 logs the ratio of the memory estimate to the measured peak.
+    """Context manager for training: adds the memory estimate and advice to an out-of-memory error.
+
+    On a GPU, rank 0 also passes the estimate to the backend, which logs it next to the measured peak.
 
     Raises:
-        RunError: the device ran out of memory. It names the estimate and what to try next.
+        RunError: the device ran out of memory.
     """
 
     def estimate(args: ExperimentArgs) -> MemoryEstimate:

@@ -1,7 +1,7 @@
-"""`--find_micro_batch`: the fastest micro-batch that every worker can hold, of the same global batch, by real steps.
+"""Find the fastest micro-batch size for the same global batch (`--find_micro_batch`).
 
-Each worker first tries a size alone, without sending gradients, so that one that runs out of memory leaves none
-waiting; then the workers agree. Only sizes that fit on all of them are run as whole steps, and timed.
+Each worker first tries a size without communication, so that a worker out of memory does not block the others. Sizes
+that fit on all workers are then timed with full training steps.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ _NUM_SLOWER = 3  # sizes below the fastest that are timed
 
 
 def find_micro_batch(trainer: TrainingLoop, folder: str | None) -> int:
-    """Find the fastest micro-batch that fits on all workers; returns its rows.
+    """Time training steps and return the number of rows of the fastest micro-batch that fits on all workers.
 
-    Every worker calls it, with a new loop, whose weights are of no use afterwards.
+    Every worker must call this function. It changes the weights of `trainer`.
+
+    Args:
+        trainer: a new training loop.
+        folder: run directory for the result, find_micro_batch.json; None writes no file.
 
     Raises:
-        UserError: the backend cannot try a worker alone, or not even one row fits.
-        RunError: an update does not fit.
+        UserError: the backend shards the model or the optimizer, or not even one row fits.
+        RunError: the optimizer step runs out of memory.
     """
     backend, rows, given = trainer.backend, trainer.args.rows_per_worker(), trainer.args.batch_size
     if backend.shards_model or backend.shards_optimizer:
@@ -73,12 +77,14 @@ def find_micro_batch(trainer: TrainingLoop, folder: str | None) -> int:
 
 @dataclass
 class _Search:
-    """Sizes that were tried, with the answer of all workers.
+    """The search over micro-batch sizes.
 
     Attributes:
-        batch: this worker's rows of one step.
-        sizes: divisors of these rows, ascending.
-        seconds: shortest step of a size, of the slowest worker.
+        batch: this worker's part of one global batch.
+        sizes: divisors of its number of rows, ascending.
+        tried: size -> whether it fits on all workers.
+        seconds: size -> fastest step, measured on the slowest worker.
+        tokens: target tokens of one step, over all workers.
     """
 
     trainer: TrainingLoop
@@ -89,7 +95,7 @@ class _Search:
     tokens: int = 0
 
     def fits(self, size: int) -> bool:
-        """True if every worker makes its part of a step in micro-batches of this size."""
+        """Run forward and backward in micro-batches of `size` rows; True if no worker runs out of memory."""
         trainer, backend = self.trainer, self.trainer.backend
         self._set(size)
         trainer.backend, held = _Alone(backend), 1
@@ -109,10 +115,10 @@ class _Search:
         return failed == 0
 
     def step(self, size: int) -> float:
-        """Make a whole step with an update; returns the seconds of the slowest worker.
+        """Run a training step with communication and update; returns the seconds of the slowest worker.
 
         Raises:
-            RunError: an update, or what is sent between workers, does not fit.
+            RunError: it runs out of memory.
         """
         self._set(size)
         backend, started = self.trainer.backend, time.perf_counter()
@@ -130,7 +136,7 @@ class _Search:
         return max(backend.gather(time.perf_counter() - started))
 
     def fastest(self, largest: int) -> int:
-        """Time sizes from `largest` down, until several smaller ones are slower; returns the fastest."""
+        """Time sizes from `largest` down and return the fastest. Stops once three smaller ones are slower."""
         best = largest
         for size in reversed(self.sizes[: self.sizes.index(largest) + 1]):
             self.step(size)  # the first one is a warm-up
@@ -149,7 +155,7 @@ class _Search:
 
 
 class _Alone:
-    """A backend whose steps send no gradient and change no weight, to try what this worker can hold."""
+    """Backend wrapper without communication and without updates."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

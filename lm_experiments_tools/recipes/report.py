@@ -1,4 +1,4 @@
-"""Generated text for held-out examples: at each validation, and in the final `--report`."""
+"""Generate text for held-out examples, at each validation and for the final `--report`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PUNCTUATION = ".,;:!?)\"'”’"
 
 
 def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]], share: str | None = None) -> None:
-    """Print the report on rank 0 and write it to report.txt and loss.png of the run.
+    """Print the report on rank 0 and write report.txt and loss.png to the run directory.
 
     Args:
-        examples: from `t5_examples` or `fill_in_masked_words`.
-        share: from `filled_right`.
+        examples: (text, expected, generated), returned by `t5_examples` or `fill_in_masked_words`.
+        share: accuracy as text, returned by `filled_right`.
     """
     if not trainer.backend.is_main:
         return
@@ -56,7 +56,7 @@ def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]
 
 
 def t5_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """Held-out text, continued or with blanks filled in, as `--task` teaches; every worker calls it."""
+    """Continue held-out texts or fill in their blanks, depending on `--task`. Every worker must call it."""
     if trainer.args.objective().report == "continuation":
         return continued_examples(trainer, data)
     return fill_in_examples(trainer, data, _mode(trainer, data))
@@ -71,10 +71,12 @@ def _mode(trainer: TrainingLoop, data: PretrainingData) -> list[int]:
 
 
 def filled_right(trainer: TrainingLoop, data: PretrainingData) -> str | None:
-    """Accuracy on up to 400 one-word blanks in held-out text; every worker calls it.
+    """Measure how often the model fills a one-word blank exactly, on up to 400 held-out texts.
 
-    Words of letters are drawn at random, one blank per input of `input_seq_len` tokens. The answer is generated
-    greedily and must be exactly the word. None for a run that fills no blanks, or without long enough text.
+    Each input of `input_seq_len` tokens has one blank at a random word; decoding is greedy. Every worker must call it.
+
+    Returns:
+        The accuracy as text; None if the objective fills no blanks or the held-out text is too short.
     """
     vocabulary, args = data.vocabulary, trainer.args
     if args.objective().report == "continuation":
@@ -136,21 +138,21 @@ def _first_blank(ids: Sequence[int], vocabulary: Vocabulary) -> str:
 
 
 class WrittenExamples:
-    """The first `number` rows of a validation with what the model writes for them (training.metrics.Collector)."""
+    """Show the first `number` validation rows with the text that the model generates for them."""
 
     def __init__(self, trainer: TrainingLoop, split: str, vocabulary: Vocabulary, number: int) -> None:
         self.trainer, self.split, self.vocabulary, self.number = trainer, split, vocabulary, number
         self.rows: list[tuple[list[int], list[int]]] = []
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        """Collect inputs and targets without padding."""
+        """Store the inputs and targets of a batch without padding."""
         pad = self.vocabulary.pad_id
         for i in range(min(len(batch["labels"]), self.number - len(self.rows))):
             source, target = batch["input_ids"][i].tolist(), batch["labels"][i].tolist()
             self.rows.append(([id for id in source if id != pad], [id for id in target if id >= 0]))
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Show rank 0's rows; every worker generates, because a sharded model needs all of them."""
+        """Generate and show the outputs for rank 0's rows. Every worker must call it. Returns no metrics."""
         trainer, examples = self.trainer, []
         for number, (source, target) in enumerate(backend.broadcast(self.rows)):
             ids = torch.tensor([source], device=backend.device)
@@ -164,7 +166,7 @@ class WrittenExamples:
 
 
 def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """(first half of a text, its second half, the model's continuation) for a few validation documents."""
+    """Return (first half, second half, the model's continuation) of a few validation documents."""
     vocabulary, half = data.vocabulary, WINDOW // 2
     examples = []
     for window in _windows(data.valid_tokens):
@@ -212,10 +214,10 @@ def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
 def fill_in_examples(
     trainer: TrainingLoop, data: PretrainingData, before: Sequence[int] = ()
 ) -> list[tuple[str, str, str]]:
-    """(text with numbered blanks, hidden words, the model's words) for a few validation documents.
+    """Return (text with numbered blanks, hidden words, the model's words) for a few validation documents.
 
     Args:
-        before: ids before each input.
+        before: token ids to put before each input, such as a mode token of UL2.
     """
     vocabulary = data.vocabulary
     examples = []
@@ -234,7 +236,7 @@ def fill_in_examples(
 
 
 def fill_in_masked_words(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """`fill_in_examples` of a masked language model, which fills in each subword by itself."""
+    """Return the same examples as `fill_in_examples` for a masked language model, which predicts each subword."""
     tokenizer, backend = data.vocabulary, trainer.backend
     backend.model.eval()
     examples = []
@@ -272,7 +274,14 @@ def _two_words(window: np.ndarray, starts: Sequence[int], decode: Callable[[Any]
 
 
 def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The window with sentinels for the words nearest to one and two thirds of it, and the hidden subwords."""
+    """Replace the words nearest to one and two thirds of a text by sentinels.
+
+    Args:
+        window: int64[length], token ids.
+
+    Returns:
+        The ids with sentinels, and the ids of the two hidden words.
+    """
     starts = [i for i in range(len(window)) if vocabulary.starts_word(int(window[i]))]
     pieces, spans, done = [], [], 0
     for blank, (begin, end) in enumerate(_two_words(window, starts, vocabulary.decode)):
@@ -283,7 +292,7 @@ def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 
 
 def read_guesses(ids: list[int], vocabulary: Vocabulary) -> dict[int, str]:
-    """The text for each blank in a generated target with its start token."""
+    """Split a generated target into the text of each blank, by the blank's index."""
     number = {int(sentinel): i for i, sentinel in enumerate(vocabulary.sentinel_ids)}
     subwords: dict[int, list[int]] = {}
     blank = None

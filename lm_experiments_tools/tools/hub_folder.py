@@ -1,4 +1,4 @@
-"""A saved model as a folder for the Hugging Face Hub with a model card, checked by loading it in another process."""
+"""Write a model as a folder for the Hugging Face Hub, and verify it by loading it in another process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _TOKENIZER = "\n\nfrom transformers import AutoTokenizer\n\ntokenizer = AutoToke
 
 
 class Loading(NamedTuple):
-    """Python code that loads `model` from a variable `folder`, and the packages it requires."""
+    """Python code that assigns `model` from a variable `folder`, and the packages that it imports."""
 
     code: str
     note: str = ""
@@ -80,10 +80,13 @@ class Loading(NamedTuple):
 
 @contextmanager
 def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
-    """A temporary folder that is renamed to `folder` at the end of the block, or removed if that fails.
+    """Context manager: create a temporary folder that becomes `folder` at the end, or is removed after an error.
+
+    Args:
+        flag: name of the flag, for error messages.
 
     Raises:
-        UserError: there is something in `folder`.
+        UserError: `folder` exists and is not empty.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -101,7 +104,7 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
 
 
 def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
-    """Write configuration and weights in the saved dtype (an adapter is merged), and the tokenizer."""
+    """Write configuration, weights in the saved dtype and the tokenizer. A LoRA adapter is merged."""
     source, model = opened.source, opened.model
     config = pretrained_config(source.name).to_dict() if source.path is None else source.config
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
@@ -120,10 +123,12 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
 
 
 def check_folder(opened: Opened, folder: Path) -> Loading:
-    """Load the folder as another user would, and return the code. A user's own classes are copied into the folder.
+    """Load the folder in another process, compare logits and return the loading code.
+
+    The files of a user's own model classes are copied into the folder.
 
     Raises:
-        UserError: it cannot be loaded, or its logits are not those of the model.
+        UserError: the folder cannot be loaded, or its logits differ from those of the model.
     """
     inputs = example_inputs(opened.model)
     expected, reason = logits_of(opened.model, inputs), ""
@@ -135,7 +140,7 @@ def check_folder(opened: Opened, folder: Path) -> Loading:
 
 
 def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A batch of two rows of 12 ids, for an encoder-decoder with ids for the decoder."""
+    """Return a batch of two rows of 12 token ids, for an encoder-decoder with decoder ids."""
     generator = torch.Generator().manual_seed(0)
     rows = model.get_input_embeddings().num_embeddings
     inputs = {"input_ids": torch.randint(rows, (2, 12), generator=generator)}
@@ -147,14 +152,14 @@ def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def logits_of(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The logits, or of a model without a head its hidden states."""
+    """Return the logits, or the last hidden states of a model without a head."""
     with torch.no_grad():
         output = model(**inputs)
     return output[next((name for name in _OUTPUTS if name in output), 0)]
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
-    """How a loaded model's logits differ from the saved one's; empty if they are bit-identical."""
+    """Describe how the logits of a loaded model differ from the expected ones; "" if they are bit-identical."""
     if found.shape == expected.shape and torch.equal(found, expected):
         return ""
     size = f"by up to {float((found - expected).abs().max()):.3g}" if found.shape == expected.shape else "in shape"
@@ -249,7 +254,12 @@ def _failure(loading: Loading, folder: Path, inputs: dict[str, Tensor], expected
 
 
 def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> None:
-    """Write README.md, with the records of the model's run, into a folder that will be renamed to `name`."""
+    """Write the model card README.md into `folder`, with settings and metrics of the model's run.
+
+    Args:
+        name: final name of the folder.
+        loading: code that loads the model.
+    """
     model, pipelines = opened.model, {"encoder": "fill-mask", "decoder": "text-generation"}
     classifies = opened.reader == "AutoModelForSequenceClassification"
     data = ModelCardData(
