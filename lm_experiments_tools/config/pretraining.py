@@ -95,7 +95,7 @@ class DataArgs:
 
     data_path: tuple[str, ...] = ()
     """Token prefix of `lmtools tokenize`, text (.jsonl, .txt, compressed or not, a folder) or a Hugging Face dataset
-    (name[:config][:split]); several are mixed. Needed unless --task module:name brings data of its own."""
+    (name[:config][:split]); several are mixed. Not needed with --validate_only or a --task with data of its own."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     vocab: Annotated[str | None, HARMLESS] = None
@@ -123,7 +123,8 @@ class DataArgs:
     """Validation examples to print at every validation with what the model writes for them, in TensorBoard too."""
 
     def check(self) -> None:
-        if not self.data_path and not (isinstance(self, ObjectiveArgs) and self.is_registered_task()):
+        brings_data = isinstance(self, ObjectiveArgs) and self.is_registered_task()
+        if not self.data_path and not brings_data and not getattr(self, "validate_only", False):
             raise UserError("--data_path is missing: --help says what it takes.")
 
 
@@ -167,7 +168,7 @@ class T5PretrainingArgs(
                     f"--{flag} is not for --task {self.task}, which seqio reads from its own data. If it is an "
                     "objective of yours, its file must import from lm_experiments_tools.data.objectives."
                 )
-        if self.vocab is None:
+        if not self.vocab:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 
     def through_seqio(self) -> bool:

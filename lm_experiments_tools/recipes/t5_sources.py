@@ -69,7 +69,7 @@ class T5Sources:
         if not (args.validate_only and paths):
             paths = [*args.data_path, *paths]
         elif args.vocab is None:
-            paths = [args.data_path[0], *paths]
+            paths = [*args.data_path[:1], *paths]
         self._prefixes: dict[str, str | None] = {}
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
@@ -121,13 +121,12 @@ class T5Sources:
         return os.path.join(self._folder, path)
 
     def _recorded(self) -> Path:
-        """The vocabulary that made the token file of the first data path."""
-        if not self._args.data_path:
-            raise UserError(f"--task {self._args.task} needs --vocab: the vocabulary of its features")
-        path = self._args.data_path[0]
+        """The vocabulary that made the token file of the first data path, or of the validation data without one."""
+        flag = "data_path" if self._args.data_path else "valid_data_path"
+        path = self._args.data_path[0] if self._args.data_path else self._args.valid_data_path
         if path not in self._records:
             if not os.path.exists(self._from_anywhere(path)):
-                raise UserError(f"--data_path {path}: there is neither a token prefix (.idx, .bin) nor text.")
+                raise UserError(f"--{flag} {path}: there is neither a token prefix (.idx, .bin) nor text.")
             if os.path.isfile(usual := self._from_anywhere(USUAL_VOCABULARY)):
                 return Path(usual)
             raise UserError(

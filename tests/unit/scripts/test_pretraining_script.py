@@ -13,7 +13,6 @@ from lm_experiments_tools.data.streaming import stream
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes import t5 as pretraining
 from lm_experiments_tools.recipes.report import WrittenExamples
 from lm_experiments_tools.tracking.tracker import Tracker
 from run_t5_pretraining import main
@@ -101,13 +100,12 @@ def test_a_model_class_from_the_users_own_file(work, vocab, capsys, monkeypatch)
     assert capsys.readouterr().out.count("my own forward") == 3  # two steps, and the count for mfu
 
 
-def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, vocab, monkeypatch):
+def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, vocab):
     start(vocab, valid_data_path="text.jsonl", valid_interval=2)
     trained = json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"]
     before = sorted(p.name for p in (work / "run" / "checkpoints").iterdir())
     os.remove(work / "run" / "metrics.json")
-    monkeypatch.setattr(pretraining, "_train_loader", pytest.fail)  # nobody reads the training data
-    start(vocab, valid_data_path="text.jsonl", valid_interval=2, validate_only=True)
+    start(vocab, data_path=None, valid_data_path="text.jsonl", valid_interval=2, validate_only=True)
     assert json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"] == pytest.approx(trained, rel=1e-6)
     assert sorted(p.name for p in (work / "run" / "checkpoints").iterdir()) == before
 
