@@ -193,8 +193,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
             {"vocab_file": None, "tokenizer": "t", "lower_case": False},
             "--no_lower_case is about --vocab_file",
         ),
-        ({"data_weights": (1, 2)}, "--data_weights has another length than --data_path"),
-        ({"use_nsp": 2}, "--use_nsp takes true or false, not '2'"),
         ({"use_nsp": 0, "nsp": "random"}, "--nsp needs --use_nsp"),
         ({"mlm_prob": 15}, "--mlm_prob is 15"),
         ({"short_seq_prob": -0.1}, "--short_seq_prob is -0.1"),
@@ -202,7 +200,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"max_sentence_length": 0}, "--max_sentence_length is 0: it must be at least 1"),
         ({"max_unread": 75}, "--max_unread is 75.0"),
         ({"report": True}, "--report .*--valid_data_path"),
-        ({"save_best": True}, "--save_best needs validation data"),
         ({"use_generate_on_valid": True}, "--use_generate_on_valid is for models that write text"),
         ({"model_cfg": None}, "no model is named: give --model_cfg"),
         # what only the files tell
@@ -304,11 +301,6 @@ def test_data_made_cased_and_read_uncased_says_which_flag_is_wanted(data, work):
     writer.end_document()
     writer.finalize({"vocab_sha256": tokenizer.fingerprint})
     refused(data, r"give --no_lower_case", data_path="cased")
-
-
-def test_other_settings_of_the_same_run_are_refused(data, work):
-    start(data, iters=1)
-    refused(data, "holds a run with other settings: .*mlm_prob", mlm_prob=0.3)
 
 
 def test_accuracy_of_masked_tokens_from_logits_of_these_alone():
