@@ -1,5 +1,7 @@
 """The estimate in a run: printed before it by --plan, next to what was measured, and in the error at out-of-memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from lm_experiments_tools.planning import show
 from lm_experiments_tools.planning.estimate import estimate_memory
 from lm_experiments_tools.planning.show import watched
 from tests.unit.planning.test_plan import OWN_T5, settings
@@ -47,7 +50,9 @@ def test_running_out_of_memory_names_the_estimate_and_the_next_setting(run):
     assert " Try --batch_size 4 --gradient_accumulation_steps 2, estimated at " in message
 
 
-def test_main_memory_that_is_refused_is_named_likewise(run):
+def test_main_memory_that_is_refused_is_named_likewise(run, monkeypatch):
+    rows = SimpleNamespace  # memory in proportion to the rows, which needs no trace
+    monkeypatch.setattr(show, "estimate_memory", lambda args, *_: rows(total=args.batch_size * 2**20, parts={}))
     with pytest.raises(RunError, match=r"^out of memory \(can't allocate memory: you tried .* Try --batch_size 4"):
         with watched(*run):
             torch.empty(2**50)
