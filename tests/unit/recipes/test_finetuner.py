@@ -122,7 +122,6 @@ def test_an_encoder_predicts_labels_by_name(folder):
     "settings, sentence",
     [
         ({"learning_rate": 1}, "'learning_rate': here it is called lr"),
-        ({"task": "causal_lm"}, "--task causal_lm is not for --model_type encoder-decoder"),
         ({"from_pretrained": "no/such/folder"}, "no such file or folder"),
     ],
 )

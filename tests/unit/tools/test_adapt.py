@@ -151,10 +151,6 @@ def test_an_adapted_encoder_is_trained_from_its_own_weights(kind, packing, tmp_p
     [
         (["--to", "encoder"], "it has no mask token: name by --mask_token a token of it, for example <unused0>, "),
         (["--to", "encoder", "--mask_token", "<mask>"], "--mask_token <mask> is not in it"),
-        (
-            ["--to", "encoder", "--model_cls", "modeling_t5:T5ForConditionalGeneration"],
-            "--model_cls is not read by --to encoder",
-        ),
         (["--to", "encoder", "--encoder", "other"], "--encoder is not read by --to encoder"),
         (["--to", "encoder-decoder", "--mask_token", "<unused0>"], "--mask_token is not read by --to encoder-decoder"),
         ([], "name decoder, kind and folder"),
