@@ -31,7 +31,6 @@ def loss(predictions, references): return 1.0
 def exact_match(predictions, references): return 1.0
 def alone(predictions): return 1.0
 def needy(predictions, references, *, sources): return 1.0
-number = 5
 """
 
 
