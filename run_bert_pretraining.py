@@ -8,7 +8,7 @@ On this machine (CPU or one GPU)::
         --model_cfg bert_base_uncased --input_seq_len 128 --batch_size 32 --lr 1e-4 --weight_decay 0.01 \\
         --lr_scheduler linear --num_warmup_steps 10000 --iters 1000000 --log_interval 500 --save_interval 10000
 
-The same, on several workers, with one of these in the place of `python`::
+On several workers, replace `python` by one of::
 
     horovodrun --gloo -np 2 python
     torchrun --nproc_per_node 2

@@ -9,13 +9,13 @@ On this machine (CPU or one GPU)::
     python run_finetuning.py --model_type encoder --task classification --from_pretrained bert-base-uncased \\
         --data_path train.tsv --valid_data_path dev.tsv --batch_size 32 --lr 2e-5 --model_path runs/polarity
 
-The same, on several workers, with one of these in the place of `python`::
+On several workers, replace `python` by one of::
 
     horovodrun --gloo -np 2 python
     torchrun --nproc_per_node 2
     accelerate launch --config_file accelerate_configs/fsdp.yaml
 
-Where memory is small: --gradient_checkpointing, --freeze, --optimizer Adafactor, --peft lora, --quantize int8, in the
+To save memory: --gradient_checkpointing, --freeze, --optimizer Adafactor, --peft lora, --quantize int8, in the
 order that docs/out_of_memory.md gives. The same command again continues an interrupted run. `--config run.yaml` reads
 flags from a file; `--model_cls my_module:MyT5` trains a model class of your own.
 """

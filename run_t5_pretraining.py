@@ -7,7 +7,7 @@ On this machine (CPU or one GPU)::
         --batch_size 32 --lr 1e-3 --optimizer Adafactor --scale_parameter --lr_scheduler constant_with_warmup \\
         --num_warmup_steps 10000 --iters 100000 --log_interval 500 --save_interval 10000
 
-The same, on several workers, with one of these in the place of `python`::
+On several workers, replace `python` by one of::
 
     horovodrun --gloo -np 2 python
     torchrun --nproc_per_node 2

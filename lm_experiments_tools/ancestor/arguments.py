@@ -1,7 +1,7 @@
-"""Arguments of t5-experiments' trainers, with its names and defaults, and their conversion to current settings.
+"""Arguments of t5-experiments' trainers with their old names and defaults, and conversion to current arguments.
 
-`HfArgumentParser(TrainerArgs)` sees only these fields, so a program can add its own `--seed`. A call
-`TrainerArgs(...)` without `lr` returns current settings: only parsers read the fields, and only they pass `lr`.
+`HfArgumentParser(TrainerArgs)` sees only the old fields, so a program can add its own `--seed`. The parser passes
+`lr`. A call `TrainerArgs(...)` without `lr` returns current arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass
 class TrainerAccelerateArgs:
-    """Arguments of t5-experiments' `TrainerAccelerate`; number formats are the Accelerator's."""
+    """Arguments of t5-experiments' `TrainerAccelerate`. The Accelerator sets the mixed precision."""
 
     model_path: str | None = _flag(None, "run directory; None saves nothing")
     log_interval: int | None = _flag(None, "updates between two reports on training data; None: one at the end")
@@ -87,7 +87,7 @@ class _ReturnsCurrentArgs(type):
 
 @dataclass
 class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
-    """Arguments of t5-experiments' `Trainer`, for parsers; called with current settings, it returns those."""
+    """Arguments of t5-experiments' `Trainer`, for `HfArgumentParser`; without `lr`, current arguments are returned."""
 
     fp16: bool = _flag(False, "mixed precision in float16")
     fp16_allreduce: bool = _flag(False, "send gradients as float16")
@@ -97,17 +97,18 @@ class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
 
 
 def settings_of(args: Any, mixed_precision: str | None = None, *, validates: bool = True) -> today.TrainerArgs:
-    """Current settings for arguments of t5-experiments: a parser's namespace, a dataclass, anything with attributes.
+    """Convert arguments of t5-experiments to current arguments.
 
-    Settings without effect are dropped and logged. Checkpoints are loaded as far as they fit. t5-experiments stopped a
-    run when `early_stopping_patience` was exceeded, not reached.
+    Arguments without effect are dropped and logged. Checkpoints may be loaded partially.
+    `early_stopping_patience` is increased by one, because t5-experiments stopped one validation later.
 
     Args:
-        mixed_precision: an Accelerator's, instead of `fp16`.
-        validates: there is a `valid_dataloader`.
+        args: a namespace, a dataclass or another object with attributes.
+        mixed_precision: the Accelerator's setting, used instead of `fp16`.
+        validates: True if there is a `valid_dataloader`.
 
     Raises:
-        UserError: a value out of range, or two in conflict.
+        UserError: a value is out of range, or two arguments conflict.
     """
     notice("TrainerArgs for HfArgumentParser", _TODAY)
     given = {f.name: getattr(args, f.name, None) for f in fields(TrainerArgs)}

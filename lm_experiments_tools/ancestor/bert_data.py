@@ -1,4 +1,4 @@
-"""BERT data for t5-experiments' programs: single samples, with Megatron's names."""
+"""BERT datasets for t5-experiments' programs, with Megatron's names."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _NAMES = {"input_ids": "text", "token_type_ids": "types", "attention_mask": "pad
 
 
 def get_indexed_dataset_(data_prefix: str | os.PathLike, data_impl: str = "mmap", skip_warmup: bool = False) -> Any:
-    """The token file PREFIX.bin with its PREFIX.idx, mapped into memory whatever `data_impl` says."""
+    """Open the memory-mapped token file PREFIX.bin with PREFIX.idx. The other arguments have no effect."""
     notice("megatron.data.dataset_utils", "lm_experiments_tools.IndexedDataset(prefix)")
     return IndexedDataset(data_prefix)
 
 
 def hf_tokenizer(name_or_path: str) -> BertDataTokenizer:
-    """A Hugging Face tokenizer by name or folder, with the ids of its special tokens as cls, sep, mask, pad."""
+    """Load a Hugging Face tokenizer; its special token ids are the attributes cls, sep, mask and pad."""
     notice("megatron.tokenizer", "megatron.tokenizers.build_tokenizer('HFTokenizer', name_or_path=...)")
     return build_tokenizer("HFTokenizer", name_or_path=name_or_path)
 
 
 class BertDataset:
-    """BERT samples one by one, for torch's DataLoader; `megatron.bert_dataset.BertDataset` makes them.
+    """BERT samples for torch's DataLoader.
 
-    A sample has `text`, `types`, `padding_mask`, `labels`, `loss_mask` int64[max_seq_length] and `is_random`. Its
-    masks are the same in each epoch, as in t5-experiments. `name` and `data_prefix` are not needed: the table of
-    samples lies beside the data, under a name made of all it depends on.
+    A sample has `text`, `types`, `padding_mask`, `labels`, `loss_mask` int64[max_seq_length] and `is_random`. The
+    masked tokens are the same in each epoch, as in t5-experiments. `name` and `data_prefix` have no effect.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class BertDataset:
 
 
 class MixtureDataset:
-    """ceil(weight x length) samples of each dataset, in Megatron's order; all samples once where weights are None."""
+    """Mix ceil(weight x length) samples of each dataset in Megatron's order; without weights, all samples once."""
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float] | None = None) -> None:
         weights = [1.0] * len(datasets) if weights is None else list(weights)

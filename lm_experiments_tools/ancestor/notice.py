@@ -1,4 +1,4 @@
-"""t5-experiments compatibility: the deprecation warning, and which launchers are installed."""
+"""The deprecation warning of the compatibility with t5-experiments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _said: list[str] = []  # names that were used; the first has been warned of
 
 
 def notice(name: str, today: str) -> None:
-    """Warn on rank 0, once in a process, that `name` is t5-experiments', and name its replacement."""
+    """Warn once, on rank 0, that `name` belongs to t5-experiments and that `today` replaces it."""
     if not _said and launcher_rank() == 0:
         logger.warning(
             "%s is t5-experiments' name and still works; the current name is %s (docs/porting.md has all names)",

@@ -1,7 +1,7 @@
-"""The trainers under their public names, for arguments of today and for those of t5-experiments.
+"""The trainers `Trainer` and `TrainerAccelerate`, for current arguments and for those of t5-experiments.
 
-With t5-experiments' arguments, each start begins a new run, `model_N` and `model_best` are written to the run
-directory, `load` also restores optimizer and step, and `validate` after training logs to TensorBoard.
+With t5-experiments' arguments, each start is a new run, checkpoints are named `model_N` and `model_best`, `load` also
+restores optimizer and step, and `validate` after training logs to TensorBoard.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class _CompatibleTrainer(TrainingLoop):
         """Write a checkpoint; every worker calls it.
 
         Args:
-            save_path: folder to write `model_{suffix}` or `model_{step}` to, as t5-experiments did; None: the run's.
-            is_best: mark it as the best so far.
-            unless_last: skip if the run ends at this step, because its end saves too.
+            save_path: folder for a file `model_{suffix}` or `model_{step}` of t5-experiments; None writes a checkpoint
+                of this package to the run directory.
+            is_best: mark it as the best checkpoint so far.
+            unless_last: do nothing at the last step of the run, which is saved anyway.
         """
         if save_path is not None:
             self._write_old(Path(save_path), suffix or str(self.state.step))
@@ -99,7 +100,7 @@ class _CompatibleTrainer(TrainingLoop):
         reset_lr: bool = False,
         reset_iteration: bool = False,
     ) -> None:
-        """Load a checkpoint into the model; for t5-experiments' programs, optimizer, schedule and step too."""
+        """Load a checkpoint into the model; with t5-experiments' arguments also optimizer, schedule and step."""
         super().load(source)
         if self._old:
             loaded, _ = load_initial(Path(source), self.backend, with_optimizer=not reset_optimizer)
@@ -108,7 +109,7 @@ class _CompatibleTrainer(TrainingLoop):
                 self.learning_rate.resume(loaded.plateau)
 
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
-        """Metrics over all of `dataloader`, also written to TensorBoard for t5-experiments' programs."""
+        """Evaluate the model on `dataloader`; with t5-experiments' arguments also log to TensorBoard."""
         if not self._old or not write_tb or self.tracker is not None:
             return super().validate(dataloader, split, write_tb)
         last = max(self.args.iters, self.state.step)  # nothing that was recorded is of a later step
@@ -135,17 +136,17 @@ class _CompatibleTrainer(TrainingLoop):
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The last metrics of each split."""
+        """The newest metrics of each split."""
         return self.state.metrics
 
     @property
     def model(self) -> nn.Module:
-        """The model as it is wrapped for training."""
+        """The model, wrapped for distributed training."""
         return self.backend.model
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer as it is wrapped for training."""
+        """The optimizer, wrapped for distributed training."""
         return self.backend.optimizer
 
     @property
@@ -163,7 +164,7 @@ class Trainer(_CompatibleTrainer):
     """The trainer on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
 
     def __new__(cls, args: Any, model: Any, *others: Any, **options: Any) -> Any:
-        """A `TrainerAccelerate` where an Accelerator comes second, as in forks whose one Trainer it was."""
+        """Return a `TrainerAccelerate` if the second argument is an Accelerator, as in some forks."""
         if hasattr(model, "prepare_model"):
             return TrainerAccelerate(args, model, *others, **options)
         return super().__new__(cls)

@@ -1,7 +1,4 @@
-"""Helpers of t5-experiments' `lm_experiments_tools.utils`.
-
-Horovod and Accelerate are asked only where the program has imported them.
-"""
+"""Helpers of t5-experiments' `lm_experiments_tools.utils`."""
 
 from __future__ import annotations
 
@@ -31,26 +28,22 @@ _LOG_BYTES = 100 * 2**20
 
 
 def get_cls_by_name(name: str) -> type:
-    """The class named by `module:Class`, of whatever kind: a model, a configuration, a tokenizer.
-
-    Raises:
-        UserError: see `names.resolve_name`.
-    """
+    """Import the class named by `module:Class`. Raises UserError if there is none."""
     return resolve_name(name, object)
 
 
 def get_git_hash_commit() -> str:
-    """The commit of the current folder; empty outside a repository."""
+    """Return the git commit of the current folder; "" outside a repository."""
     return git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
 
 
 def get_git_diff() -> str:
-    """Uncommitted changes of the current folder; empty outside a repository."""
+    """Return the uncommitted changes of the current folder as a diff; "" outside a repository."""
     return git_output("diff", "HEAD", "--binary").decode("utf-8", "replace")
 
 
 def get_fn_param_names(fn: Callable) -> list[str]:
-    """Names of a function's parameters, without *args and **kwargs."""
+    """Return the names of a function's parameters, without *args and **kwargs."""
     collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in inspect.signature(fn).parameters.values() if p.kind not in collecting]
 
@@ -72,7 +65,7 @@ def _torch_job() -> bool:
 
 
 def get_distributed_rank() -> int:
-    """This process's number among the job's, 0 if it is alone."""
+    """Return the rank of this process; 0 without a distributed job."""
     if (hvd := _horovod()) is not None:
         return hvd.rank()
     if (state := _accelerate()) is not None:
@@ -81,7 +74,7 @@ def get_distributed_rank() -> int:
 
 
 def rank_0(fn: Callable) -> Callable:
-    """Make a function do nothing on other ranks."""
+    """Decorator: call the function on rank 0 only; other ranks get None."""
 
     @functools.wraps(fn)
     def on_rank_0(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +84,7 @@ def rank_0(fn: Callable) -> Callable:
 
 
 def wait_for_everyone() -> None:
-    """Return when every process of the job has arrived."""
+    """Wait until every process of the job has called this function."""
     if (hvd := _horovod()) is not None:
         hvd.barrier()
     elif (state := _accelerate()) is not None:
@@ -103,7 +96,7 @@ def wait_for_everyone() -> None:
 def collect_run_configuration(
     args: Any, env_vars: Sequence[str] = ("CUDA_VISIBLE_DEVICES",), accelerator: Any = None
 ) -> dict[str, Any]:
-    """The arguments with the environment, the machine and the commit, as t5-experiments' config.json has them."""
+    """Return the arguments with environment variables, machine and git commit, for config.json."""
     hvd, state = _horovod(), _accelerate()
     config = {**vars(args), "ENV": {name: os.environ.get(name, "") for name in env_vars}}
     config["HVD_INIT"] = hvd is not None
@@ -123,7 +116,7 @@ def prepare_run(
     add_file_logging: bool = True,
     accelerator: Any = None,
 ) -> None:
-    """Make the run directory `args.model_path` with config.json and git.diff, and log to a file there."""
+    """Create the run directory `args.model_path` with config.json, git.diff and a log file."""
     notice("prepare_run", "the Trainer, which makes the run directory and logs/rankN.log itself")
     if args.model_path is None:
         if logger is not None and get_distributed_rank() == 0:
@@ -146,7 +139,7 @@ def prepare_run(
 
 
 def let_cpus_train() -> None:
-    """Have `torch.cuda.set_device`, with which these programs begin, pass on machines without a GPU."""
+    """Let `torch.cuda.set_device`, the first call of t5-experiments' programs, pass on machines without a GPU."""
     set_device = torch.cuda.set_device
 
     @functools.wraps(set_device)

@@ -78,7 +78,7 @@ class BertDataArgs:
             raise UserError(f"--data_impl {self.data_impl} does not exist any more: files are memory-mapped.")
 
     def without_effect(self) -> list[str]:
-        """Names of the flags in use that change nothing."""
+        """Return the given flags that have no effect."""
         return given_flags(self, _WITHOUT_EFFECT)
 
 
@@ -134,11 +134,11 @@ class BertObjectiveArgs:
             )
 
     def most_predictions(self) -> int:
-        """Tokens that are predicted of one of Megatron's samples, at most."""
+        """Maximum number of tokens to predict in a sample of Megatron's data."""
         return max(1, round(self.mlm_prob * self.input_seq_len))
 
     def highest_rate(self) -> float:
-        """Upper bound of the fraction of tokens to predict; with whole words their number varies more."""
+        """Upper bound of the fraction of tokens to predict. It is higher for whole-word masking."""
         rate = max(filter(None, (self.mlm_prob, self.mlm_prob_end, self.valid_mlm_prob)))
         return min(1.0, rate * (1.5 if self.whole_word else 1.0))
 

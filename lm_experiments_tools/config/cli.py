@@ -1,7 +1,7 @@
-"""Command line and YAML files to a frozen dataclass of arguments.
+"""Parse the command line and YAML files into a frozen dataclass of arguments.
 
-Values are parsed by their field's type, so that `lr: 1e-4` is a number. The last place that sets a flag wins and is
-recorded as its origin.
+Values are parsed by the type of their field, so `lr: 1e-4` is a number. The command line overrides YAML files, and
+later files override earlier ones. The origin of each value is recorded.
 """
 
 import contextlib
@@ -55,19 +55,19 @@ def parse(
     program: str | None = None,
     resolve: str | None = None,
 ) -> tuple[Args, dict[str, str]]:
-    """Build `args_class` from the command line and the YAML files it names.
+    """Build `args_class` from the command line and the YAML files that `--config` names.
 
     Args:
-        args_class: flat dataclass whose base classes are the groups of `--help` (see `flags.help_groups`).
-        argv: arguments without the program's name; `sys.argv[1:]` by default.
+        args_class: dataclass whose base classes are the groups of `--help`.
+        argv: arguments without the program name; `sys.argv[1:]` by default.
         description: first paragraph of `--help`.
-        inherit: {name: (value, origin)} of settings that follow from the given ones and override the defaults.
+        inherit: given the settings so far, returns name -> (value, origin) of values that override the defaults.
         program: program name for `--help`; the script's by default.
-        resolve: module:name of a function of arguments and origins that fills in what a run chooses by itself; called
-            only for `--print_config`, because it may need torch.
+        resolve: `module:function` that fills in automatic choices for `--print_config`, from arguments and origins.
 
     Returns:
-        The arguments, and the origin of each field: "default", "FILE line N", "command line" or one from `inherit`.
+        The arguments, and for each field where its value came from: "default", "FILE line N", "command line" or an
+        origin of `inherit`.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, a missing required flag, or flags in conflict.
@@ -105,7 +105,7 @@ def parse(
 
 
 def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
-    """YAML of all settings, by group, for `--config` to read back; origins are comments."""
+    """Write all settings as YAML for `--config`, in groups, with the origins as comments."""
     lines = []
     for group in help_groups(type(args)):
         lines.append(f"# {(group.__doc__ or group.__name__).splitlines()[0]}")
@@ -123,10 +123,10 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
 def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     """Run an entry point and exit with its code.
 
-    UserError: message on stderr, code 2. RunError: message with rank and step, code 1; in an elastic job a worker
-    that has lost another one restarts. Ctrl-C: code 130. Any other exception keeps its traceback, code 1; a last line
-    repeats rank, step (the exception's attribute `step`, if any), type and reason, because the traceback of one rank
-    is lost in the output of the others.
+    - UserError: message on stderr, code 2
+    - RunError: message with rank and step, code 1 (an elastic Horovod worker restarts if it lost another worker)
+    - Ctrl-C: code 130
+    - any other exception: traceback, then one line with rank, step, type and reason, code 1
     """
     sys.excepthook = _report_crash
     restart.note_interrupts()

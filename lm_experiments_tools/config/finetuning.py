@@ -339,19 +339,19 @@ class EvaluationArgs:
         return () if "none" in self.metrics else self.metrics or usual_metrics(self.task)
 
     def metric_values(self) -> tuple[str, ...]:
-        """Names of the values that validation gives, without those of a user's own metrics."""
+        """Names of the metric values that validation reports, except those of a user's own metrics."""
         values = [value for name in self.metric_names() if not is_own(name) for value in values_of(name)]
         if self.needs_generation() and self.task in SENTENCE_TASKS:
             values.append("unknown_answers")
         return tuple(dict.fromkeys(["loss", *values]))
 
     def needs_generation(self) -> bool:
-        """True if a metric looks at generated text."""
+        """True if a metric needs generated text."""
         writes = self.task in ("text_to_text", "instructions") or self.model_type == "encoder-decoder"
         return writes and bool(self.metric_names())
 
     def generation_options(self) -> dict[str, int | float | bool]:
-        """Keyword arguments for the model's `generate`."""
+        """Return the keyword arguments for the model's `generate`."""
         options: dict[str, int | float | bool] = {
             "max_new_tokens": self.max_new_tokens or self.target_seq_len,
             "num_beams": self.num_beams,
@@ -394,12 +394,12 @@ class FinetuningArgs(
     resume: Annotated[str, _RUN_DIRECTORY] = "auto"
 
     def precision_options(self) -> dict[str, Any]:
-        """As in every script; bf16 weights are used under autocast, which computes losses in 32 bits."""
+        """Arguments of `backends.precision.get_precision`. bf16 weights run under autocast, for float32 losses."""
         options = super().precision_options()
         return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
 
     def trim_to(self) -> int:
-        """Never None: a row's width depends on the rows that a worker pads together, and thus on the split."""
+        """Multiple to which the padded width of micro-batches is trimmed."""
         return self.pad_to_multiple_of or 1
 
     def lacks_validation(self) -> bool:
@@ -429,13 +429,14 @@ class FinetuningArgs(
         return f"--lr is missing: --optimizer {self.optimizer} has no default for {self.peft or self.model_type}."
 
     def resolved(self, origins: Mapping[str, str] | None = None) -> "FinetuningArgs":
-        """The arguments with everything that follows from others filled in.
+        """Return the arguments with all values filled in that follow from others.
 
         Args:
-            origins: as `cli.parse` returns them; of `--iters` and `--epochs` the command line's is used.
+            origins: for each setting, where its value came from; returned by `cli.parse`. If both `--iters` and
+                `--epochs` are set, the one of the command line is used.
 
         Raises:
-            UserError: no data is named, or both lengths are given.
+            UserError: no data is named, or both lengths are given on the command line.
         """
         if not self.data_path and not self.validate_only:
             raise UserError("--data_path is missing: name the training data, such as train.jsonl or train.tsv.")
@@ -451,13 +452,18 @@ class FinetuningArgs(
         return replace(args, lr=lr, optimize_mode=mode, use_generate_on_valid=self.needs_generation())
 
     def task_settings(self) -> dict[str, Any]:
-        """Settings that turn a text into the model's input (`SAVED`), as far as the task has them."""
+        """Return the task's settings that turn a text into the model's input, such as `prefix`, by name."""
         rules = rules_of(type(self))
         ignored = {n for n in SAVED if any(isinstance(r, Ignored) and not r.in_run and r.when(self) for r in rules[n])}
         return {name: getattr(self, name) for name in SAVED if name not in ignored}
 
     def with_epochs(self, samples_per_epoch: int, world_size: int) -> "FinetuningArgs":
-        """The same arguments with `--iters` from `--epochs`, and a validation each epoch where none is asked for."""
+        """Replace `--epochs` by `--iters`, and validate each epoch if no `--valid_interval` is given.
+
+        Args:
+            samples_per_epoch: training examples.
+            world_size: number of workers.
+        """
         rows, changes = self.global_batch_size(world_size), {}
         if self.valid_interval is None and self.valid_data_path is not None:
             changes["valid_interval"] = max(1, round(samples_per_epoch / rows))

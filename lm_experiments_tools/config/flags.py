@@ -1,10 +1,9 @@
-"""Flags as fields of a dataclass: their types, defaults and help texts, and the rules in their annotations.
+"""Command-line flags as fields of a dataclass, with rules in their annotations. Standard library only.
+
+Examples:
 
     log_interval: Annotated[int, HARMLESS, COUNT] = 10                     a resumed run may change it; at least 1
     min_loss_scale: Annotated[float | None, needs("fp16")] = None          refused without --fp16
-
-`Annotated` instead of the metadata of `dataclasses.field`, which `HfArgumentParser` hands to argparse. Standard
-library only.
 """
 
 import ast
@@ -35,14 +34,14 @@ _ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accu
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Allowed values of a flag besides None; never NaN or infinity. `reason` is the error message, with {default}."""
+    """Rule: the value is None or a finite number in this range. `reason` is the error message, with {default}."""
 
     holds: Callable[[Any], bool]
     reason: str
 
 
 def at_least(minimum: float) -> Range:
-    """Range of values >= `minimum`."""
+    """Rule: the value is at least `minimum`."""
     return Range(lambda value: value >= minimum, f"it must be at least {minimum:g}")
 
 
@@ -55,12 +54,12 @@ DROPOUT = Range(lambda value: 0 <= value < 1, "it must be at least 0 and below 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ignored:
-    """Rule for a flag that has no effect in combination with others, where it is refused.
+    """Rule: the flag is refused where other arguments make it useless.
 
     Attributes:
-        when: True of arguments that ignore the flag.
-        reason: the error message after the flag's name, with {flag} and any argument in braces.
-        in_run: `check_used` refuses the flag, but `FineTuner`, which may read it later, accepts it.
+        when: returns True for arguments with which the flag has no effect.
+        reason: rest of the error message after the flag's name; {flag} and {any argument} are filled in.
+        in_run: True if only the scripts refuse it, and `FineTuner` accepts it.
     """
 
     when: Callable[[Any], bool]
@@ -69,7 +68,7 @@ class Ignored:
 
 
 def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
-    """Rule: ignored unless `flag` is given, or has one of these values."""
+    """Rule: refused unless `flag` is given, or has one of `values`."""
     if values:
         return Ignored(
             lambda args: getattr(args, flag) not in values,
@@ -80,13 +79,13 @@ def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A field of a dataclass of arguments, as a flag.
+    """A command-line flag, made from a field of a dataclass.
 
     Attributes:
-        annotation: bool, int, float, str, a Literal, one of these or None, or a tuple of any number of one of these.
+        annotation: T, T | None or tuple[T, ...], where T is bool, int, float, str or a Literal.
         default: `dataclasses.MISSING` if the flag is required.
-        group: the class that declares the field, for `--help`.
-        is_length: the flag takes `Tokens` too.
+        group: the class that declares the field, a group of `--help`.
+        is_length: True if the value may be in tokens (10Btok).
     """
 
     name: str
@@ -100,7 +99,7 @@ class Flag:
         return typing.get_origin(self.annotation) is tuple
 
     def read(self, text: str) -> Any:
-        """The value of a text; of a list, the value of one item. Raises ValueError."""
+        """Parse the value of the flag, or one item of a tuple. Raises ValueError."""
         item = typing.get_args(self.annotation)[0] if self.is_list else self.annotation
         try:
             if self.is_length and text.endswith("tok"):
@@ -124,7 +123,7 @@ def _value(text: str, annotation: Any) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """Description of a type for help and error messages."""
+    """Describe a type for help and error messages."""
     options = typing.get_args(annotation)
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, options))
@@ -136,16 +135,13 @@ def describe(annotation: Any) -> str:
 
 
 def help_groups(args_class: type) -> list[type]:
-    """The dataclasses that declare the fields of `args_class`, in the order of its fields.
-
-    A subclass may repeat a field to change its default; a new field belongs in a group of its own.
-    """
+    """Return the base classes that declare the fields of `args_class`, in the order of the fields."""
     bases = [cls for cls in reversed(args_class.__mro__) if inspect.get_annotations(cls)]
     return [cls for cls in bases if not any(issubclass(cls, other) for other in bases if other is not cls)]
 
 
 def flags_of(*args_classes: type) -> dict[str, Flag]:
-    """The flags of dataclasses by name, group after group."""
+    """Return the flags of these dataclasses by name, in the order of their groups."""
     flags = {}
     for args_class in args_classes:
         types_by_name, rules = get_type_hints(args_class), rules_of(args_class)
@@ -158,7 +154,7 @@ def flags_of(*args_classes: type) -> dict[str, Flag]:
 
 
 def help_texts(args_class: type) -> dict[str, str]:
-    """The string under each field in the source of its class, on one line; else the `help` of the field's metadata."""
+    """Return the help text of each field: the string under it in the source, or `help` of its metadata."""
     texts = {field.name: field.metadata.get("help", "") for field in dataclasses.fields(args_class)}
     for cls in reversed(args_class.__mro__):
         if not inspect.get_annotations(cls):
@@ -176,7 +172,7 @@ def help_texts(args_class: type) -> dict[str, str]:
 # ---- rules ----------------------------------------------------------------------------------------------------------
 @functools.cache
 def rules_of(args_class: type) -> dict[str, tuple[Any, ...]]:
-    """The rules of each flag: those of the class that declares it, then those of subclasses that repeat it."""
+    """Return the rules in the annotations of each flag, base classes first."""
     rules: dict[str, tuple[Any, ...]] = {}
     for cls in reversed(args_class.__mro__):
         declared = inspect.get_annotations(cls)
@@ -187,7 +183,7 @@ def rules_of(args_class: type) -> dict[str, tuple[Any, ...]]:
 
 
 def harmless_flags(args_class: type) -> frozenset[str]:
-    """Names of the flags that a resumed run may change."""
+    """Return the names of the flags that a resumed run may change."""
     return frozenset(name for name, rules in rules_of(args_class).items() if HARMLESS in rules)
 
 
@@ -197,23 +193,23 @@ def is_given(args: object, flag: str) -> bool:
 
 
 def given_flags(args: object, *rules: Ignored) -> list[str]:
-    """Names of the flags in use that have one of `rules`."""
+    """Return the names of the given flags that have one of `rules`."""
     found = rules_of(type(args))
     return [name for name in found if any(rule in found[name] for rule in rules) and is_given(args, name)]
 
 
 def telling_settings(args: object) -> dict[str, Any]:
-    """Settings that distinguish runs: a few that are always shown, and all that differ from their defaults."""
+    """Return the settings to show for a run: the most important ones, and all that differ from their defaults."""
     always = [name for name in _ALWAYS_SHOWN if hasattr(args, name)]
     given = [field.name for field in dataclasses.fields(args) if is_given(args, field.name)]
     return {name: getattr(args, name) for name in dict.fromkeys([*always, *given])}
 
 
 def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:
-    """Refuse flags of `groups` (default: all) that are given and ignored. Raises UserError.
+    """Raise UserError if a given flag of `groups` (default: all) has no effect.
 
     Args:
-        in_run: apply only the rules that concern a run of the script.
+        in_run: apply only the rules marked `in_run`.
     """
     for name, rule in _rules(args, groups, Ignored):
         if rule.in_run == in_run and is_given(args, name) and rule.when(args):
@@ -221,7 +217,7 @@ def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run
 
 
 def check_groups(args: Any, groups: Sequence[type]) -> None:
-    """Check the range of each flag of these groups, then the groups' own `check`, then that no flag is ignored.
+    """Check each flag's range, then call `check` of each group, then refuse flags without effect.
 
     Raises:
         UserError: a value out of range, or flags in conflict.
@@ -243,6 +239,6 @@ def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Ite
 
 
 def check_conflict(args: object, first: str, second: str, reason: str) -> None:
-    """Refuse two flags that are both in use."""
+    """Raise UserError with `reason` if both flags are given."""
     if getattr(args, first) and getattr(args, second):
         raise UserError(f"--{first} and --{second} exclude each other: {reason}.")

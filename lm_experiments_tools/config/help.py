@@ -65,7 +65,7 @@ UNITS = {flag: unit for unit, flags in _FLAGS_OF_UNITS.items() for flag in flags
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
-    """The word after `--help`, "" if there is none; None without `--help`."""
+    """Return the word after `--help`: "" if there is none, None without `--help`."""
     for position, token in enumerate(argv):
         flag, _, attached = token.partition("=")
         if flag in ("-h", "--help"):
@@ -75,13 +75,13 @@ def help_topic(argv: Sequence[str]) -> str | None:
 
 
 def help_text(args_class: type, files_class: type, topic: str, description: str | None, program: str) -> str:
-    """The text that `--help` prints.
+    """Return the text that `--help` prints.
 
     Args:
-        args_class: flat dataclass whose base classes are the groups.
+        args_class: dataclass whose base classes are the groups.
         files_class: the group of flags about settings files, shown last.
-        topic: "" for the essential flags, "all", the name of a group or of a flag.
-        description: first paragraphs, left out with one group.
+        topic: "" for the essential flags, "all", or the name of a group or a flag.
+        description: first paragraphs; not shown for a single group.
         program: name of the program in the usage line.
 
     Raises:
@@ -155,7 +155,7 @@ def _metavar(flag: Flag) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """A docstring for the screen: paragraphs filled to `width`, indented blocks unchanged, "::" as a colon."""
+    """Wrap a docstring to `width` columns; indented blocks are unchanged and "::" becomes a colon."""
     blocks = inspect.cleandoc(text).split("\n\n")
     filled = [b if b.startswith(" ") else textwrap.fill(b.replace("::", ":"), width) for b in blocks]
     return "\n\n".join(filled)

@@ -1,4 +1,4 @@
-"""Environment variables of launchers that error messages need. Standard library only."""
+"""Read a worker's rank and machines from the environment variables of launchers. Standard library only."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _COUNTS = (
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as its launcher (Horovod, torchrun, MPI, Slurm) put it in the environment; 0 without one."""
+    """Return this process's rank from the variables of Horovod, torchrun, MPI or Slurm; 0 without a launcher."""
     for name in ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         if environ.get(name, "").isdigit():
             return int(environ[name])
@@ -20,7 +20,7 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def on_several_machines(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if the launcher says that not all workers are on this machine."""
+    """Return True if the launcher's variables show that the job has workers on other machines."""
     counts = [[environ.get(name, "") for name in names] for names in _COUNTS]
     nodes = environ.get("SLURM_STEP_NUM_NODES", "") if "SLURM_STEP_NUM_TASKS" in environ else ""
     return any(a.isdigit() and b.isdigit() and int(a) > int(b) for a, b in [*counts, (nodes, "1")])

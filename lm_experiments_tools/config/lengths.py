@@ -1,4 +1,4 @@
-"""Lengths in tokens (`--iters 10Btok`) and their conversion to optimizer updates. Standard library only."""
+"""Training lengths in tokens (`--iters 10Btok`), converted to optimizer updates. Standard library only."""
 
 import re
 from dataclasses import fields, replace
@@ -12,7 +12,7 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?)([kKMGBT]?)tok")
 
 
 class Tokens(int):
-    """A length in tokens; a plain int is a number of optimizer updates."""
+    """A training length in tokens. Lengths in optimizer updates are plain ints."""
 
     def __repr__(self) -> str:
         return f"{int(self)}tok"
@@ -21,29 +21,29 @@ class Tokens(int):
 
     @classmethod
     def read(cls, text: str) -> "Tokens":
-        """Read 5000tok, 100Mtok or 2.5Btok. Raises ValueError: not of this form."""
+        """Parse 5000tok, 100Mtok or 2.5Btok. Raises ValueError for other text."""
         if (match := _TEXT.fullmatch(text)) is None:
             raise ValueError(text)
         return cls(Fraction(match[1]) * _UNITS[match[2]])
 
 
 def lengths_in_tokens(args: Any) -> dict[str, Tokens]:
-    """The lengths that are given in tokens, by the name of their flag."""
+    """Return the flags whose values are in tokens: {"iters": 10000000000tok}."""
     values = {field.name: getattr(args, field.name) for field in fields(args)}
     return {name: value for name, value in values.items() if isinstance(value, Tokens)}
 
 
 def in_updates(args: Any, world_size: int) -> Any:
-    """The same arguments with each length in tokens as a number of optimizer updates, rounded up.
+    """Return the arguments with lengths in tokens replaced by optimizer updates, rounded up.
 
-    One update has `global_batch_size` rows of `input_seq_len` tokens; padding counts.
+    One update has `global_batch_size` x `input_seq_len` tokens, padding included.
 
     Args:
-        args: a dataclass of arguments; `num_..._steps` of `lr_scheduler_options` count too.
+        args: dataclass of a script's arguments. Options of `lr_scheduler_options` are replaced too.
         world_size: number of workers.
 
     Raises:
-        UserError: the new numbers are in conflict.
+        UserError: rows have no fixed length, or the new values conflict with other flags.
     """
     lengths, options = lengths_in_tokens(args), args.lr_scheduler_options
     in_tokens = [option for option in options if _TEXT.fullmatch(option.partition("=")[2])]

@@ -28,11 +28,11 @@ class Objective:
     """A training objective.
 
     Attributes:
-        builder: `module:function` that makes its dataset of an `ObjectiveContext` and tokens
-            (data/objectives/registry.py), imported when it is used. Of a user's objective its class.
-        models: the kinds of model it trains.
-        reads: the flags it reads among those that not all objectives read.
-        in_seqio: True if t5 has it too, so that --data_pipeline seqio can make its examples.
+        builder: `module:function` that builds the dataset from an `ObjectiveContext` and a token stream; the class
+            of a user's objective.
+        models: kinds of model that can be trained with it ("encoder", "encoder-decoder", "decoder").
+        reads: the objective-specific flags that it uses.
+        in_seqio: True if `--data_pipeline seqio` can make its examples.
     """
 
     builder: str = ""
@@ -93,10 +93,10 @@ class DenoiserSpec:
     """One denoiser of UL2's mixture.
 
     Attributes:
-        mode: R, X or S, which picks the mode token.
-        mean_noise_span_length: in tokens; None for prefix LM (S).
-        noise_density: fraction of the tokens that the targets hold.
-        weight: relative number of rows.
+        mode: "R", "X" or "S", which selects the mode token.
+        mean_noise_span_length: tokens per masked span; None for prefix LM (S).
+        noise_density: fraction of tokens that the model predicts.
+        weight: relative sampling rate.
     """
 
     mode: str
@@ -110,7 +110,7 @@ class DenoiserSpec:
 
     @classmethod
     def parse(cls, text: str) -> "DenoiserSpec":
-        """Read R:3:0.15, X:64:0.5@2 or S:0.25. Raises UserError: not of this form, or a number out of range."""
+        """Parse R:3:0.15, X:64:0.5@2 or S:0.25. Raises UserError for other text or a number out of range."""
         number = r"(\d+\.?\d*|\.\d+)"
         match = re.fullmatch(rf"(?:([RX]):{number}:{number}|(S):{number})(?:@{number})?", text)
         if match is None:
@@ -199,7 +199,7 @@ class ObjectiveArgs:
         return replace(facts, builder=self.task, reads=(*facts.reads, "task_options"))
 
     def checked_task_options(self) -> dict[str, Any]:
-        """`--task_options` as checked keyword arguments of the class that `--task` names. Raises UserError."""
+        """Return `--task_options` as keyword arguments of the user's objective. Raises UserError."""
         options = read_options("task_options", self.task_options)
         if ":" not in self.task or self.is_registered_task():
             return options
@@ -207,29 +207,28 @@ class ObjectiveArgs:
         return checked_options(f"--task {self.task}", options, known, {})
 
     def highest_rate(self) -> float:
-        """mlm: the fraction of tokens to predict."""
+        """Fraction of tokens to predict for masked language modelling (`--task mlm`)."""
         return self.mlm_probability
 
     def ends_documents(self) -> bool:
-        """True if documents of raw text are to end with EOS."""
+        """True if an EOS token is appended to each document of raw text."""
         return self.append_eos and self.objective().parts_documents
 
     def is_registered_task(self) -> bool:
-        """True if `--task` is module:name, a Task or Mixture of seqio's registry.
+        """True if `--task module:name` is a Task or Mixture of seqio's registry, not an objective of this package.
 
-        A module with objectives imports from ours. Any other is left to seqio's process: it may import TensorFlow.
+        The module's source decides: it is not imported, because it may import TensorFlow.
         """
         return ":" in self.task and not source_imports(self.task.partition(":")[0], _HOME)
 
     def settings_of_examples(self) -> dict[str, Any]:
-        """Settings that determine the content of an example, by name.
+        """Return the settings that determine the content of an example, by name, for the data's fingerprint.
 
-        Flags added after version 1 are included only if the objective reads them. Otherwise each new flag would change
-        the fingerprints of existing runs.
+        Newer flags are included only if the objective uses them, so that existing runs keep their fingerprints.
         """
         counted = _IN_VERSION_1 | set(self.objective().reads) - _NO_PART_OF_EXAMPLES
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
 
     def denoiser_specs(self) -> list[DenoiserSpec]:
-        """Parsed `--denoisers`; a YAML scalar may hold several."""
+        """Return the parsed `--denoisers`."""
         return [DenoiserSpec.parse(text) for text in " ".join(self.denoisers).split()]

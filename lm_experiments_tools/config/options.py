@@ -1,4 +1,4 @@
-"""Settings of an optimizer or a schedule, written NAME=VALUE and checked against what takes them; standard library."""
+"""Options written NAME=VALUE, checked against the parameters of an optimizer or schedule. Standard library only."""
 
 import ast
 import contextlib
@@ -17,12 +17,16 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def read_options(flag: str, texts: Sequence[str]) -> dict[str, Any]:
-    """The values of NAME=VALUE by name, each read as JSON, else as a Python literal, else as text.
+    """Parse NAME=VALUE texts: `eps=1e-6`, `betas=0.9,0.98`, `betas=[0.9,0.98]`, `amsgrad=true`, `decay_type=linear`.
 
-    `eps=1e-6`, `betas=0.9,0.98`, `betas=[0.9,0.98]`, `amsgrad=true`, `decay_type=linear`
+    Args:
+        flag: name of the flag, for error messages.
+
+    Returns:
+        name -> value, read as JSON, otherwise as a Python literal, otherwise as text.
 
     Raises:
-        UserError: not of this form, or a name twice.
+        UserError: a text of another form, or a repeated name.
     """
     options: dict[str, Any] = {}
     for text in texts:
@@ -47,7 +51,7 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(function: Callable) -> dict[str, Parameter]:
-    """Parameters of `function`, with annotations resolved if possible; empty for builtins without a signature."""
+    """Return the parameters of `function` by name; empty for a builtin without a signature."""
     parameters: Mapping[str, Parameter] = {}
     for with_types in (False, True):
         with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError, ValueError):
@@ -58,15 +62,15 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
 def checked_options(
     said: str, options: Mapping[str, Any], known: Mapping[str, Parameter] | None, flags: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Options converted to the types of the parameters: lists to tuples, integers to floats.
+    """Convert options to the types of a function's parameters: lists to tuples, integers to floats.
 
     Args:
         said: prefix of error messages, such as "--optimizer AdamW".
-        known: the parameters by name; None for a function that takes any.
-        flags: parameter -> the flag that sets it, which is no option.
+        known: the parameters by name; None if the function accepts any keyword.
+        flags: parameters that have a flag of their own and are refused here: name -> flag.
 
     Raises:
-        UserError: an unknown name, one that a flag sets, or a value of another type.
+        UserError: an unknown name, a parameter of `flags`, or a value of the wrong type.
     """
     for name in options:
         if name in flags:

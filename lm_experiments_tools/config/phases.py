@@ -1,4 +1,4 @@
-"""Phases of a run: each is the run's arguments with some of them replaced, for a part of its length."""
+"""Phases: consecutive parts of a run with different settings, such as a longer context at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class PhaseArgs:
 
 
 def check_phased_run(args: Any) -> None:
-    """Raise UserError for settings of the run that exclude phases."""
+    """Raise UserError if `--phases` is combined with a flag that excludes it."""
     if not args.phases:
         return
     if is_given(args, "iters"):
@@ -71,10 +71,13 @@ def check_phased_run(args: Any) -> None:
 
 
 def phases_of(args: Any) -> list[Any]:
-    """The arguments of each phase, its own length as `iters`; of a run without phases, [args].
+    """Return the arguments of each phase: the run's arguments, overridden by the settings of the phase.
+
+    `--phases "{iters: 900}" "{iters: 100, lr: 1e-5}"` gives two, with `iters` 900 and 100. Without `--phases` the
+    result is [args].
 
     Raises:
-        UserError: a phase that is not valid, named by its number.
+        UserError: a phase is invalid. The message names its number.
     """
     if not getattr(args, "phases", ()):
         return [args]
@@ -90,7 +93,12 @@ def phases_of(args: Any) -> list[Any]:
 
 
 def may_change(args_class: type, name: str) -> bool:
-    """True for a setting recorded in checkpoints (see training/resume.py) that a phase may change."""
+    """Return True if a phase may change this setting.
+
+    Args:
+        args_class: dataclass of the script's arguments.
+        name: a flag, "global_batch_size" or "model_config.NAME", as recorded in checkpoints.
+    """
     flag = flags_of(args_class).get(name)
     is_own = flag is not None and name != "packing" and (name in _FLAGS or flag.group.__name__ in _GROUPS)
     return is_own or name == "global_batch_size" or name.startswith("model_config.")
@@ -125,13 +133,16 @@ def _as_length(key: yaml.Node, value: yaml.Node) -> tuple[yaml.Node, yaml.Node]:
 
 
 def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
-    """The arguments of each phase, lengths in updates, `iters` as the step at which it ends.
+    """Return the arguments of each phase with `iters` replaced by the step at which the phase ends.
+
+    Lengths in tokens become optimizer updates. Phases of 900 and 100 updates get `iters` 900 and 1000.
 
     Args:
+        world_size: number of workers.
         first_step: step at which the first phase starts.
 
     Raises:
-        UserError: a phase averages more checkpoints than it writes.
+        UserError: `--average` of a phase needs more checkpoints than the phase writes.
     """
     found, end = [], first_step
     for number, phase in enumerate(phases_of(args), 1):
@@ -148,5 +159,5 @@ def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
 
 
 def saved_before(interval: int, start: int, end: int) -> range:
-    """Steps between `start` and `end`, both excluded, at which `--save_interval` writes checkpoints."""
+    """Return the multiples of `interval` (`--save_interval`) between `start` and `end`, both excluded."""
     return range(start - start % interval + interval, end, interval)

@@ -32,7 +32,7 @@ class PlanningArgs:
 
 
 def bytes_of(text: str) -> int:
-    """24GiB, 24G, 24576MiB or bytes, as bytes. Raises UserError."""
+    """Parse a size such as 24GiB, 24G (the same) or 24576MiB into bytes. Raises UserError."""
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
     try:
         size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0

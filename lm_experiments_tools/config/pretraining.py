@@ -49,7 +49,7 @@ class MixtureArgs:
             raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
 
     def is_weighted(self) -> bool:
-        """True if sources are not read with equal probability."""
+        """True if the data paths are sampled with different weights."""
         return any(is_given(self, flag) for flag in inspect.get_annotations(MixtureArgs))
 
     def mixing(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class DataArgs:
 
     data_path: tuple[str, ...] = ()
     """Token prefix of `lmtools tokenize`, text (.jsonl, .txt, compressed or not, a folder) or a Hugging Face dataset
-    (name[:config][:split]); several are mixed. Needed unless --task module:name brings data of its own."""
+    (name[:config][:split]); several are mixed. Not needed with --validate_only or a --task with data of its own."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     vocab: Annotated[str | None, HARMLESS] = None
@@ -123,7 +123,8 @@ class DataArgs:
     """Validation examples to print at every validation with what the model writes for them, in TensorBoard too."""
 
     def check(self) -> None:
-        if not self.data_path and not (isinstance(self, ObjectiveArgs) and self.is_registered_task()):
+        brings_data = isinstance(self, ObjectiveArgs) and self.is_registered_task()
+        if not self.data_path and not brings_data and not getattr(self, "validate_only", False):
             raise UserError("--data_path is missing: --help says what it takes.")
 
 
@@ -138,7 +139,7 @@ class T5PretrainingArgs(
     report: Annotated[bool, VALIDATION] = False
 
     def trim_to(self) -> int | None:
-        """None for objectives with rows of fixed length, where a short last row is padded to avoid another shape."""
+        """Multiple to which micro-batch widths are trimmed; None for objectives with rows of fixed length."""
         return super().trim_to() if self.objective().varies_in_length or self.is_registered_task() else None
 
     def tokens_per_row(self) -> int:
@@ -148,7 +149,7 @@ class T5PretrainingArgs(
         return self.valid_data_path is None and not self.is_registered_task()
 
     def check(self) -> None:
-        """A Task or Mixture of seqio's registry has data and splits of its own."""
+        """Check the flags against each other, for example a seqio task against `--data_path`. Raises UserError."""
         if not self.is_registered_task():
             if self.data_pipeline == "seqio" and not self.objective().in_seqio:
                 raise UserError(f"--data_pipeline seqio does not support --task {self.task}.")
@@ -164,9 +165,9 @@ class T5PretrainingArgs(
                     f"--{flag} is not for --task {self.task}, which seqio reads from its own data. If it is an "
                     "objective of yours, its file must import from lm_experiments_tools.data.objectives."
                 )
-        if self.vocab is None:
+        if not self.vocab:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 
     def through_seqio(self) -> bool:
-        """True if seqio reads the data, because of `--data_pipeline` or a task in seqio's registry."""
+        """True if seqio reads the data: `--data_pipeline seqio`, or a task of seqio's registry."""
         return self.data_pipeline == "seqio" or self.is_registered_task()

@@ -1,7 +1,7 @@
-"""Workers of an elastic Horovod job restart in the same process when the workers of the job change.
+"""Restart the workers of an elastic Horovod job when workers join or leave.
 
-The driver (`horovodrun --min-np ... --host-discovery-script ...`) starts new workers and replaces dead ones. The
-others stay and ask it for their new ranks: they load their program again, which resumes from the newest checkpoint.
+The driver (`horovodrun --min-np ... --host-discovery-script ...`) starts new workers. The existing ones execute their
+program again in the same process, get new ranks from the driver and resume from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _interrupts: list[int] = []  # Ctrl-C before training listens for it
 
 
 def is_elastic() -> bool:
-    """True for a worker of an elastic Horovod job."""
+    """Return True in a worker of an elastic Horovod job."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def has_begun_anew() -> bool:
-    """True after a restart, when rank and number of workers in the environment may be stale."""
+    """Return True after a restart. RANK and SIZE in the environment may then be outdated."""
     return _MARK in os.environ
 
 
 def hosts_changed() -> None:
-    """Request a save and a restart of all workers. SIGTERM would end this worker before and after training."""
+    """Request that all workers save a checkpoint and restart."""
     _asked.add("hosts")
 
 
 def have_hosts_changed() -> bool:
-    """True after `hosts_changed`."""
+    """Return True once `hosts_changed` was called."""
     return "hosts" in _asked
 
 
@@ -47,7 +47,7 @@ def note_signal() -> None:
 
 
 def note_interrupts() -> None:
-    """Record each Ctrl-C from now on, because Python drops a KeyboardInterrupt inside a destructor or callback."""
+    """Record each Ctrl-C. Python ignores a KeyboardInterrupt that is raised inside a destructor or callback."""
     if threading.current_thread() is threading.main_thread():
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
@@ -59,17 +59,20 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def was_interrupted() -> bool:
-    """True if Ctrl-C came before training listened for it and Python dropped it."""
+    """Return True if `note_interrupts` has recorded a Ctrl-C."""
     return bool(_interrupts)
 
 
 def is_restart(code: object) -> bool:
-    """True if a worker must restart instead of exiting with `code`: it received no signal itself."""
+    """Return True if an elastic worker that ends with exit code `code` must restart instead of exiting.
+
+    Such a worker stopped because the workers changed (code 128 + SIGTERM), not because of a signal of its own.
+    """
     return is_elastic() and code == 128 + signal.SIGTERM and "signal" not in _asked
 
 
 def begin_anew() -> NoReturn:
-    """Execute this program again in the same process, after closing open files and ending child processes."""
+    """Close files, kill child processes and execute this program again in the same process."""
     import psutil
 
     print(f"process {os.getpid()}: the workers of the job change, restarting", file=sys.stderr)
@@ -88,7 +91,7 @@ def begin_anew() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit immediately: exit handlers of libraries may wait for lost workers."""
+    """Exit with `code` without running exit handlers, which may wait for lost workers."""
     _flush()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Values of flags from the nodes of a YAML file."""
+"""Convert the nodes of a parsed YAML file to values of flags."""
 
 import json
 import typing
@@ -13,7 +13,7 @@ from lm_experiments_tools.errors import UserError
 
 
 class Setting(NamedTuple):
-    """A value and its origin."""
+    """Value of a flag, and where it was set ("run.yaml line 3")."""
 
     value: Any
     origin: str
@@ -22,13 +22,15 @@ class Setting(NamedTuple):
 def read_settings(
     items: Iterable[tuple[yaml.Node, yaml.Node]], flags: Mapping[str, Flag], origin_of: Callable[[yaml.Node], str]
 ) -> dict[str, Setting]:
-    """The values of a YAML mapping by flag.
+    """Convert the items of a YAML mapping to values of flags.
 
     Args:
-        origin_of: what error messages about a key begin with.
+        items: (key, value) nodes.
+        flags: all flags by name.
+        origin_of: returns where a node was set ("run.yaml line 3"), for error messages.
 
     Raises:
-        UserError: an unknown name, one that is set twice, or a value of another type.
+        UserError: an unknown flag, a flag that is set twice, or a value of the wrong type.
     """
     settings: dict[str, Setting] = {}
     for key, value in items:
@@ -42,7 +44,7 @@ def read_settings(
 
 
 def read_setting(flag: Flag, node: yaml.Node, origin: str) -> Any:
-    """The value of a flag in YAML; error messages begin with `origin`. Raises UserError."""
+    """Convert a YAML node to the type of a flag; error messages begin with `origin`. Raises UserError."""
     items = node.value if isinstance(node, yaml.SequenceNode) and flag.is_list else [node]
     if flag.name == "phases" and all(isinstance(item, yaml.MappingNode) for item in items):
         return tuple(map(phase_text, items))
@@ -61,7 +63,7 @@ def read_setting(flag: Flag, node: yaml.Node, origin: str) -> Any:
 
 
 def phase_text(node: yaml.MappingNode) -> str:
-    """A phase of a YAML file as one line of text, which is YAML too."""
+    """Write the YAML mapping of a phase in one line: "{iters: 1000, lr: 1e-4}"."""
 
     def plain(node: yaml.Node) -> Any:
         if isinstance(node, yaml.MappingNode):

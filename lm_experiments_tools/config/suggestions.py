@@ -1,4 +1,4 @@
-"""Names of flags that do not exist, and the ones that were meant: misspelt, abbreviated, or of other programs."""
+"""Suggest the right flag for a misspelt or abbreviated one, or for the name that another program uses."""
 
 import difflib
 from collections.abc import Mapping
@@ -83,7 +83,13 @@ GONE = {
 
 
 def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
-    """End of the error message for an unknown name: the most similar existing name."""
+    """Return the end of the error message for an unknown name: the most similar existing name.
+
+    Args:
+        written: the unknown name.
+        names: the existing names, as keys.
+        prefix: put before names, such as "--".
+    """
     wanted = written.strip("-").replace("-", "_").lower()
     foreign = {word: name for name, words in reversed(SYNONYMS.items()) if name in names for word in words.split()}
     if wanted in foreign:

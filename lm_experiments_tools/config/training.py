@@ -113,7 +113,7 @@ class OptimizerArgs:
         self.group_rules()
 
     def group_rules(self) -> list[tuple[str, dict[str, Any]]]:
-        """`--optimizer_groups` as (pattern, options). Raises UserError."""
+        """Return `--optimizer_groups` as (parameter name pattern, options) pairs. Raises UserError."""
         rules = []
         for text in self.optimizer_groups:
             pattern, _, options = text.partition(":")
@@ -160,11 +160,11 @@ class RunArgs:
         return self.working_dir
 
     def virtual_size(self, world_size: int) -> int:
-        """Number of virtual data-parallel ranks of a batch that `world_size` workers compute."""
+        """Return `--virtual_ranks` with `--reproducible elastic`, otherwise `world_size`."""
         return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
     def check_shares(self, world_size: int) -> None:
-        """Raise UserError unless `world_size` workers can split the batch equally."""
+        """Raise UserError unless `world_size` workers can share the virtual ranks equally."""
         if (virtual := self.virtual_size(world_size)) % world_size:
             raise UserError(f"--virtual_ranks {virtual} is not a multiple of the {world_size} workers that run.")
 
@@ -230,7 +230,7 @@ class BatchArgs:
         check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
 
     def trim_to(self) -> int | None:
-        """Multiple to which micro-batch widths are trimmed; None for no trimming."""
+        """Multiple to which the padded width of micro-batches is trimmed; None for no trimming."""
         return self.pad_to_multiple_of
 
     def rows_per_worker(self) -> int:
@@ -371,7 +371,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
             )
 
     def check_profile(self) -> None:
-        """Check that the profiled updates are part of the run and few enough for memory. Raises UserError."""
+        """Raise UserError if `--profile` names updates that the run does not make, or too many to fit in memory."""
         number, start = self.profiled_steps(), self.profile_after or 1  # the first is never typical
         if number is not None and number > MOST_PROFILED:
             raise UserError(f"--profile {number} would not fit in memory: trace at most {MOST_PROFILED} updates.")
@@ -379,15 +379,15 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
             raise UserError(f"--profile {number}, begun after update {start}, is not over by --iters {self.iters}.")
 
     def profiled_steps(self) -> int | None:
-        """The number of updates to trace, if any."""
+        """Number of updates that `--profile` traces; None without it."""
         return 3 if self.profile is None and self.profile_after is not None else self.profile
 
     def check_used(self) -> None:
-        """Refuse flags that a run of the script ignores, while `FineTuner` may read them later. Raises UserError."""
+        """Raise UserError for a flag without effect in a run of the script. `FineTuner` accepts such flags."""
         refuse_ignored(self, in_run=True)
 
     def lacks_validation(self) -> bool:
-        """True if a run with these arguments has no validation data; False if they do not name data."""
+        """True if a run with these arguments has no validation data."""
         return False
 
     def measures_nothing(self) -> bool:
@@ -395,11 +395,11 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         return self.lacks_validation()
 
     def needs_validation(self) -> list[str]:
-        """Names of the flags in use that mean nothing without validation data."""
+        """Return the given flags that need validation data."""
         return given_flags(self, VALIDATION, EVALUATION)
 
     def names_weights(self) -> bool:
-        """True if the flags name weights to start from."""
+        """True if a flag names weights to start from."""
         return self.init_checkpoint is not None
 
     def may_resume(self) -> bool:
@@ -407,7 +407,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         return self.resume_path() is not None or (self.resume == "auto" and self.model_path is not None)
 
     def tokens_per_row(self) -> int | None:
-        """Tokens of a row, padding included; None where rows have no fixed length."""
+        """Return the tokens of a row, padding included; None if the length of rows varies."""
         return None
 
     def schedule_steps(self) -> int:
@@ -445,7 +445,7 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
         return self.lr
 
     def lacking_rate(self) -> str:
-        """Error message for a missing learning rate."""
+        """Return the error message for a missing learning rate."""
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
 
     def while_finding(self) -> tuple["ExperimentArgs", str | None]:

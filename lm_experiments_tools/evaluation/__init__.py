@@ -1,4 +1,1 @@
-"""Predictions of all workers: stored, measured and written.
-
-Text metrics are computed on rank 0 over all strings: a corpus metric such as BLEU is not the mean over workers.
-"""
+"""Gather the predictions of all workers on rank 0, compute metrics over all of them, and write them to a file."""

@@ -1,4 +1,4 @@
-"""Generated text as a label or a number."""
+"""Read a label or a number from generated text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ INVALID_NUMBER = -1.0  # what T5's string_to_float gives for a text that is no n
 
 
 class LabelWords:
-    """Maps a generated text to the number of a label.
+    """Map generated text to the index of a label.
 
-    An answer is compared with the labels' words unchanged, then without case and punctuation, then also without
-    articles (SQuAD's normalisation). At each level, only labels that are not empty and still differ count, so that
-    "A" and "B" are distinguished although "a" is an article.
+    An answer is compared with the labels' words exactly, then without case and punctuation, then without articles
+    (SQuAD's normalization). Labels that a normalization makes empty or equal are not compared that way.
     """
 
     LEVELS = (str.strip, without_punctuation, normalized_answer)
@@ -36,7 +35,7 @@ class LabelWords:
             self.tables.append({form: number for number, form in enumerate(forms) if form in unique})
 
     def __call__(self, answer: str) -> int:
-        """The label's number, or UNKNOWN."""
+        """Return the label's index, or UNKNOWN."""
         for level, table in zip(self.LEVELS, self.tables, strict=True):
             number = table.get(level(answer))
             if number is not None:
@@ -45,7 +44,7 @@ class LabelWords:
 
 
 def number_in(answer: str) -> float | None:
-    """The finite number that the text is, or None."""
+    """Return the text as a finite number, or None."""
     try:
         number = float(answer)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Metrics of a run: found by name, checked before anything is predicted, and computed."""
+"""Find and check the metrics of a run by name, and compute them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RESERVED = ("loss", "unknown_answers")  # values that are there without a metric
 
 
 def chosen_metrics(args: FinetuningArgs) -> dict[str, Metric]:
-    """The metrics of `--metrics` by name, module:function (which may lie in the current folder) included.
+    """Return the metrics of `--metrics` by name; `module:function` is a user's function.
 
     Raises:
-        UserError: metrics that give different values of one name, a package that is not installed, a function that
-            does not exist or does not take predictions and references.
+        UserError: two metrics define one value differently, a package is missing, or a user's function does not
+            exist or does not take predictions and references.
     """
     metrics = {name: _own(name) if is_own(name) else METRICS[name] for name in args.metric_names()}
     for (first, one), (second, other) in combinations(metrics.items(), 2):
@@ -87,14 +87,15 @@ def measured(
     facts: Mapping[str, Any],
     known: Collection[str] = (),
 ) -> dict[str, float]:
-    """Values of a metric over all examples.
+    """Compute a metric over all examples; returns its values by name.
 
     Args:
-        facts: what functions may ask for by keyword-only parameters (see `Metric`).
-        known: names of values that other metrics gave.
+        name: the metric's name.
+        facts: values for keyword-only parameters of the metric's function, such as num_labels (see `Metric`).
+        known: names of values that other metrics have returned.
 
     Raises:
-        UserError: a user's function returned something else than numbers, or a value that there is already.
+        UserError: a user's function returned anything but numbers, or a name in `known`.
     """
     found = metric.function(predictions, references, **_asked(metric.function, facts))
     if metric.is_own:

@@ -1,16 +1,13 @@
-"""Predictions of one evaluation: streamed to disk, each example counted once, metrics over all workers' lines.
+"""Collect the predictions of an evaluation, compute metrics and write `folder`/{split}.jsonl.
 
-A worker keeps of a batch what fits in a line of JSON (a text, a number, a label's or those of labels), in a file
-without a name that vanishes with the process. At the end rank 0 is told all lines in pieces (workers need no folder in
-common), keeps them in another such file, reads them in the order of the examples and writes, beside the references, to
-`folder`/{split}.jsonl::
+Each worker stores its predictions in a temporary file. At the end rank 0 gathers them in chunks, sorts them by
+example, drops repeated examples and writes one line for each::
 
     {"id": "SJ1Xmf-Rb", "source": "Incremental class ...", "prediction": "We present ...", "references": ["..."]}
 
-with "pair" (the second sentence), "group" (the task of an instruction) and "text" (what an encoder-decoder wrote for a
-label or a number) where there are such. The file is of the last evaluation of that split: with --save_best, after
-training, that of the best checkpoint. Of examples without labels or targets it is written all the same, with
-references [], and only what needs none is measured.
+Lines may also have "pair" (the second sentence), "group" (the task of an instruction) and "text" (the generated text
+that was read as a label or a number). Each evaluation of a split overwrites its file. Examples without labels or
+targets have references [] and are not scored by metrics that need references.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ _log_examples = partial(show_examples, tracker=None, step=0)
 
 
 class TextDecoder:
-    """Texts of generated tokens, without special tokens and without spaces around.
+    """Decode generated tokens to text, without special tokens and surrounding spaces.
 
     Args:
         tokenizer: any tokenizer with Hugging Face's interface.
@@ -57,24 +54,24 @@ class TextDecoder:
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def __call__(self, token_ids: Tensor) -> list[str]:
-        """Texts of int64[rows, length]; negative numbers (-100 of padded batches) are padding."""
+        """Decode int64[rows, length]; negative ids, such as -100, are padding."""
         token_ids = token_ids.masked_fill(token_ids < 0, self.pad_id)
         return [line.strip() for line in self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)]
 
     def lengths(self, token_ids: Tensor) -> list[int]:
-        """Tokens of each row without padding."""
+        """Return the number of tokens of each row, without padding."""
         return ((token_ids >= 0) & (token_ids != self.pad_id)).sum(-1).tolist()
 
 
 class StoredAnswers(Sequence):
-    """Predictions of all examples in an unnamed temporary file; memory holds only their offsets.
+    """Predictions of all examples, stored in a temporary file.
 
     Args:
         number: number of examples.
-        folder: where the file is created; None uses the system's folder for temporary files.
+        folder: folder of the file; None uses the system's temporary folder.
 
     Attributes:
-        num_tokens: int64[number] generated tokens.
+        num_tokens: int64[number], generated tokens of each example.
     """
 
     def __init__(self, number: int, folder: Path | None) -> None:
@@ -83,7 +80,7 @@ class StoredAnswers(Sequence):
         self.num_tokens = np.zeros(number, np.int64)
 
     def put(self, example: int, answer: Value, num_tokens: int) -> None:
-        """Store an answer; a second answer to the same example is ignored. Call it before the first read."""
+        """Store the prediction of an example; a second one is ignored. Call it before the first read."""
         if self.places[example] < 0:
             self.places[example], self.num_tokens[example] = self.file.tell(), num_tokens
             self.file.write(json.dumps(answer).encode() + b"\n")
@@ -97,21 +94,21 @@ class StoredAnswers(Sequence):
 
 
 class Predictions:
-    """Collects what a model predicts for `examples` (metrics.Collector): one object for one evaluation.
+    """Collect the predictions of one evaluation and compute its metrics.
 
     Args:
-        args: task, metrics and --show_valid_examples.
-        split: name of the file of predictions.
-        examples: all examples of the split, on every worker; a batch's "example" holds indices into them.
-        decode: texts of generated tokens; needed where the model generates.
-        label_names: classes in the order of their numbers.
-        folder: where predictions are written. None: nowhere.
-        show: f(split, examples) that shows the chosen ones; by default in the log.
-        label_words: text that a generating model writes for each label; by default from args, else the names.
+        args: settings of task, metrics and `--show_valid_examples`.
+        split: name of the predictions file, such as "valid".
+        examples: all examples of the split, on every worker. "example" in a batch holds indices into them.
+        decode: decodes generated tokens; only for models that generate.
+        label_names: names of the classes by index.
+        folder: folder of the predictions file; None writes none.
+        show: called with (split, examples) to show a few examples; logs them by default.
+        label_words: text that a generating model writes for each label; by default `--label_words` or the names.
 
     Raises:
-        UserError: metrics that compute one value differently or need a package that is not installed; labels with the
-            same word; examples of which only some have a reference.
+        UserError: two metrics define one value differently, a package is missing, two labels have the same word, or
+            only some examples have references.
     """
 
     def __init__(
@@ -149,12 +146,12 @@ class Predictions:
 
     # ---- during the evaluation
     def add(self, batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        """Append a line [example, prediction, generated tokens] for each row of a batch.
+        """Store the predictions of a batch.
 
         Args:
-            batch: with "example", int64[rows].
-            outputs: with "generation_outputs", int64[rows, length] new tokens (none of a decoder's prompt), or with
-                "logits", float[rows, labels] or [rows, 1].
+            batch: "example", int64[rows].
+            outputs: "generation_outputs", int64[rows, length] without a decoder's prompt, or "logits",
+                float[rows, labels] (regression: [rows, 1]).
         """
         rows = zip(batch["example"].tolist(), *self._values(outputs), strict=True)
         with naming(self.folder or tempfile.gettempdir()):
@@ -172,7 +169,7 @@ class Predictions:
 
     # ---- at its end
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Write the file, log --show_valid_examples of it, and tell every worker the metrics; collective."""
+        """Gather all predictions, write the file and return the metrics. Every worker must call it."""
         with naming(self.folder or tempfile.gettempdir()):
             answers = self._gathered(backend)
         with answers.file:
@@ -277,7 +274,7 @@ class Predictions:
 
 
 def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[float, ...]:
-    """`--thresholds`, one for each label. Raises UserError where there are others."""
+    """Return `--thresholds` as one value for each label. Raises UserError if their number is wrong."""
     if args.task == "multi_label" and len(args.thresholds) not in (1, len(label_names)):
         raise UserError(
             f"--thresholds has {len(args.thresholds)} values, and there are {len(label_names)} labels "
@@ -287,6 +284,11 @@ def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[flo
 
 
 def labels_above(logits: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
-    """Numbers of the labels whose probability reaches the threshold, of logits [rows, labels]."""
+    """Return for each row the indices of the labels whose probability reaches the threshold.
+
+    Args:
+        logits: float[rows, labels].
+        thresholds: one for each label, 0 to 1.
+    """
     reached = logits.float().sigmoid() >= torch.tensor(thresholds, device=logits.device)
     return [row.nonzero().flatten().tolist() for row in reached]

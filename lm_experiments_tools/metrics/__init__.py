@@ -1,7 +1,7 @@
-"""Metrics of fine-tuning, by the rules and on the scales of the programs that people compare with; imports errors.
+"""Metrics of fine-tuning, with the definitions and scales of their reference implementations.
 
-A metric is a function and its entry in the `METRICS` of its file. The command line reads them, so these files import
-the standard library alone at their top. docs/finetuning.md has the table, docs/new_metric.md how to add one.
+A metric is a function and its entry in the `METRICS` of its file. docs/finetuning.md lists all metrics, and
+docs/new_metric.md shows how to add one.
 """
 
 import re
@@ -32,29 +32,31 @@ _LOW = re.compile(
 
 
 def is_own(name: str) -> bool:
-    """True for module:function, which names a user's metric."""
+    """Return True for `module:function`, a user's metric."""
     return ":" in name
 
 
 def metrics_of(task: str) -> tuple[str, ...]:
-    """Names of the metrics that a task may have."""
+    """Return the names of the metrics for a task."""
     return tuple(name for name, metric in METRICS.items() if task in metric.tasks)
 
 
 def usual_metrics(task: str) -> tuple[str, ...]:
-    """Names of the metrics that a task has where --metrics is not given."""
+    """Return the names of the default metrics of a task."""
     return tuple(name for name, metric in METRICS.items() if task in metric.usual_for)
 
 
 def values_of(name: str) -> tuple[str, ...]:
-    """Names of the values of a metric of `METRICS`."""
+    """Return the names of a metric's values: ("rouge1", "rouge2", ...) for "rouge"."""
     return METRICS[name].values or (name,)
 
 
 def lower_is_better(value: str) -> bool:
-    """True for the name of a value that is better when low: by the registry, else by the words in the name.
+    """Return True if lower values of a metric are better: "loss" or "mse".
 
-    The name may include a task: `rougeL/TASK` for instructions, `TASK/METRIC/FILTER` for lm_eval.
+    Args:
+        value: name of a metric value, or `rougeL/TASK` (instructions), or `TASK/METRIC/FILTER` (lm_eval). For unknown
+            names the words in it decide.
     """
     known = {known: metric.lower_is_better for name, metric in METRICS.items() for known in values_of(name)}
     named_by_words = _LOW.search(value.partition("/")[2] or value) is not None

@@ -1,9 +1,8 @@
-"""Super-Natural-Instructions' own evaluation, over all examples and for every task.
+"""The evaluation of Super-Natural-Instructions, over all examples and for each task.
 
 Source: https://github.com/allenai/natural-instructions eval/automatic/evaluation.py and
-https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, of their default (English) track. Their cross-lingual
-track splits words by GPT-2's tokenizer, which is not built here: on texts in another script than the Latin one,
-rouge-score finds no words and every score is 0.
+https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, default (English) track. The cross-lingual track is not
+supported: ROUGE is 0 for texts in other scripts than Latin.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from lm_experiments_tools.metrics.text import (
 
 
 def instructions(predictions: Sequence[str], references: References, *, groups: Sequence[str]) -> dict[str, float]:
-    """rougeL, rouge1 (with stemmer) and exact_match (which keeps articles), 0 to 100, of all examples, and of each
-    task (`groups`) as "rougeL/task".
+    """Compute rougeL, rouge1 (with stemmer) and exact_match (articles count), 0 to 100, over all examples.
 
-    The mean over examples weighs a task by its number of examples, as the project's script does.
+    Args:
+        groups: task of each example. Each task also gets values of its own, such as "rougeL/task".
     """
     kinds = ("rougeL", "rouge1")
     scores = rouge_of_examples(predictions, references, kinds, stem=True)

@@ -1,10 +1,4 @@
-"""Metrics of predicted labels: one or several per example.
-
-Metrics of one label per example are computed from the confusion matrix.
-
-With two labels, f1, precision and recall are those of the second one (GLUE's positive class); with more labels, the
-mean over labels that occur (macro).
-"""
+"""Metrics of predicted labels, with one or several labels per example."""
 
 from __future__ import annotations
 
@@ -21,14 +15,15 @@ UNKNOWN = -1  # a generated answer that is no label
 
 
 def label_metrics(predictions: Sequence[int], references: Sequence[int], *, num_labels: int) -> dict[str, float]:
-    """accuracy, f1, precision and recall, 0 to 1, and mcc, -1 to 1, as scikit-learn's.
+    """Compute accuracy, f1, precision and recall, 0 to 1, and mcc, -1 to 1, as in scikit-learn.
 
-    Of two labels an unknown answer counts as the wrong one of the two, so that it is wrong for F1 as well (T5's
-    f1_score_with_invalid).
+    With two labels, f1, precision and recall are those of the second one (the positive class). With more, they are
+    macro averages over the labels that occur. With two labels, UNKNOWN counts as the wrong label, as in T5's
+    f1_score_with_invalid.
 
     Args:
-        predictions: number of a label, or UNKNOWN.
-        references: numbers of the right labels.
+        predictions: index of a label, or UNKNOWN.
+        references: index of the correct label.
     """
     import numpy as np
 
@@ -67,10 +62,10 @@ def _mcc(counts: np.ndarray) -> float:
 def several_label_metrics(
     predictions: Sequence[Sequence[int]], references: Sequence[Sequence[int]], *, num_labels: int
 ) -> dict[str, float]:
-    """f1_micro, f1_macro and subset_accuracy, 0 to 1, as scikit-learn's f1_score (zero_division=0) and accuracy_score.
+    """Compute f1_micro, f1_macro and subset_accuracy, 0 to 1, as in scikit-learn (zero_division=0).
 
     Args:
-        predictions, references: for each example, numbers of the labels that apply, ascending.
+        predictions, references: ascending indices of the labels of each example.
     """
     import numpy as np
 

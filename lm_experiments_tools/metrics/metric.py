@@ -1,4 +1,4 @@
-"""Definition of a metric, as the command line, the evaluation and the documentation read it."""
+"""Definition of a metric."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SEVERAL_LABELS = ("multi_label",)
 
 
 class GivenFunction(str):
-    """A user's function as the name module:function, where a program gives the function itself."""
+    """A user's metric function, passed as an object instead of a `module:function` name."""
 
     function: Callable[..., Any]
 
     def __new__(cls, function: Callable[..., Any]) -> GivenFunction:
-        """The name that the function was defined by, which need not lead back to it (a lambda)."""
+        """Make a name from the function's module and qualified name."""
         where = getattr(function, "__module__", None) or "__main__"
         made = super().__new__(cls, f"{where}:{getattr(function, '__qualname__', type(function).__name__)}")
         made.function = function
@@ -28,24 +28,23 @@ class GivenFunction(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """An entry of `METRICS`, or a user's own function.
+    """A metric: an entry of `METRICS`, or a user's function.
 
     Attributes:
-        function: of the predictions and references of all examples, called once, on rank 0; gives one value, or
-            several by name, of which those in `values` count. Its keyword-only parameters are filled by name: groups
-            (task of each example), num_labels, num_tokens (int64[examples], generated) and bleu_tokenize. None: the
-            loop computes it.
+        function: called once on rank 0 with the predictions and references of all examples; returns a number, or
+            numbers by name. It may have keyword-only parameters: groups (task of each example), num_labels,
+            num_tokens (int64[examples], generated tokens) and bleu_tokenize. None: computed by the training loop.
         tasks: tasks that the metric applies to.
         scale: range of the values, for the documentation.
-        values: their names; empty: the metric's own name. A value may also be given for each group, as value/group.
-        usual_for: tasks that compute it where --metrics is not given.
-        lower_is_better: else a higher value is.
-        needs_references: else it is computed for examples without labels or targets too.
-        package: to be installed for it, and `module`, which is then imported.
-        prepare: called before anything is predicted, with keywords as `function`; raises UserError.
-        disagrees: metrics that compute a value of the same name by another rule.
-        writes_by_id: also write the predictions as {id: prediction}, which its benchmark takes.
-        is_own: a user's function, which gets labels by their names.
+        values: names of the values; empty if there is one value with the metric's name.
+        usual_for: tasks for which it is a default metric.
+        lower_is_better: True if lower values are better.
+        needs_references: False if it can be computed without labels or targets.
+        package: name of the required package, and `module`, the module to import.
+        prepare: called with the same keywords before the evaluation starts; raises UserError.
+        disagrees: metrics that define a value of the same name differently.
+        writes_by_id: True to also write {id: prediction}, for submission to a benchmark.
+        is_own: True for a user's function, which gets label names instead of indices.
     """
 
     function: Callable[..., Any] | None

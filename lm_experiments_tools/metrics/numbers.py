@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def mse(predictions: Sequence[float], references: Sequence[float]) -> float:
-    """Mean squared difference, in the label's unit squared, as scikit-learn's mean_squared_error."""
+    """Compute the mean squared error, as scikit-learn does."""
     import numpy as np
 
     return float(np.mean((np.asarray(predictions, np.float64) - np.asarray(references, np.float64)) ** 2))
 
 
 def pearson(predictions: Sequence[float], references: Sequence[float]) -> float:
-    """Correlation, -1 to 1, as scipy's; nan, with a warning, where one side is constant."""
+    """Compute Pearson's correlation, -1 to 1, as scipy does; nan, with a warning, if one side is constant."""
     import numpy as np
 
     sides = []
@@ -41,7 +41,7 @@ def pearson(predictions: Sequence[float], references: Sequence[float]) -> float:
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """float64[n] ranks from 1; equal values share the mean of their ranks."""
+    """Return float64[n] ranks, starting at 1; equal values get the mean of their ranks."""
     import numpy as np
 
     _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
@@ -50,7 +50,7 @@ def ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def spearman(predictions: Sequence[float], references: Sequence[float]) -> float:
-    """Correlation of the ranks, -1 to 1; nan where a number is nan, as scipy."""
+    """Compute Spearman's rank correlation, -1 to 1, as scipy does; nan if any number is nan."""
     if any(map(math.isnan, predictions)) or any(map(math.isnan, references)):
         return math.nan
     return pearson(ranks(predictions), ranks(references))

@@ -22,12 +22,12 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def without_punctuation(text: str) -> str:
-    """Lower case, no ASCII punctuation, single spaces: natural-instructions' normalisation."""
+    """Lower-case the text, remove ASCII punctuation and repeated spaces, as natural-instructions does."""
     return " ".join(text.lower().translate(PUNCTUATION).split())
 
 
 def normalized_answer(text: str) -> str:
-    """The same, and without the articles a, an and the: SQuAD's normalisation (Rajpurkar et al. 2016)."""
+    """Normalize an answer as SQuAD does: lower case, no ASCII punctuation, no articles (a, an, the)."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
@@ -48,18 +48,17 @@ def _mean_of_best(score: Callable[[str, str], float], predictions: Sequence[str]
 
 
 def exact_match(predictions: Sequence[str], references: References) -> float:
-    """Percentage of predictions that equal one of their references after SQuAD's normalisation: lower case, no
-    punctuation, no articles."""
+    """Percentage of predictions that equal a reference after `normalized_answer`."""
     return _mean_of_best(lambda p, r: float(normalized_answer(p) == normalized_answer(r)), predictions, references)
 
 
 def f1_tokens(predictions: Sequence[str], references: References) -> float:
-    """SQuAD 1.1's F1 of words after the same normalisation, 0 to 100; the best of the references."""
+    """Mean word F1 of SQuAD 1.1, 0 to 100, with the best reference of each example."""
     return _mean_of_best(_f1_of_tokens, predictions, references)
 
 
 def gen_len(predictions: Sequence[str], references: References, *, num_tokens: np.ndarray) -> float:
-    """Mean number of generated tokens without padding."""
+    """Mean number of generated tokens, without padding."""
     return int(num_tokens.sum()) / len(num_tokens)
 
 
@@ -69,7 +68,7 @@ def _streams(references: References) -> list[tuple[str | None, ...]]:
 
 
 def bleu_scorer(*, bleu_tokenize: str) -> Any:
-    """sacrebleu's BLEU. Raises UserError where its tokenizer needs a package."""
+    """Return sacrebleu's BLEU object. Raises UserError if its tokenizer needs a missing package."""
     import sacrebleu
 
     try:
@@ -82,13 +81,13 @@ def bleu_scorer(*, bleu_tokenize: str) -> Any:
 
 
 def bleu(predictions: Sequence[str], references: References, *, bleu_tokenize: str = "13a") -> float:
-    """Corpus BLEU, 0 to 100, as the sacrebleu command prints it with `--tokenize`, unrounded."""
+    """Corpus BLEU, 0 to 100, as printed by `sacrebleu --tokenize bleu_tokenize`."""
     scorer = bleu_scorer(bleu_tokenize=bleu_tokenize)
     return float(scorer.corpus_score(list(predictions), _streams(references)).score)
 
 
 def chrf(predictions: Sequence[str], references: References) -> float:
-    """Corpus chrF2, 0 to 100, as the sacrebleu command prints it, unrounded."""
+    """Corpus chrF2, 0 to 100, as printed by sacrebleu."""
     import sacrebleu
 
     return float(sacrebleu.CHRF().corpus_score(list(predictions), _streams(references)).score)
@@ -97,7 +96,12 @@ def chrf(predictions: Sequence[str], references: References) -> float:
 def rouge_of_examples(
     predictions: Sequence[str], references: References, kinds: Sequence[str], *, stem: bool
 ) -> list[dict[str, float]]:
-    """rouge-score's F-measures (0 to 1) of each example, for each kind that of the best reference."""
+    """Compute ROUGE F-measures, 0 to 1, of each example, with the best reference for each kind.
+
+    Args:
+        kinds: such as "rouge1" and "rougeL".
+        stem: use rouge-score's stemmer.
+    """
     from rouge_score import rouge_scorer, tokenizers
 
     tokenizer = tokenizers.DefaultTokenizer(stem)
@@ -109,26 +113,23 @@ def rouge_of_examples(
 
 
 def mean_percent(values: Sequence[float]) -> float:
-    """Times 100 after the sum, as the reference scripts do."""
+    """Return the mean times 100. The sum is scaled before the division, as in the reference scripts."""
     return 100.0 * sum(values) / len(values)
 
 
 def rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
-    """ROUGE-1, -2, -L and -Lsum, 0 to 100, with stemmer, means over examples; of several references the best one, for
-    each value alone.
+    """Mean ROUGE-1, -2, -L and -Lsum, 0 to 100, with stemmer and the best reference for each value.
 
-    As Hugging Face's example scripts, without their bootstrap; sentences of rougeLsum are lines of the texts as they
-    are.
+    This is the ROUGE of Hugging Face's example scripts without bootstrap. For rougeLsum, each line is a sentence.
     """
     scores = rouge_of_examples(predictions, references, _ROUGE, stem=True)
     return {kind: mean_percent([score[kind] for score in scores]) for kind in _ROUGE}
 
 
 def scrolls(predictions: Sequence[str], references: References) -> dict[str, float]:
-    """All values that a SCROLLS task is scored by (Shaham et al. 2022), 0 to 100.
+    """Compute the metrics of SCROLLS (Shaham et al. 2022), 0 to 100: ROUGE without stemmer, F1 and exact match.
 
-    rouge-score without stemmer, the best of the references for each value; the geometric mean is of the three means;
-    the rest as SQuAD.
+    The geometric mean is that of the mean ROUGE-1, -2 and -L.
     """
     kinds = _ROUGE[:3]
     scores = rouge_of_examples(predictions, references, kinds, stem=False)

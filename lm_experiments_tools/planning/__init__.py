@@ -1,1 +1,1 @@
-"""Memory of a run before it starts, and settings that fit into it; imports recipes."""
+"""Estimate the memory that a training run needs, and find settings that fit into a given amount."""

@@ -1,4 +1,4 @@
-"""Model, optimizer and batch for a run's settings, with random weights and tokens instead of data."""
+"""Build model, optimizer and one batch from a run's settings, with random weights and random tokens."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> ExperimentArgs:
-    """The settings with the choices of `--speed auto` for a device, which need not be present.
+    """Replace `--speed auto` by the settings that a run on `device` would choose.
 
     Args:
-        origins: of the settings, as `cli.parse` returns them.
+        origins: for each setting, where its value came from; returned by `cli.parse`.
+        device: "cpu" or "cuda". This machine need not have it.
 
     Raises:
-        UserError: `--quantize`, or an adapter that needs a tokenizer.
+        UserError: the settings contain `--quantize` or an adapter other than LoRA.
     """
     if getattr(args, "quantize", None):
         raise UserError(f"--quantize {args.quantize}: no estimate, its kernels read the weights. Leave it out.")
@@ -56,10 +57,10 @@ def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> Ex
 
 
 def prepare(args: ExperimentArgs, device: str) -> Prepared:
-    """A model that is ready to train, and one micro-batch of random tokens.
+    """Build the model, its optimizer and one micro-batch of random tokens.
 
     Args:
-        args: as `resolve` returns them.
+        args: settings returned by `resolve`.
 
     Raises:
         UserError: the model cannot be built.

@@ -1,4 +1,4 @@
-"""The memory estimate of a run: a trace of its training step, divided among its workers."""
+"""Estimate the memory of one worker by tracing a training step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ _ZERO3_LIVE = 4 * 5 * 10**8  # bytes of parameters that ZeRO 3 leaves gathered: 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one worker at the peak of a training step, in bytes.
+    """Memory of one worker when a training step needs the most.
 
     Attributes:
-        phase: "forward", "backward" or "update", where the peak occurs.
-        args: with the choices of `--speed auto`.
+        parts: bytes of "parameters", "gradients", "optimizer state", "activations" and "communication".
+        phase: "forward", "backward" or "update".
+        device: "cpu" or "cuda".
+        args: the settings, with `--speed auto` replaced by what it chose.
+        prepared: the traced model, its optimizer and its batch.
     """
 
     parts: dict[str, float]
@@ -45,7 +48,7 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
     def lines(self) -> list[str]:
-        """A table for a terminal."""
+        """Format the estimate as the lines of a table."""
         args, (model, _, batch, dtype) = self.args, self.prepared
         counts = [sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True)]
         inputs = {name: " x ".join(map(str, batch[name].shape)) for name in ("input_ids", "labels")}
@@ -67,13 +70,14 @@ class MemoryEstimate:
 
 
 def estimate_memory(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> MemoryEstimate:
-    """Trace the training step of these settings.
+    """Estimate the memory of one worker by running a training step on tensors without data.
 
     Args:
-        origins: of the settings, as `cli.parse` returns them.
+        planning: device, number of workers and sharding.
+        origins: for each setting, where its value came from; returned by `cli.parse`.
 
     Raises:
-        UserError: the model cannot be built, or its code needs data.
+        UserError: the model cannot be built, or its forward pass reads the values of tensors.
     """
     device = device_of(planning.device)
     args = resolve(args, origins, device)
@@ -93,7 +97,7 @@ def estimate_memory(args: ExperimentArgs, planning: PlanningArgs, origins: Mappi
 
 
 def device_of(requested: str) -> str:
-    """cpu or cuda: the requested device, otherwise a GPU that PyTorch can use."""
+    """Return "cpu" or "cuda"; "auto" means cuda if PyTorch can use a GPU."""
     if requested != "auto":
         return requested
     return "cuda" if torch.cuda.is_available() and not cpu_asked() else "cpu"

@@ -1,4 +1,4 @@
-"""The inverse of an estimate: settings for the same global batch that fit into so much memory, tried by real steps."""
+"""Find settings with the same global batch that fit into a given amount of memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's
 
 
 class Fit(NamedTuple):
-    """Settings that fit, their memory estimate, and the changed flags (none if the given settings fit)."""
+    """Settings that fit into memory.
+
+    Attributes:
+        args: the settings.
+        estimate: their memory estimate.
+        flags: the changed flags as text ("--batch_size 4 ..."); empty if the given settings fit.
+    """
 
     args: ExperimentArgs
     estimate: MemoryEstimate
@@ -50,10 +56,10 @@ class Fit(NamedTuple):
 
 
 def memory_of(device: str) -> int:
-    """Bytes that are free on this process's GPU, or in main memory within the limit of its container.
+    """Return the free bytes of the GPU ("cuda") or of main memory and the container's limit ("cpu").
 
     Raises:
-        UserError: PyTorch can use no GPU.
+        UserError: PyTorch cannot use a GPU.
     """
     if device == "cpu":
         return available_memory()
@@ -63,10 +69,13 @@ def memory_of(device: str) -> int:
 
 
 def memory_for_tensors(fit: str, device: str) -> float:
-    """Bytes of `--fit` for a run's tensors. On a CPU the process with all its imports is part of `--fit`.
+    """Return the bytes that tensors may take: `--fit` less a reserve, on a CPU also less the process itself.
+
+    Args:
+        fit: a size such as "24GiB", or "auto" for the free memory of `device`.
 
     Raises:
-        UserError: nothing is left.
+        UserError: nothing is left for tensors.
     """
     memory = memory_of(device) if fit == "auto" else bytes_of(fit)
     process = max(_PROCESS, psutil.Process().memory_info().rss) if device == "cpu" else 0
@@ -76,13 +85,16 @@ def memory_for_tensors(fit: str, device: str) -> float:
 
 
 def largest_fit(args: ExperimentArgs, estimate: Estimate, memory: float) -> Fit:
-    """The settings nearest to the given ones whose estimate is at most `memory`.
+    """Find the largest micro-batch whose estimate is at most `memory`, with the same number of rows per update.
 
-    The micro-batch is as large as can be without recomputation, then with it, then with Adafactor. The rows of an
-    update stay what they are.
+    If none fits, gradient checkpointing is tried, then Adafactor.
+
+    Args:
+        estimate: returns the memory estimate of settings.
+        memory: bytes.
 
     Raises:
-        UserError: not even one row fits.
+        UserError: not even micro-batches of one row fit.
     """
     for optimizer in dict.fromkeys([args.optimizer, "Adafactor"]):
         options = {} if optimizer == args.optimizer else {"optimizer_options": ()}
@@ -118,17 +130,17 @@ def _largest_micro_batch(
 
 
 def try_steps(args: ExperimentArgs, device: str, memory: float | None = None) -> int | None:
-    """Peak of two steps on random tokens: bytes of tensors on a GPU, or on a CPU what the process grew by.
+    """Measure the peak memory of two training steps on random tokens, in a new process.
 
     Args:
-        args: as `build.resolve` returns them.
-        memory: bytes that a process on a CPU may grow by; None for all there are.
+        args: settings returned by `build.resolve`.
+        memory: limit in bytes for a process on a CPU; None for no limit.
 
     Returns:
-        None if they do not fit.
+        Bytes of tensors on a GPU, or growth of the process on a CPU; None if the steps run out of memory.
 
     Raises:
-        UserError: the model cannot be built, or fails for another reason.
+        UserError: the model cannot be built, or a step fails for a reason other than memory.
     """
     spawn = multiprocessing.get_context("spawn")  # a fork of a process that has used torch may hang, or hold a GPU
     with ProcessPoolExecutor(1, spawn) as pool:
@@ -168,7 +180,7 @@ def _limit_memory(size: float) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an out-of-memory error of torch, numpy or Python, on a GPU or (under `ulimit -v`) a CPU."""
+    """Return True for an out-of-memory error of torch, numpy or Python, on a GPU or a CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)

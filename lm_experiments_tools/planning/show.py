@@ -20,13 +20,14 @@ _LESS = 0.9  # of an estimate that did not fit, for the next proposal
 
 
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
-    """Print the estimate of settings, and with `--fit` settings that fit; `auto` runs two steps of them.
+    """Print the memory estimate, and with `--fit` settings that fit. `--fit auto` tries them for two steps.
 
     Args:
-        origins: of the settings, as `cli.parse` returns them.
+        planning: device, number of workers, sharding and `--fit`.
+        origins: for each setting, where its value came from; returned by `cli.parse`.
 
     Raises:
-        UserError: no model is named, it cannot be traced, or nothing fits.
+        UserError: no model is named, the model cannot be traced, or no settings fit.
     """
     if not (args.model_cfg or args.base_model or args.init_checkpoint or getattr(args, "from_pretrained", None)):
         raise UserError("No model is named. Pass --model_cfg, a file or a preset such as t5-small, or --base_model.")

@@ -1,8 +1,8 @@
-"""Memory of a training step, counted on tensors that have shapes and no data: any model class, nothing is allocated.
+"""Count the memory of a training step on fake tensors, which have shapes but no data. No memory is allocated.
 
-The forward and backward pass run once and the optimizer twice. Later steps hold the same tensors, and the optimizer
-state in addition, which appears in the first update. A number read from a tensor is 1. A condition is true, but for
-the last of many in a row, so that loops end.
+The forward and backward pass run once and the optimizer twice, because its first step creates the optimizer state.
+Fake tensors have no values: a number read from one is 1, and a condition is true. Every 2000th condition is false, so
+that `while` loops end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_TRUE_BUILDING, _MAX_TRUE = 10, 2000  # conditions; weights may be drawn unt
 
 
 class Prepared(NamedTuple):
-    """A model ready to train, with the inputs of a training step."""
+    """Model, optimizer and inputs of a training step."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes at one moment of a step, in addition to parameters and optimizer state."""
+    """Bytes of gradients and activations at one moment of a training step."""
 
     phase: str  # "forward", "backward" or "update"
     gradients: int
@@ -57,14 +57,17 @@ class Trace(NamedTuple):
 
 
 def trace_step(prepare: Callable[[], Prepared], *, casts_weights: bool = True) -> tuple[Trace, Prepared]:
-    """Memory of a training step, and the model that was traced.
+    """Count the memory of one training step on fake tensors.
 
     Args:
-        prepare: builds the model; called where tensors have no data.
-        casts_weights: count the 16-bit weights of autocast; False where FSDP or DeepSpeed gather such weights.
+        prepare: builds model, optimizer and batch; its tensors are fake too.
+        casts_weights: count autocast's 16-bit copies of the weights. FSDP and DeepSpeed make none.
+
+    Returns:
+        The memory, and what `prepare` returned.
 
     Raises:
-        Exception: whatever the model's code raises where it needs data.
+        Exception: any exception of the model's code, for example because it reads values of tensors.
     """
     counter = _Counter(casts_weights)
     with preserved_random_state(), _without_data(), counter, warnings.catch_warnings():
@@ -82,7 +85,7 @@ def trace_step(prepare: Callable[[], Prepared], *, casts_weights: bool = True) -
 
 
 def run_passes(prepared: Prepared, enter: Callable[[str], object] = str) -> None:
-    """Forward and backward pass of one micro-batch; `enter` is called with the name of each."""
+    """Run forward and backward on the batch. Before each, `enter` gets its name ("forward", "backward")."""
     model, _, batch, dtype = prepared
     enter("forward")
     with torch.autocast(next(model.parameters()).device.type, dtype=dtype, enabled=dtype is not None):
@@ -92,7 +95,7 @@ def run_passes(prepared: Prepared, enter: Callable[[str], object] = str) -> None
 
 
 def update(prepared: Prepared) -> None:
-    """Update of the weights; gradients stay."""
+    """Compute the gradient norm and step the optimizer. Gradients are not cleared."""
     torch.nn.utils.get_total_norm([p.grad for p in prepared.model.parameters() if p.grad is not None])
     prepared.optimizer.step()
 

@@ -1,1 +1,1 @@
-"""Runs put together: the one place that knows arguments, data, model and backend; imports everything below."""
+"""Build and run complete training runs from arguments: data, model, optimizer, backend, training."""

@@ -1,4 +1,4 @@
-"""BERT pre-training: masked words, and pairs of sentences."""
+"""BERT pre-training with masked language modelling and sentence pairs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BertPretraining(Pretraining):
 
     @cached_property
     def tokenizer(self) -> BertDataTokenizer:
-        """The tokenizer that the flags name, for all phases. Every worker reads it first at the same time."""
+        """The tokenizer of all phases. Every worker must read this property at the same time."""
         return on_all(self.backend, lambda: bert_tokenizer(self.args))
 
     def check(self, args: BertPretrainingArgs, source: ModelSource) -> None:
@@ -77,10 +77,12 @@ class BertPretraining(Pretraining):
 
 
 def bert_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A `batch_metrics_fn`: accuracy on masked tokens and on pairs, as (sum, count).
+    """Count correct predictions of masked tokens and of sentence pairs: name -> (number correct, number of all).
 
-    Logits of masked tokens are `prediction_logits`, or `logits` for a class with one head, either [rows, length,
-    vocabulary] or [masked tokens, vocabulary].
+    Args:
+        batch: inputs and labels of a micro-batch.
+        outputs: "prediction_logits" (or "logits" for a model with one head), float[rows, length, vocabulary] or
+            [masked tokens, vocabulary]; "seq_relationship_logits", float[rows, 2].
     """
     values: dict[str, Any] = {}
     logits = outputs.get("prediction_logits", outputs.get("logits"))
@@ -98,10 +100,10 @@ def _right_and_all(logits: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
-    """Refuse what would fail, or go wrong in silence, somewhere in the first step.
+    """Raise UserError if the model does not fit the data.
 
-    Raises:
-        UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.
+    Reasons are a missing head for sentence pairs, too few positions or token types, or another padding id than the
+    tokenizer's.
     """
     config = model.config
     if model.may_be_decoder and config.is_decoder:
@@ -128,7 +130,7 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: B
 def bert_pretraining_data(
     args: BertPretrainingArgs, backend: Backend, tokenizer: BertDataTokenizer
 ) -> PretrainingData:
-    """Open training and validation data; every worker calls it.
+    """Open training and validation data. Every worker must call it.
 
     Raises:
         UserError: data that is missing, empty, damaged, or made with another tokenizer.
@@ -158,7 +160,7 @@ def _members(train: BertDataset | MixtureDataset | MaskedRows) -> list[Any]:
 
 
 def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
-    """The tokenizer that the flags name."""
+    """Load the tokenizer that the flags name."""
     if args.tokenizer is not None:
         return build_tokenizer("HFTokenizer", name_or_path=args.tokenizer)
     kind = "BertWordPieceLowerCase" if args.lower_case else "BertWordPieceCase"
@@ -173,7 +175,11 @@ def bert_datasets(
     """Training samples (None with `--validate_only`) and validation samples (None without data).
 
     Args:
-        open_tokens: returns the token file of a data path; `open_sentences` by default.
+        open_tokens: opens the token file of a data path; `open_sentences` by default.
+
+    Returns:
+        Training samples (None with `--validate_only`), validation samples and the validation token file (both None
+        without `--valid_data_path`).
     """
     open_tokens = open_tokens or open_sentences
     dataset = partial(
@@ -241,10 +247,10 @@ def document_datasets(
 
 
 def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> IndexedDataset:
-    """The token file of a data path; text is tokenized first (once, cached).
+    """Open the token file of a data path. Text is tokenized first and cached.
 
     Raises:
-        UserError: text or tokens that are missing, damaged, or made with another tokenizer.
+        UserError: the data is missing, damaged, or made with another tokenizer.
     """
     prefix = token_prefix(path)
     tokens = None if prefix is None else IndexedDataset(prefix)
@@ -263,7 +269,7 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataToke
 
 # ---- Megatron's sentences -------------------------------------------------------------------------------------------
 def open_sentences(path: str) -> IndexedDataset:
-    """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
+    """Open the token file PREFIX.bin with PREFIX.idx. Raises UserError for text or missing files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
         tokens = IndexedDataset(prefix)

@@ -1,4 +1,4 @@
-"""Steps shared by the training scripts: run directory, model, optimizer, seeds, training, end."""
+"""Steps that the training scripts share: run directory, checks, seeds, loss, summary, end."""
 
 from __future__ import annotations
 
@@ -45,11 +45,14 @@ logger = logging.getLogger(__name__)
 
 
 def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
-    """Enter the working directory, set up logging, open the run directory (None on other ranks or without one).
+    """Change to `--working_dir`, set up logging and open the run directory.
+
+    Returns:
+        The run directory on rank 0; None on other ranks or without `--model_path`.
 
     Raises:
-        UserError: the directory holds a run with other settings, or one that has not ended, or cannot serve all
-            machines.
+        UserError: the directory holds a run with other settings, a process still writes to it, or other machines of
+            the job cannot see it.
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
@@ -92,11 +95,12 @@ class PretrainingData:
     """Data of a pre-training run.
 
     Attributes:
-        vocabulary, vocabulary_size: BERT's is a tokenizer; every id is below the size.
-        train: this worker's endless batches; None with `--validate_only`, unless they bring the validation data.
-        valid: this worker's part of the validation examples; None without `--valid_data_path`.
-        tokenizer_dir: Hugging Face tokenizer files of the vocabulary; None for a run that saves nothing.
-        objective: the objective and the size of the data, for the log.
+        vocabulary: a `Vocabulary`, or the tokenizer of BERT.
+        vocabulary_size: greater than any token id.
+        train: endless batches of this worker; None with `--validate_only` (seqio: the source of validation data).
+        valid: validation examples of this worker; None without validation data.
+        tokenizer_dir: folder with Hugging Face tokenizer files; None without `--model_path`.
+        objective: objective and size of the data, for the log.
     """
 
     vocabulary: Any
@@ -108,7 +112,7 @@ class PretrainingData:
 
 
 def warn_of_data(args: PretrainingArgs, data: PretrainingData) -> None:
-    """Warn of validation text that is also trained on, and of fewer rows than one micro-batch."""
+    """Warn if training data contains the validation text, or if it has fewer rows than a micro-batch."""
     if data.train is None or args.validate_only:
         return
     for path in args.data_path if args.valid_data_path is not None else ():
@@ -132,7 +136,7 @@ def show_run(
     data: RunData,
     phase: Phase | None = None,
 ) -> None:
-    """Log a summary of the run and record it in the run directory, after everything is set up."""
+    """Log a summary of the run and write its settings to the run directory."""
     if not backend.is_main:
         return
     count = num_parameters(model)
@@ -175,7 +179,7 @@ def _precision(args: ExperimentArgs) -> str:
 
 
 def seed_worker(seed: int, rank: int) -> None:
-    """Seed Python, numpy and torch, so that each worker draws its own dropout noise."""
+    """Seed Python, numpy and torch differently on each rank."""
     random.seed(f"{seed}-{rank}")
     np.random.seed((seed * 1000003 + rank) % 2**32)
     torch.manual_seed(seed * 1000003 + rank)
@@ -186,10 +190,10 @@ def labels_alone(
     backend: Backend,
     model: nn.Module,
 ) -> Callable[[int], int] | None:
-    """`--mlm_positions`: the `most_labels` of a `Loss` if only masked positions are scored, else None.
+    """Return the `most_labels` argument of `Loss` if only masked positions are scored (`--mlm_positions`), else None.
 
     Raises:
-        UserError: this was requested, and the model's head needs all positions.
+        UserError: `--mlm_positions masked`, but the model's head needs all positions.
     """
     chosen = args.mlm_positions
     if chosen == "all" or args.distill_from is not None:
@@ -203,10 +207,10 @@ def labels_alone(
 
 
 def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss) -> Loss:
-    """`loss`, with the divergence from the predictions of `--distill_from` where there is one.
+    """Add the divergence from the teacher's predictions (`--distill_from`) to `loss`; without a teacher, return it.
 
     Raises:
-        UserError: the teacher cannot be read, or has another vocabulary or kind.
+        UserError: the teacher cannot be loaded, or has another vocabulary or model kind than the student.
     """
     if args.distill_from is None:
         return loss
@@ -226,7 +230,7 @@ def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, 
 
 
 def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
-    """Write the tokenizer's files below the run directory; returns their folder, None for a run that saves nothing."""
+    """Write the tokenizer to the run directory and return its folder; None without `--model_path`."""
     if args.model_path is None or args.validate_only:
         return None
     folder = Path(args.model_path) / "tokenizer"
@@ -240,7 +244,7 @@ def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path]
 
 
 def close_run(backend: Backend, data: RunData) -> None:
-    """End the processes that make batches, and the backend."""
+    """Stop data worker processes and shut down the backend."""
     if data.train is not None:
         data.train.close()
     backend.close()

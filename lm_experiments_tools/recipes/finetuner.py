@@ -96,7 +96,7 @@ _ONLY_EVALUATION = {
 
 
 def _fast(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method of FineTuner with the process settings of its `speed`."""
+    """Decorator: run a method of FineTuner with the process-wide settings of `speed`."""
 
     @functools.wraps(method)
     def run(self: FineTuner, *args: Any, **options: Any) -> T:
@@ -111,12 +111,12 @@ class FineTuner:
 
     Args:
         from_pretrained: Hugging Face name or folder, run directory or checkpoint; None with `model_cfg`.
-        keywords: flags of run_finetuning.py; `iters` takes the place of `epochs`.
+        keywords: flags of run_finetuning.py. Give `epochs` or `iters`.
 
     Attributes:
-        model, tokenizer: as transformers (or peft) made them; change them as you like before `train`.
+        model, tokenizer: objects of transformers (or peft). They may be changed before `train`.
         args: the settings.
-        label_names: the labels of a classification, in the order of their numbers.
+        label_names: names of the classes by index.
 
     Raises:
         UserError: an unknown or impossible setting, or a model that cannot be loaded.
@@ -144,7 +144,7 @@ class FineTuner:
 
     @cached_property
     def backend(self) -> Backend:
-        """The backend of the launcher's workers; a single process in a notebook."""
+        """The distributed backend: that of the launcher, or a single process."""
         return get_backend(self.args)
 
     @cached_property
@@ -166,24 +166,27 @@ class FineTuner:
         return names
 
     def summary(self) -> ModelSummary:
-        """Parameters by part: in total, trainable, bytes; it prints as a table."""
+        """Return the number of parameters (all, trainable) and their bytes for each part of the model."""
         return summary(self.model)
 
     def freeze(self, *parts: str) -> int:
-        """Freeze encoder, decoder, embeddings, head or parameters by name; returns the number of frozen values.
+        """Freeze parts of the model; returns the number of frozen parameters.
+
+        Args:
+            parts: "encoder", "decoder", "embeddings", "head", or patterns of parameter names.
 
         Raises:
-            UserError: a pattern that matches nothing.
+            UserError: a pattern matches no parameter.
         """
         before = self.summary().all.trainable
         freeze(self.model, parts)
         return before - self.summary().all.trainable
 
     def add_tokens(self, tokens: str | Sequence[str]) -> int:
-        """Add words to the vocabulary, with trained rows in the embedding; returns the number of new words.
+        """Add tokens to the vocabulary and trainable rows to the embeddings; returns the number of new tokens.
 
         Raises:
-            UserError: the model has an adapter, with which no new row would be trained or saved.
+            UserError: the model has an adapter, which would neither train nor save the new rows.
         """
         if is_adapted(self.model):
             raise UserError("add_tokens: an adapter neither trains nor saves new rows: use it without peft.")
@@ -198,15 +201,15 @@ class FineTuner:
     def train(self, **settings: Unpack[FineTuningSettings]) -> dict[str, dict[str, float]]:
         """Train on `data_path`; returns the metrics of each split, as in metrics.json.
 
-        Test data is evaluated at the end, with `save_best` by the best checkpoint, whose weights then stay. A
-        `model_path` with checkpoints is resumed. A second call continues with the weights and a new optimizer:
-        without `model_path` by another epoch in another order, with it in another folder.
+        With `save_best`, the model has the weights of the best checkpoint afterwards. Test data is evaluated at the
+        end. If `model_path` has checkpoints, the run is resumed. Another call of `train` keeps the weights, creates a
+        new optimizer and needs another `model_path`, if any.
 
         Args:
-            settings: flags of run_finetuning.py to change first, for example epochs=1.
+            settings: flags of run_finetuning.py to change before training, for example epochs=1.
 
         Raises:
-            UserError: a setting that comes too late for the model, or a `model_path` trained in before.
+            UserError: a setting that only the constructor accepts, or a `model_path` of an earlier `train`.
         """
         self._change(dict(settings))
         self._refuse_few_bits("train")
@@ -233,12 +236,12 @@ class FineTuner:
 
     @_fast
     def evaluate(self, split: str = "valid") -> dict[str, float]:
-        """Metrics of the current model on `valid_data_path` or, with split="test", `test_data_path`.
+        """Evaluate the model on `valid_data_path`, or on `test_data_path` with split="test".
 
-        Test data without labels or targets gives no loss, only metrics that need no references.
+        For test data without labels or targets, only metrics that need no references are computed.
 
         Raises:
-            UserError: there is no such data.
+            UserError: the split has no data.
         """
         if split not in ("valid", "test") or getattr(self.args, f"{split}_data_path") is None:
             raise UserError(f"there is no {split} data: give {split}_data_path to FineTuner.")
@@ -253,18 +256,15 @@ class FineTuner:
                 self.backend.release()
 
     def generate_single(self, text: Text, **options: Any) -> str:
-        """The text that the model writes for one text.
+        """Generate the output for one text.
 
         Args:
-            options: arguments of `generate` (num_beams, max_new_tokens, ...) that override the settings.
+            options: arguments of transformers' `generate` (num_beams, max_new_tokens, ...).
         """
         return self.predict([text], **options)[0]
 
     def generate_diverse(self, text: Text, num_texts: int = 3, top_p: float = 0.95, **options: Any) -> list[str]:
-        """Up to `num_texts` different texts by nucleus sampling.
-
-        There are fewer texts if `4 * num_texts` samples contain fewer different ones.
-        """
+        """Generate up to `num_texts` different outputs by nucleus sampling, from at most 4 x `num_texts` samples."""
         found: dict[str, None] = {}
         for _ in range(_DRAWS):
             drawn = {"do_sample": True, "top_p": top_p, "num_beams": 1, "num_return_sequences": num_texts, **options}
@@ -275,17 +275,16 @@ class FineTuner:
 
     @_fast
     def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str] | list[list[str]]:
-        """The text that the model writes for each text; for an encoder, the label, the labels or the number it gives.
+        """Generate the output for each text. An encoder returns a label, a list of labels or a number instead.
 
-        The texts are read like rows of data: with the prefix, and for classification by an encoder-decoder with the
-        names of the sentences.
+        The inputs are built as in training, with the prefix.
 
         Args:
-            texts: single ones, or pairs of sentences; a string is one text.
-            options: arguments of `generate` that override the settings.
+            texts: texts, or pairs of sentences; a string is one text.
+            options: arguments of transformers' `generate`.
 
         Raises:
-            UserError: an empty text, or other than the one or two sentences that the task has.
+            UserError: an empty text, or a number of sentences that does not fit the task.
         """
         args, encoder = self.args, text_encoder(self.args, self.tokenizer)
         examples = self._examples([texts] if isinstance(texts, str) else texts)
@@ -302,10 +301,7 @@ class FineTuner:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Model and tokenizer in Hugging Face's layout; of a peft model only what was trained.
-
-        Every worker calls it; one writes, and the others wait for it.
-        """
+        """Save model (only the adapter, if any) and tokenizer for `from_pretrained`. Every worker must call it."""
         self._check_rows()
         self._refuse_few_bits("save")
         folder = Path(path)

@@ -1,4 +1,4 @@
-"""The loop of a fine-tuning run, and the evaluation at its end."""
+"""Build the training loop of a fine-tuning run, and evaluate the model at its end."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Finetuning(Recipe):
 
 
 def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> FinetuningArgs:
-    """The arguments with the tokens of `--peft new_tokens`, if any, before the prefix."""
+    """Put the tokens of `--peft new_tokens` before the prefix; other arguments are returned unchanged."""
     new = new_token_prefix(tokenizer)
     return replace(args, prefix=new + args.prefix) if new and args.task != "instructions" else args
 
 
 def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
-    """Settings saved with weights for later predictions; an encoder's configuration has the labels."""
+    """Return the settings that are saved with the weights, such as the prefix, for later predictions."""
     of_data = {"sentence_names": data.sentence_names}
     if args.model_type != "encoder":
         of_data |= {"label_names": data.label_names, "label_words": data.label_words}
@@ -92,12 +92,12 @@ def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
 
 
 def write_task(folder: Path, task: Mapping[str, Any]) -> None:
-    """Save it beside weights in an existing folder."""
+    """Write the result of `saved_task` into an existing folder with weights."""
     write_atomic(folder / TASK_FILE, dump_json(dict(task)) + "\n")
 
 
 def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
-    """Log the settings that the weights brought along (see `models.inherited`)."""
+    """Log the settings that were saved with the weights and are used now (see `models.inherited`)."""
     for name, origin in origins.items():
         if origin.endswith((TASK_FILE, CONFIG)) and is_given(args, name):
             logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
@@ -112,15 +112,15 @@ def finetuning_loop(
     tokenizer: PreTrainedTokenizerBase,
     tokenizer_dir: Path | None = None,
 ) -> TrainingLoop:
-    """The loop that trains `model` on `data.train` and evaluates it as `args.metrics` says.
+    """Build the loop that trains `model` on `data.train` and evaluates it with `args.metrics`.
 
     Args:
-        args: from `FinetuningArgs.resolved`.
-        tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
+        args: settings returned by `FinetuningArgs.resolved`.
+        optimizer: None if the loop only evaluates.
+        tokenizer_dir: folder with tokenizer files to copy into every checkpoint.
 
     Raises:
-        UserError: `--packing` for a model that cannot tell the examples of a row apart, or metrics that are not
-            available.
+        UserError: the model does not support `--packing`, or a metric is not available.
     """
     if args.packing and data.train is not None:
         on_all(backend, lambda: check_packing(model, args))
@@ -156,7 +156,7 @@ def finetuning_loop(
 def training_loop(
     args: FinetuningArgs, backend: Backend, model: nn.Module, data: FinetuningData, tokenizer: PreTrainedTokenizerBase
 ) -> TrainingLoop:
-    """`finetuning_loop` with an optimizer, whose checkpoints have tokenizer and task."""
+    """Build the optimizer, save the tokenizer and return `finetuning_loop`."""
 
     def write(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
@@ -169,13 +169,13 @@ def training_loop(
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
-    """Check on three small rows that `model` keeps the examples of a packed row apart.
+    """Check that the examples of a packed row do not influence each other in `model`.
 
-    The rows share one example, next to others and at other positions; its logits must be equal. Call it before a
-    backend shards the model; weights on the meta device are not checked.
+    One example is placed in three small rows, next to different examples; its logits must be equal. Call it before a
+    backend shards the model. Weights on the meta device are not checked.
 
     Raises:
-        UserError: it does not, or does not take the inputs that separate examples.
+        UserError: the logits differ, or the model does not accept position and segment ids.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known, name = forward_names(model), type(base).__name__
@@ -220,10 +220,10 @@ def _probe(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
 
 
 def evaluate_last(trainer: TrainingLoop, data: FinetuningData) -> None:
-    """Evaluate the test data after training; with `--save_best` by the best checkpoint, validation data again as well.
+    """Evaluate the test data after training. With `--save_best`, the best checkpoint is loaded and validated first.
 
     Raises:
-        SystemExit: with 128 + signal number, where a signal cut it short.
+        SystemExit: with 128 + signal number, after a signal.
     """
     args, state = trainer.args, trainer.state
     with trainer.signals, trainer.tracking():

@@ -1,7 +1,6 @@
-"""The loaders of a fine-tuning run.
+"""Read and tokenize the data of a fine-tuning run.
 
-Training data is tokenized once at the start and only its ids are kept in memory; of validation and test data also the
-texts, for metrics and predictions. Every worker reads all of it and takes its own rows.
+Data is tokenized once at the start. Every worker reads all of it and uses its own rows.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ FIXED_SEED = 0  # of choices that are the same whatever --seed is: which example
 
 @dataclass
 class EvalSplit:
-    """A split to evaluate.
+    """A validation or test split.
 
     Attributes:
-        loader: each example once over all workers.
-        examples: the entry `example` of a batch is a place in it; empty for causal_lm.
+        loader: batches of this worker; together the workers read each example once.
+        examples: all examples; "example" in a batch holds indices into them. Empty for causal_lm.
     """
 
     name: str
@@ -75,15 +74,15 @@ class EvalSplit:
 
 @dataclass
 class FinetuningData:
-    """Data of a run.
+    """Data of a fine-tuning run.
 
     Attributes:
-        train: this worker's endless batches; None with `--validate_only`.
-        splits: "valid" and "test", those that are given.
-        label_names: classes in the order of their numbers.
-        label_words: text that an encoder-decoder writes for each label.
-        sentence_names: the fields of the sentences, which an encoder-decoder reads.
-        objective: the task and the size of the data, for the log.
+        train: endless batches of this worker; None with `--validate_only`.
+        splits: "valid" and "test", if they have data.
+        label_names: names of the classes by index.
+        label_words: text that an encoder-decoder generates for each label.
+        sentence_names: names of the sentences' fields; an encoder-decoder reads them before the sentences.
+        objective: task and size of the data, for the log.
     """
 
     train: TrainSource | None
@@ -97,15 +96,15 @@ class FinetuningData:
 def finetuning_data(
     args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles | None = None
 ) -> FinetuningData:
-    """Read and tokenize the data of a run. Every worker calls it.
+    """Read and tokenize the data of a run. Every worker must call it.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        files: the model's files (with a trained classifier's labels), if they are already open.
+        files: the model's files, with the labels of a trained classifier; opened if None.
 
     Raises:
-        UserError: data that is missing, empty, or has more bad rows than `--max_bad_lines`; labels that are not
-            those of the training data; lengths that leave no room.
+        UserError: data is missing or empty, has more unusable rows than `--max_bad_lines` or labels that training
+            data lacks; or the lengths leave no tokens for the text.
     """
     return on_all(
         backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read(), takes_long=True
@@ -347,7 +346,7 @@ class _Reader:
 def example_dataset(
     args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool
 ) -> ExampleDataset:
-    """Examples as the model of these arguments is trained or evaluated on them."""
+    """Build the dataset of encoded examples in the form that the model's kind and task need."""
     return ExampleDataset(
         encoded,
         args.model_type,
@@ -361,10 +360,10 @@ def example_dataset(
 
 
 def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
-    """Encodes texts as the model of these arguments reads them.
+    """Build the encoder of texts from the lengths, prefix and model kind of `args`.
 
     Raises:
-        UserError: a decoder's target leaves no room for a source.
+        UserError: `--target_seq_len` leaves no tokens for a decoder's source.
     """
     decoder = args.model_type == "decoder"
     room = args.input_seq_len
@@ -380,7 +379,7 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:
-    """A random subset of `limit` examples, always the same, in the original order; None returns all."""
+    """Return a fixed random subset of `limit` examples in their original order; None returns all."""
     if limit is None or limit >= len(examples):
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))

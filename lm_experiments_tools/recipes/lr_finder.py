@@ -1,7 +1,7 @@
-"""The learning-rate range test: real updates at rates that grow by a constant factor.
+"""The learning-rate range test (`--find_lr`): updates at rates that grow by a constant factor.
 
-The loss at a rate is that of the next batch, after an update at this rate. A running median smooths the curve: unlike
-an exponential mean it does not lag, so its lowest point is where the loss begins to rise.
+The loss of a rate is measured on the next batch, after an update at this rate. The curve is smoothed by a running
+median, which does not lag like an exponential mean.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _ROWS = 12  # of the table
 
 
 class RangeTest(NamedTuple):
-    """Result of a learning-rate range test: rates, and the loss after an update at each rate.
+    """Result of a learning-rate range test.
 
     Attributes:
+        rates: learning rates.
+        losses: the loss after an update at each rate.
         smoothed: running medians of the losses.
-        steepest: the rate at which the loss falls fastest with the logarithm of the rate; None if it falls nowhere.
-        edge: the highest rate before the loss rises for good; None if it does not in this range.
+        steepest: the rate at which the loss falls fastest (on a log scale of rates); None if it never falls.
+        edge: the highest rate before the loss diverges; None if it does not diverge.
     """
 
     rates: list[float]
@@ -48,9 +50,13 @@ class RangeTest(NamedTuple):
 
 
 def find_lr(trainer: TrainingLoop, folder: str | Path | None) -> RangeTest:
-    """Make the updates of `--find_lr`, show a table and write the curve to `folder`/find_lr.json.
+    """Run a learning-rate range test, print a table and write the curve to `folder`/find_lr.json.
 
-    Every worker calls it, with a loop that has just been made; its weights are of no use afterwards.
+    Every worker must call this function. It changes the weights of `trainer`.
+
+    Args:
+        trainer: a new training loop.
+        folder: the run directory; None writes no file.
 
     Raises:
         UserError: the loss is not finite from the start.
@@ -131,12 +137,12 @@ def _is_far(losses: Sequence[float]) -> bool:
 
 
 def read_range_test(rates: Sequence[float], losses: Sequence[float], stopped: bool = False) -> RangeTest:
-    """Find the steepest descent and the edge of divergence.
+    """Find the rate of steepest descent and the highest rate before divergence.
 
     Args:
-        rates: each the same multiple of the one before.
-        losses: after an update at each.
-        stopped: the next one was not finite, or the last is far above the lowest.
+        rates: learning rates, growing by a constant factor.
+        losses: the loss after an update at each rate.
+        stopped: True if the test ended early because the loss diverged.
     """
     reach = max(1, len(losses) // 40)
     smoothed = _medians(losses, reach)

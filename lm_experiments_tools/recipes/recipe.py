@@ -1,4 +1,4 @@
-"""The course of a training script. `Recipe` is what all share, `Pretraining` what T5's and BERT's share."""
+"""Base classes of the training scripts' runs: `Recipe` for all, `Pretraining` for T5 and BERT."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Recipe(ABC):
     """A run of a training script.
 
     Args:
-        args, origins: as `cli.parse` returns them.
+        args, origins: settings and their origins, returned by `cli.parse`.
 
     Attributes:
-        backend, data, trainer: made by `run`, in this order; the last two are those of the newest phase.
+        backend, data, trainer: set by `run`; data and trainer change with each phase.
     """
 
     backend: Backend
@@ -67,11 +67,11 @@ class Recipe(ABC):
 
     @abstractmethod
     def train(self) -> None:
-        """Open the run directory, build everything and `find_or_train`."""
+        """Open the run directory, build data, model and trainer, and call `find_or_train`."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Evaluate and record the result."""
+        """Evaluate the trained model and write the results."""
 
     def find_or_train(self) -> None:
         """Train or validate, or run `--find_lr`."""
@@ -93,15 +93,15 @@ class Pretraining(Recipe):
 
     @abstractmethod
     def check(self, args: PretrainingArgs, source: ModelSource) -> None:
-        """Raise UserError for a model that does not fit data or objective, before hours of tokenizing and training."""
+        """Raise UserError if the model does not fit the data or the objective. Called before data is tokenized."""
 
     @abstractmethod
     def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
-        """The data of a phase."""
+        """Open the data of a phase."""
 
     @abstractmethod
     def loop_options(self, args: PretrainingArgs, source: ModelSource, model: nn.Module) -> dict[str, Any]:
-        """`loss` and other arguments of `TrainingLoop`."""
+        """Return `loss` and other keyword arguments of `TrainingLoop`."""
 
     @abstractmethod
     def report(self) -> None:
@@ -123,7 +123,7 @@ class Pretraining(Recipe):
                 run = None  # its start is recorded
 
     def build(self, phase: Phase, source: ModelSource) -> None:
-        """Data, model, loss, optimizer and trainer of a phase, at the position of the newest checkpoint."""
+        """Build data, model, loss, optimizer and trainer of a phase."""
         args, backend = phase.args, self.backend
         self.data = data = self.build_data(phase, source)
         if backend.is_main:
@@ -144,12 +144,13 @@ class Pretraining(Recipe):
 
 
 def start_phases(args: PretrainingArgs, backend: Backend) -> tuple[list[Phase], RunDirectory | None]:
-    """`start_run`, and the phases that are left, lengths in updates; a run without phases is one.
+    """Open the run directory with `start_run`, and list the remaining phases, with lengths in updates.
 
-    The first one is that of the newest checkpoint, even if it has no step left: it ends as it would have.
+    The first one is the phase of the newest checkpoint, even if it has no steps left. A run without `--phases` has
+    one phase.
 
     Raises:
-        UserError: as `start_run`; or there are fewer phases than the run has made.
+        UserError: an error of `start_run`, or fewer phases than the run has already completed.
     """
     whole = args if args.phases else in_updates(args, backend.world_size)
     run = start_run(whole, backend)
@@ -183,7 +184,7 @@ def _place(args: PretrainingArgs) -> tuple[int, int, Path | None]:
 
 
 def with_models(phases: Sequence[Phase], backend: Backend) -> list[tuple[Phase, ModelSource]]:
-    """Each phase and its model, the patterns of `--trained` checked. Raises UserError."""
+    """Pair each phase with its model source, and check the patterns of `--trained`. Raises UserError."""
     found = [(phase, model_source(phase.args, backend)) for phase in phases]
 
     def check(phase: Phase, source: ModelSource) -> None:

@@ -1,4 +1,4 @@
-"""T5 pre-training, and that of other models with other objectives (`--task`)."""
+"""Pre-training of T5, and of other models with other objectives (`--task`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class T5Pretraining(Pretraining):
     """A run of run_t5_pretraining.py.
 
     Args:
-        sources: returns those of each phase, or raises UserError; called by all workers at the same time.
+        sources: returns the `T5Sources` of each phase. All workers call it at the same time.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class T5Pretraining(Pretraining):
 
     @cached_property
     def data_sources(self) -> Sequence[T5Sources]:
-        """Vocabulary and data paths of each phase. Every worker reads them first at the same time."""
+        """Vocabulary and data paths of each phase. Every worker must read this property at the same time."""
         return on_all(self.backend, self._sources)
 
     def check(self, args: T5PretrainingArgs, source: ModelSource) -> None:
@@ -98,9 +98,9 @@ class T5Pretraining(Pretraining):
 
 
 def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A `batch_metrics_fn`: with `--use_generate_on_valid`, the part of target tokens generated correctly.
+    """Count correctly generated target tokens, position by position: {"generation_accuracy": (correct, all)}.
 
-    `generation_accuracy` compares position by position, so one token too many makes all that follow wrong.
+    Empty without `--use_generate_on_valid`.
     """
     if "generation_outputs" not in outputs:
         return {}
@@ -111,9 +111,9 @@ def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) ->
 
 
 def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
-    """A `batch_transform_fn` that drops an all-ones `attention_mask` for a model on its fused path.
+    """Return a function that removes an all-ones `attention_mask` from a batch.
 
-    It looks at the loader's batch on the CPU, so no device is waited for.
+    The fused path of our models is faster without a mask. None for a model that does not use the fused path.
     """
     if not getattr(model, "is_fast", False):
         return None
@@ -128,11 +128,7 @@ def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mappin
 
 
 def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: int) -> None:
-    """Refuse a model that cannot learn the objective.
-
-    Raises:
-        UserError: another kind of model is needed, or one with more positions or a larger embedding.
-    """
+    """Raise UserError if the objective needs another kind of model, more positions or a larger embedding."""
     kind, kinds = model.kind, args.objective().models
     if not args.is_registered_task() and kind not in kinds:
         example = f"choose a class such as {_EXAMPLE_OF[kinds[0]]}"
@@ -147,10 +143,10 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
 
 
 def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
-    """Refuse a decoder that sees the tokens it is to predict, as BERT's LM head does unless told not to.
+    """Raise UserError if a decoder's prediction at the first position depends on later tokens.
 
-    Raises:
-        UserError: the prediction at the first position changes with a later token.
+    Args:
+        num_tokens: length of the tested input.
     """
     if "decoder" not in args.objective().models or getattr(model.config, "is_encoder_decoder", False):
         return
@@ -170,15 +166,16 @@ def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int =
 def pretraining_data(
     args: T5PretrainingArgs, backend: Backend, sources: T5Sources, model_kind: ModelKind
 ) -> PretrainingData:
-    """Open (and where it is raw text, first tokenize) training and validation data.
+    """Open training and validation data. Raw text is tokenized first, by one worker of each machine.
 
-    Every worker calls it; text is tokenized once, by the first of each machine, while the others wait.
+    Every worker must call this function.
 
     Args:
-        model_kind: kind of the trained model.
+        sources: vocabulary and token files.
+        model_kind: "encoder", "encoder-decoder" or "decoder".
 
     Raises:
-        UserError: data that is missing, empty or damaged, or settings that the objective refuses.
+        UserError: data is missing, empty or damaged, or the objective does not support the settings.
     """
     vocabulary = sources.vocabulary
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)

@@ -1,7 +1,4 @@
-"""Vocabulary and data paths of a T5 pre-training run, each read once.
-
-Nothing here imports torch or transformers, so that a wrong vocabulary is reported immediately.
-"""
+"""Open the vocabulary and token files of a T5 pre-training run, without importing torch."""
 
 from __future__ import annotations
 
@@ -38,10 +35,10 @@ USUAL_VOCABULARY = "./vocabs/sentencepiece.model"  # the default of --vocab in t
 
 
 def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
-    """The sources of each phase; of a run without phases, of its arguments.
+    """Return the `T5Sources` of each phase. A run without `--phases` has one.
 
     Raises:
-        UserError: as `T5Sources`; or phases record different vocabularies.
+        UserError: an error of `T5Sources`, or token files of different vocabularies.
     """
     sources = [T5Sources(phase) for phase in phases_of(args)]
     for number, found in enumerate(sources, 1):
@@ -52,16 +49,16 @@ def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
 
 
 class T5Sources:
-    """Vocabulary and token files of a run, each opened once and shared by everything that needs it.
+    """Vocabulary and token files of a run, each opened once.
 
-    Made before the run enters `--working_dir`, to which relative paths refer.
+    Relative paths refer to `--working_dir`. Create the object before the process changes to that folder.
 
     Attributes:
-        vocabulary: from `--vocab`, else the first data path's; `USUAL_VOCABULARY` for raw text.
+        vocabulary: `--vocab`, by default the one that made the first token file; for raw text `USUAL_VOCABULARY`.
 
     Raises:
-        UserError: a vocabulary that is missing or not one, an incomplete token file, one whose record is damaged,
-            or that was made with another vocabulary.
+        UserError: the vocabulary is missing or invalid, or a token file is incomplete, damaged or made with another
+            vocabulary.
     """
 
     def __init__(self, args: T5PretrainingArgs) -> None:
@@ -71,7 +68,7 @@ class T5Sources:
         if not (args.validate_only and paths):
             paths = [*args.data_path, *paths]
         elif args.vocab is None:
-            paths = [args.data_path[0], *paths]
+            paths = [*args.data_path[:1], *paths]
         self._prefixes: dict[str, str | None] = {}
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
@@ -83,16 +80,16 @@ class T5Sources:
             check_vocabulary(self.prefix(path), record, self.vocabulary)
 
     def prefix(self, path: str) -> str | None:
-        """The prefix of the token file that a data path names; None for text and for datasets."""
+        """Return the token file prefix that a data path names; None for text and datasets."""
         if path not in self._prefixes:
             self._prefixes[path] = token_prefix(self._from_anywhere(path))
         return self._prefixes[path]
 
     def tokens(self, path: str) -> IndexedDataset:
-        """The token file of a data path, opened once; text is tokenized first (once, cached).
+        """Open the token file of a data path. Text is tokenized first and cached.
 
         Raises:
-            UserError: files that are damaged, or text that cannot be tokenized.
+            UserError: the files are damaged, or the text cannot be tokenized.
         """
         if path not in self._opened:
             if self.prefix(path) is None:
@@ -123,13 +120,12 @@ class T5Sources:
         return os.path.join(self._folder, path)
 
     def _recorded(self) -> Path:
-        """The vocabulary that made the token file of the first data path."""
-        if not self._args.data_path:
-            raise UserError(f"--task {self._args.task} needs --vocab: the vocabulary of its features")
-        path = self._args.data_path[0]
+        """The vocabulary that made the token file of the first data path, or of the validation data without one."""
+        flag = "data_path" if self._args.data_path else "valid_data_path"
+        path = self._args.data_path[0] if self._args.data_path else self._args.valid_data_path
         if path not in self._records:
             if not os.path.exists(self._from_anywhere(path)):
-                raise UserError(f"--data_path {path}: there is neither a token prefix (.idx, .bin) nor text.")
+                raise UserError(f"--{flag} {path}: there is neither a token prefix (.idx, .bin) nor text.")
             if os.path.isfile(usual := self._from_anywhere(USUAL_VOCABULARY)):
                 return Path(usual)
             raise UserError(
@@ -147,10 +143,10 @@ class T5Sources:
 def tokenized(
     path: str, vocabulary: Vocabulary, args: T5PretrainingArgs | BertPretrainingArgs, *, append_eos: bool
 ) -> IndexedDataset:
-    """The token file of a text, made once and cached.
+    """Tokenize a text file into a cached token file and open it.
 
     Raises:
-        UserError: text that cannot be tokenized, or has more bad lines than `--max_bad_lines`.
+        UserError: the text cannot be tokenized, or has more unusable lines than `--max_bad_lines`.
     """
     options = {"workers": args.data_n_workers, "text_key": args.text_key, "max_bad_lines": args.max_bad_lines}
     prefix = ensure_tokenized(path, vocabulary, CACHE, append_eos=append_eos, **options)

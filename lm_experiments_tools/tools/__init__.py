@@ -1,1 +1,1 @@
-"""The console command `lmtools`, a subcommand a file; imports everything below."""
+"""The console command `lmtools`, one file per subcommand."""

@@ -4,9 +4,9 @@
     lmtools adapt gemma-2-2b --encoder gemma-2-9b --to encoder-decoder --out t5gemma-9b-2b
     lmtools adapt Qwen/Qwen3-0.6B --to encoder --mask_token "<|fim_pad|>" --out qwen3-encoder
 
-Sources of encoders are Gemma 2, Gemma 3 (text), Llama, Qwen 2 and Qwen 3: all tokens see each other, and the output
-layer predicts masked tokens. Sources of encoder-decoders are Gemma 2 (T5Gemma, with cross-attention) and Gemma 3
-(T5Gemma 2, with merged attention). The folder appears only if another process loads it with bit-identical logits.
+Gemma 2, Gemma 3 (text), Llama, Qwen 2 and Qwen 3 become encoders with bidirectional attention and a masked-LM head.
+Gemma 2 (as T5Gemma, with cross-attention) and Gemma 3 (as T5Gemma 2, with merged attention) become encoder-decoders.
+The result is written only if it loads with bit-identical logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention maps of a model on a text, or pictures of block-sparse layouts.
+"""Plot the attention maps of a model on a text, or block-sparse attention layouts.
 
     lmtools attention --model runs/mine/last --text "The cat sat on the mat." --layers 0,3 --output maps.png
     lmtools attention --layout BigBird,Fixed --block 64 --length 2048 --output layouts.png
@@ -64,7 +64,7 @@ class AttentionArgs:
 
 
 class AttentionMap(NamedTuple):
-    """One picture: attention weights of a head, float32 [queries, keys], or a layout of 0 and 1 [blocks, blocks]."""
+    """One plot: the attention weights of a head, float32[queries, keys], or a layout of 0 and 1, [blocks, blocks]."""
 
     title: str
     weights: np.ndarray
@@ -158,7 +158,7 @@ def _tokens(model: Any, tokenizer: Any, flag: str, text: str) -> Any:
 
 
 def numbers(text: str, flag: str) -> list[int] | None:
-    """Parse a list of numbers: "0,3-5" is [0, 3, 4, 5]; None for "all"."""
+    """Parse a list of numbers: "0,3-5" gives [0, 3, 4, 5], "all" gives None."""
     if text == "all":
         return None
     found = [re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part) for part in text.split(",")]

@@ -1,8 +1,4 @@
-"""Trials of backends: two processes under each one's launcher add up a vector, with a time limit.
-
-Horovod and Accelerate are tried through the backends of this package. DeepSpeed on a CPU is tried through its own
-calls, since training with it is refused there.
-"""
+"""Try each distributed backend (for `lmtools doctor`): two processes sum a vector under the backend's launcher."""
 
 from __future__ import annotations
 
@@ -78,12 +74,12 @@ torch.distributed.destroy_process_group()
 
 @dataclass
 class Trial:
-    """One job and how it went.
+    """A job of two processes and its result.
 
     Attributes:
-        packages: import names that it needs.
-        state: works, fails, absent (a package is not installed) or late (it did not end in time).
-        facts: what a job printed about torch.
+        packages: import names of required packages.
+        state: "works", "fails", "absent" (a package is not installed) or "late" (time limit exceeded).
+        facts: information about torch that the job printed.
     """
 
     name: str
@@ -98,7 +94,7 @@ class Trial:
 
 
 def trials(gpus: int) -> list[Trial]:
-    """The jobs to try on this machine; the first is one process."""
+    """List the jobs to try on a machine with `gpus` GPUs; the first is a single process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
     python = [sys.executable, "-c"]
     on_cpu = (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
@@ -118,7 +114,7 @@ def trials(gpus: int) -> list[Trial]:
 
 
 def run_trials(jobs: Sequence[Trial], limit: float) -> None:
-    """Run the jobs at the same time and record each result; after `limit` seconds they are ended."""
+    """Run the jobs at the same time and store each result; jobs still running after `limit` seconds are killed."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         list(pool.map(lambda job: _run(job, limit), jobs))
 

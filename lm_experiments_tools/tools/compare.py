@@ -1,9 +1,9 @@
-"""Compare runs: their progress, their metrics, and the settings that differ.
+"""Compare the progress, the metrics and the different settings of runs.
 
     lmtools compare runs/a runs/b
     lmtools compare runs
 
-Reads run directories, or folders of them, finished or not. TensorBoard, trackio and wandb draw the curves.
+Arguments are run directories, finished or not, or folders of them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ class CompareArgs:
 
 
 def run(args: CompareArgs) -> None:
-    """Print the tables; problems with single runs go to standard error.
-
-    Raises:
-        UserError: no run can be shown.
-    """
+    """Print the tables. Problems with single runs go to stderr. Raises UserError if no run can be read."""
     from lm_experiments_tools.tools.evaluate import table
 
     runs, problems = _find_runs(args.runs)
@@ -70,12 +66,12 @@ def run(args: CompareArgs) -> None:
 
 @dataclass
 class Run:
-    """A run directory.
+    """The contents of a run directory.
 
     Attributes:
-        records: lines of metrics.jsonl by step, those of one step and split merged; "seconds" counts training alone.
-        config: settings of the newest start that trained, else of the first; empty if none is recorded.
-        state: running, ended, or stopped (by an error, a signal or a kill).
+        records: records of metrics.jsonl, one for each step and split; "seconds" is the training time so far.
+        config: settings of the newest start that trained; empty if none are recorded.
+        state: "running", "ended", or "stopped" (by an error or a signal).
         problems: error messages about unreadable files.
     """
 
@@ -87,15 +83,18 @@ class Run:
     problems: list[str] = field(default_factory=list)
 
     def of(self, split: str) -> list[dict[str, Any]]:
-        """Records of a split."""
+        """Return the records of a split."""
         return [record for record in self.records if record["split"] == split]
 
     def last(self, name: str, split: str = "train") -> Any:
-        """The last finite value of a metric; None without one."""
+        """Return the last finite value of a metric, or None."""
         return next((r[name] for r in reversed(self.of(split)) if _is_number(r.get(name))), None)
 
     def best(self, name: str, split: str = "valid") -> dict[str, Any] | None:
-        """The record with the best value of a metric: by --optimize_mode, else by the registry of metrics."""
+        """Return the record with the best value of a metric.
+
+        The direction is `--optimize_mode` for the run's own metric, otherwise `metrics.lower_is_better`.
+        """
         from lm_experiments_tools.metrics import lower_is_better
 
         records = [record for record in self.of(split) if _is_number(record.get(name))]
@@ -104,7 +103,7 @@ class Run:
         return (min if falls else max)(records, key=lambda record: record[name], default=None)
 
     def metrics(self, split: str) -> list[str]:
-        """Names of the metrics measured on a split, in the order of the record."""
+        """Return the names of the metrics of a split."""
         return list(dict.fromkeys(name for record in self.of(split) for name in record["metrics"]))
 
 
@@ -217,7 +216,7 @@ def _is_number(value: Any) -> bool:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """{setting: its value in each run} of settings that differ; None if a run does not record it."""
+    """Return the settings that differ: name -> value in each run, None if a run does not record it."""
     settings = [_settings(run) for run in runs]
     known = [flat for run, flat in zip(runs, settings, strict=True) if run.config]
     names = dict.fromkeys(name for flat in known for name in flat)

@@ -1,4 +1,4 @@
-"""Convert weights of other programs to a folder for from_pretrained, and check that it loads with equal logits.
+"""Convert weights of other programs to a folder for `from_pretrained`, and verify its logits.
 
     lmtools convert t5-experiments/runs/mine/model_100000.pth --to mine --model_cfg t5-small --tokenizer vocab.model
     lmtools convert nanoT5/logs/.../pytorch_model.bin --to mine --model_cfg t5-v1_1-base --tokenizer DIR
@@ -8,11 +8,10 @@
     lmtools convert runs/mine --to theirs --model_type modernbert
     lmtools convert ModernBERT-base --to large --tile modernbert-large
 
-It reads weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
-folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). ModernBERT, EuroBERT and NeoBERT
-become modeling_bert's BertForMaskedLM, which --model_type writes as one of the first two; T5Gemma and T5Gemma 2
-(text) become modeling_t5's T5ForConditionalGeneration, which --model_type t5gemma writes back. Other checkpoints of
-this package and folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
+Sources are weights of t5-experiments (.pth, or a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
+folder of zarr arrays) and Megatron-LM (BERT or T5). ModernBERT, EuroBERT and NeoBERT become this package's BERT;
+T5Gemma and T5Gemma 2 (text) become its T5. --model_type converts such models back to modernbert, eurobert or t5gemma.
+Checkpoints of this package need no conversion: use lmtools export.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     lmtools corpus --output my_text
 
 Sources are the topics of `pydoc_data`, the docstrings of the standard library and of installed packages (parsed, not
-imported), and .rst and .md documents. Only paragraphs of plain English sentences are used, and none that resembles one
-before it, in either split. One installation always gives the same files.
+imported), and .rst and .md documents. Only paragraphs of plain English prose are used, without near-duplicates. The
+result is deterministic for a given installation.
 """
 
 import ast
@@ -142,7 +142,7 @@ def _text(path: Path) -> str:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs of plain prose in a docstring, an .rst or .md file, each on one line."""
+    """Yield the paragraphs of plain prose in a docstring, an .rst or .md file, each on one line."""
     for block in _blocks(_FENCED.sub("\n", text.expandtabs())):
         if len(block) < 40 or block[0].islower() or block[0].isdigit():
             continue  # never prose: not worth cleaning
@@ -183,7 +183,7 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def is_prose(paragraph: str) -> bool:
-    """True for whole English sentences of mostly ordinary words."""
+    """Return True for complete English sentences of mostly ordinary words."""
     words = paragraph.split()
     common = [word for word in words if word in _COMMON]
     return (

@@ -1,9 +1,9 @@
-"""Report what works on this machine: versions, backends tried by two workers each, devices, compilers, space.
+"""Report versions, devices, compilers, disk space and working distributed backends of this machine.
 
     lmtools doctor
     lmtools doctor --json
 
-The exit code is 0 if training can run here, at least in one process, else 1.
+The exit code is 0 if training can run here, at least in a single process, otherwise 1.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def _report(found: Mapping[str, Any]) -> list[str]:
 
 
 def missing_requirements() -> dict[str, list[str]]:
-    """{extra: requirements of it that are not installed or too old}; "" is what every use needs."""
+    """Return the missing or outdated requirements of each extra (`pip install lm_experiments_tools[EXTRA]`).
+
+    The key "" has the requirements of the package itself.
+    """
     found: dict[str, list[str]] = {}
     try:
         lines = importlib.metadata.requires(_PACKAGE) or []

@@ -1,15 +1,15 @@
-"""Evaluate models, or the checkpoints of a run, on the same data or by the same suite: one table.
+"""Evaluate models or checkpoints on the same data or the same benchmark suite, and print one table.
 
     lmtools evaluate runs/a runs/b runs/c --valid_data_path valid.jsonl --metrics rouge
     lmtools evaluate runs/a/checkpoints/step_* --test_data_path test.jsonl --output table.jsonl
     lmtools evaluate runs/gpt --suite lm_eval --tasks my_tasks/colours.yaml hellaswag
     lmtools evaluate runs/bert --suite glue --tasks glue/SST-2 --epochs 3 --lr 2e-5
 
-On data, a run is its best checkpoint, else its last. Flags are those of run_finetuning.py; those that are not given
-default to what each model was trained with (task, prefix, lengths), so models of different tasks can be compared.
+With data, a run directory means its best checkpoint, or the last one. Flags are those of run_finetuning.py. Their
+defaults (task, prefix, lengths) are those each model was trained with.
 
-By a suite, all checkpoints of a run are measured, and their values are appended to its metrics.jsonl, where lmtools
-compare reads them. Values that are there already are not measured again, so the command can be repeated during a run.
+With --suite, all checkpoints of a run are evaluated, and the values are appended to its metrics.jsonl. Recorded values
+are not measured again, so the command can be repeated during a run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CheckpointsArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArgs(FinetuningArgs, CheckpointsArgs):
-    """The flags of run_finetuning.py, and the models. They are checked for each model, with its own task."""
+    """The flags of run_finetuning.py, and the models. Flags are checked for each model, with its own task."""
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -75,7 +75,7 @@ class EvaluateArgs(FinetuningArgs, CheckpointsArgs):
 
 
 def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
-    """Print the metrics of each model when they are measured, and the table at the end."""
+    """Print the metrics of each model, and a table at the end."""
     given = {field.name: getattr(args, field.name) for field in fields(args) if origins[field.name] != DEFAULT}
     rows: list[Row] = []
     try:
@@ -141,7 +141,7 @@ def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row], texts: Sequence[str] = ("checkpoint", "split")) -> list[str]:
-    """Lines of text with a column for each key of the rows; `texts` are aligned left and come first."""
+    """Format rows as the lines of a table with a column for each key; the columns `texts` come first."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
     widths = [max(len(line[number]) for line in cells) for number in range(len(columns))]

@@ -1,12 +1,12 @@
-"""Write a model as a folder for the Hugging Face Hub or as ONNX, and check that it loads with equal logits.
+"""Export a model as a folder for the Hugging Face Hub or as ONNX, and verify its logits.
 
     lmtools export runs/t5 --to t5-mine
     lmtools export runs/t5/checkpoints/step_001000 --to t5-mine --max_shard_size 2GB
     lmtools export runs/t5 --average runs/t5/checkpoints/step_00[89]* --to t5-mine
     lmtools export runs/summaries --output summaries.onnx
 
---to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card with
-the run's records; only the licence is left to you. The folder appears only if it loads with bit-identical logits.
+--to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card
+with the run's records but without licence. The folder is created only if it loads with bit-identical logits.
 
 --output writes model.onnx of a classifier, or encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx
 of an encoder-decoder, with configuration and tokenizer, and prints the largest difference from torch.
@@ -56,7 +56,7 @@ class ExportArgs:
 
 
 def check_shard_size(size: str) -> None:
-    """Raise UserError unless it is written as 5GB or 500MB."""
+    """Raise UserError unless `size` has the form 5GB or 500MB."""
     if not re.fullmatch(r"[1-9]\d*[KMGT]B", size):
         raise UserError(f"--max_shard_size {size}: write a size as 5GB or 500MB.")
 

@@ -5,8 +5,8 @@
     lmtools generate runs/gpt --file prompts.txt --do_sample --top_p 0.9 --json > written.jsonl
 
 An encoder-decoder fills in blanks (<extra_id_0>, ...) or answers, an encoder lists the most likely tokens of each
-mask, a decoder continues the text, a classifier gives labels. A fine-tuned model reads its texts as in training, with
-the prefix. A run directory means its best checkpoint, else its last.
+mask, a decoder continues the text, a classifier predicts labels. A fine-tuned model gets the prefix it was trained
+with. A run directory means its best checkpoint, or the last one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GenerateArgs:
             raise UserError("lmtools generate: give either texts after the model, or --file.")
 
     def options(self) -> dict[str, Any]:
-        """Arguments of transformers' `generate`."""
+        """Return the arguments of transformers' `generate`."""
         chosen = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams, "do_sample": self.do_sample}
         if self.do_sample:
             chosen |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -85,7 +85,7 @@ class GenerateArgs:
 
 
 def run(args: GenerateArgs) -> None:
-    """Print the model's output for each text as soon as it is there."""
+    """Print the model's output for each text, batch by batch."""
     texts = _texts(args)
     from lm_experiments_tools.checkpoint.source import on_newest
 
@@ -169,7 +169,7 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
 
 
 def mask_of(tokenizer: Any) -> str:
-    """The tokenizer's mask token, else the one of our masked-LM objective."""
+    """Return the tokenizer's mask token, or the one that `--task mlm` uses without it."""
     from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, sentinel_piece
 
     known = [token for token in (*MASK_PIECES, sentinel_piece(0)) if token in tokenizer.get_vocab()]
@@ -203,14 +203,14 @@ def _written(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[d
 
 
 def text_of(tokenizer: Any, row: Sequence[int]) -> str:
-    """Decoded text with sentinels, without other special tokens."""
+    """Decode token ids without special tokens, but with sentinels."""
     special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     hidden = {index for token, index in special if not _SENTINEL.fullmatch(token)}
     return tokenizer.decode([token for token in row if token not in hidden]).strip()
 
 
 def filled(text: str, output: str) -> str:
-    """`text` with each sentinel replaced by the text after it in `output`; a sentinel not in `output` stays."""
+    """Replace each sentinel in `text` by the text that follows the sentinel in `output`, if any."""
     parts = _SENTINEL.split(output)
     found = dict(zip(_SENTINEL.findall(output)[::-1], parts[:0:-1], strict=True))  # the first of two wins
     return _SENTINEL.sub(lambda match: found.get(match[0], match[0]).strip(), text)

@@ -1,4 +1,4 @@
-"""A saved model as a folder for the Hugging Face Hub with a model card, checked by loading it."""
+"""Write a model as a folder for the Hugging Face Hub, and verify the logits of the loaded folder."""
 
 from __future__ import annotations
 
@@ -77,10 +77,13 @@ class Loading(NamedTuple):
 
 @contextmanager
 def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
-    """A temporary folder that is renamed to `folder` at the end of the block, or removed if that fails.
+    """Context manager: create a temporary folder that becomes `folder` at the end, or is removed after an error.
+
+    Args:
+        flag: name of the flag, for error messages.
 
     Raises:
-        UserError: there is something in `folder`.
+        UserError: `folder` exists and is not empty.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -135,7 +138,7 @@ def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expe
 
 
 def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A batch of two rows of 12 ids, for an encoder-decoder with ids for the decoder."""
+    """Return a batch of two rows of 12 token ids, for an encoder-decoder with decoder ids."""
     generator = torch.Generator().manual_seed(0)
     rows = model.get_input_embeddings().num_embeddings
     inputs = {"input_ids": torch.randint(rows, (2, 12), generator=generator)}
@@ -147,14 +150,14 @@ def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def logits_of(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The logits, or of a model without a head its hidden states."""
+    """Return the logits, or the last hidden states of a model without a head."""
     with torch.no_grad():
         output = model(**inputs)
     return output[next((name for name in _OUTPUTS if name in output), 0)]
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
-    """How a loaded model's logits differ from the saved one's; empty if they are bit-identical."""
+    """Describe how the logits of a loaded model differ from the expected ones; "" if they are bit-identical."""
     if found.shape == expected.shape and torch.equal(found, expected):
         return ""
     size = f"by up to {float((found - expected).abs().max()):.3g}" if found.shape == expected.shape else "in shape"
@@ -193,7 +196,12 @@ def _user_class(opened: Opened) -> Loading:
 
 
 def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> None:
-    """Write README.md, with the records of the model's run, into a folder that will be renamed to `name`."""
+    """Write the model card README.md into `folder`, with settings and metrics of the model's run.
+
+    Args:
+        name: final name of the folder.
+        loading: code that loads the model.
+    """
     model, pipelines = opened.model, {"encoder": "fill-mask", "decoder": "text-generation"}
     classifies = opened.reader == "AutoModelForSequenceClassification"
     data = ModelCardData(

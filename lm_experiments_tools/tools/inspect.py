@@ -1,12 +1,12 @@
-"""Show the data of a run before the run: counts, lengths, padding, steps, samples as the model gets them.
+"""Show the data of a run before training: counts, lengths, padding, steps, and samples of model inputs.
 
     lmtools inspect --config run.yaml
     lmtools inspect --data_path big.jsonl --vocab my.model --task prefix_lm --documents 2000 --output look/
     lmtools inspect pretrain-bert --data_path DATA_text_sentence --vocab_file vocab.txt --input_seq_len 128
     lmtools inspect finetune --tokenizer t5-small --data_path train.jsonl --valid_data_path valid.jsonl
 
-The first word names the script whose data is shown (pretrain-t5, the default, pretrain-bert or finetune, or its file)
-or a YAML file of its settings. Flags are those of that script.
+The first word names the training script (pretrain-t5, the default, pretrain-bert or finetune) or a YAML file of its
+settings. Flags are those of the script.
 """
 
 from __future__ import annotations
@@ -78,7 +78,11 @@ SCRIPTS = {"pretrain-t5": InspectT5Args, "pretrain-bert": InspectBertArgs, "fine
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the script's name and the flags, and print the data; returns 0. Raises UserError."""
+    """Run `lmtools inspect`; returns the exit code. Raises UserError.
+
+    Args:
+        argv: name of a training script, then its flags.
+    """
     script, args, _ = parse_flags_of_script("inspect", argv, SCRIPTS, __doc__)
     if script == "finetune":
         from lm_experiments_tools.tools.inspect_finetuning import sections

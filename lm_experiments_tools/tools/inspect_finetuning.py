@@ -1,4 +1,4 @@
-"""Data of run_finetuning.py: sizes, labels, lengths and encoded examples of each split."""
+"""Describe the data of run_finetuning.py: sizes, labels, lengths and encoded examples of each split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Section = tuple[str, Facts, Samples]
 
 
 def sections(args: Any) -> Iterator[Section]:
-    """(title, facts, samples) of each given split. Reading the data logs truncated and unknown tokens."""
+    """Yield (title, facts, samples) for each split that has data."""
     if not args.data_path and args.measures_nothing():
         raise UserError("there is nothing to inspect: give --data_path, --valid_data_path or --test_data_path.")
     # One worker reads the rows of all: the same global batches.

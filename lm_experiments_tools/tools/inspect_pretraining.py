@@ -1,4 +1,4 @@
-"""Data of the pre-training scripts: tokens of each data path, and the examples made from them."""
+"""Describe the data of the pre-training scripts: token files, and the training examples made from them."""
 
 from __future__ import annotations
 

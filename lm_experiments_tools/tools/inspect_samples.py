@@ -1,4 +1,4 @@
-"""Micro-batches as the model gets them: steps of an epoch, padding, samples as text."""
+"""Describe micro-batches: steps per epoch, padding, and samples as text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MEASURED_MICRO_BATCHES = 64
 
 @dataclass(frozen=True)
 class Rendering:
-    """Text of ids and labels.
+    """How to print a sample of a batch.
 
     Attributes:
-        decode: ids -> text.
-        shown: ids with a name of their own.
-        labels_at_inputs: a label belongs to the input at its position (masked LM), not to a decoder's targets.
-        meanings: {batch entry with one value per row: {value: meaning}}.
+        decode: converts token ids to text.
+        shown: names of special ids, such as {0: "<pad>"}.
+        labels_at_inputs: True if labels are predicted at the input positions (masked LM), not by a decoder.
+        meanings: batch entry -> value -> text, for entries with one value per row.
     """
 
     decode: Callable[[list[int]], str]
@@ -46,13 +46,19 @@ def training_section(
     rendering: Rendering,
     facts: Facts,
 ) -> tuple[str, Facts, Samples]:
-    """`facts`, the steps of an epoch, padding of the first micro-batches, and the first samples of the run.
+    """Describe the training data: steps per epoch, padding of the first micro-batches, first samples.
 
     Args:
-        batches: global batches; rows `rank::world_size` belong to a worker.
-        samples_per_epoch: None if it is known only at the end of the epoch. Padding is measured within an epoch.
+        batches: global batches; a worker gets the rows `rank::world_size`.
+        samples_per_epoch: None if unknown.
         is_whole: False if only the first documents are inspected.
-        args: of the run, `SampleArgs` and `TokenArgs`.
+        args: arguments of the run, with `SampleArgs`.
+        has_decoder: True for an encoder-decoder.
+        rendering: how to print samples.
+        facts: (name, value) lines that come first.
+
+    Returns:
+        A title, facts and samples.
     """
     wanted = min(MEASURED_MICRO_BATCHES, ceil((samples_per_epoch or 1 << 62) / args.batch_size))
     options = torch.device("cpu"), has_decoder, ("labels",), args.trim_to()
@@ -106,10 +112,14 @@ def _padding(micro_batches: list[dict[str, Tensor]], rows: int, labels_at_inputs
 
 
 def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]) -> str:
-    """Text of ids; runs of an id in `shown` (padding, EOS, ignored labels) are written as `name x n`.
+    """Decode ids to text; n equal ids of `shown` in a row are written as `name x n`.
 
-    For example [5, 6, 1, 0, 0] with decode giving "a b" for 5 6 and shown {0: "<pad>", 1: "</s>"} is
-    "a b </s> <pad> x 2".
+    With shown={0: "<pad>", 1: "</s>"}, [5, 6, 1, 0, 0] becomes "a b </s> <pad> x 2".
+
+    Args:
+        ids: int64[length].
+        decode: converts other ids to text.
+        shown: names of special ids.
     """
     words = []
     for name, run in itertools.groupby(np.asarray(ids).tolist(), key=shown.get):
@@ -122,10 +132,12 @@ def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mappi
 def render_predictions(
     input_ids: np.ndarray, labels: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]
 ) -> str:
-    """Text of inputs with labels at their own positions: each predicted one is written `[input -> label]`.
+    """Decode masked-LM inputs and labels: "e [<mask> -> f] g".
 
-    For example inputs 5 9 7 with labels -100 6 -100, ids decoding to letters e f g and 9 to "<mask>", is
-    "e [<mask> -> f] g".
+    Args:
+        input_ids, labels: int64[length]; label -100 is not predicted.
+        decode: converts ids to text.
+        shown: names of special ids.
     """
     words = []
     pairs = zip(np.asarray(input_ids).tolist(), np.asarray(labels).tolist(), strict=True)
@@ -139,10 +151,12 @@ def render_predictions(
 
 
 def render_sample(row: Mapping[str, np.ndarray], rendering: Rendering, label: str | None = None) -> list[str]:
-    """Lines with every entry of one row of a batch: `input_ids` [length], `labels`, and others.
+    """Format one row of a batch as lines, one for each entry.
 
     Args:
-        label: text of `labels` where they are no ids.
+        row: `input_ids` int64[length], `labels` and other entries of the batch.
+        rendering: how to print them.
+        label: text of `labels` if they are not token ids.
     """
     inputs, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
     decode, shown = rendering.decode, {**rendering.shown, IGNORED_LABEL: "(ignored)"}

@@ -1,4 +1,4 @@
-"""Facts about token files: documents, lengths, token frequencies."""
+"""Describe token files: documents, lengths, token frequencies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCK = 1 << 24  # tokens counted at a time
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The inspected tokens of one --data_path: of all its documents, or of the first ones.
+    """The inspected tokens of one data path.
 
     Attributes:
         content: result of the comparison with the recorded sha256; "" for text.
@@ -35,15 +35,15 @@ class TokenSource:
     content: str = ""
 
     def title(self) -> str:
-        """The path, and how many documents are inspected."""
+        """The path and the number of inspected documents."""
         return self.path if self.is_whole else f"{self.path}: the first {self.tokens.num_documents:,} documents"
 
 
 def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> TokenSource:
-    """The first `args.documents` documents of a token file, copied to the prefix `scratch`; None: the file itself.
+    """Select the documents to inspect: the first `args.documents`, copied to `scratch`, or all.
 
     Raises:
-        UserError: the whole file is inspected and differs from its recorded sha256.
+        UserError: all are inspected, and the file differs from its recorded sha256.
     """
     if args.documents is None or args.documents >= tokens.num_documents:
         gigabytes = tokens.bin_path.stat().st_size / 1e9
@@ -64,7 +64,7 @@ def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> 
 
 
 def document_lengths(tokens: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and sequences of each document, int64[num_documents] each; the index is read in blocks."""
+    """Return the number of tokens and of sequences of each document, int64[num_documents] each."""
     lengths, sizes, done = np.empty(tokens.num_documents, np.int64), np.empty(tokens.num_documents, np.int64), 0
     for bounds in tokens.document_bounds():
         block = slice(done, done + len(bounds) - 1)
@@ -73,10 +73,10 @@ def document_lengths(tokens: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def token_frequencies(tokens: IndexedDataset, vocab_size: int) -> np.ndarray:
-    """Occurrences of each id, int64[vocab_size], over evenly spaced blocks of at most about `MAX_COUNTED` tokens.
+    """Count each id, int64[vocab_size], in evenly spaced blocks of at most about `MAX_COUNTED` tokens.
 
     Raises:
-        UserError: an id outside the vocabulary.
+        UserError: an id is outside the vocabulary.
     """
     step = max(1, -(-tokens.num_tokens // MAX_COUNTED))
     frequencies = np.zeros(vocab_size, np.int64)
@@ -93,7 +93,7 @@ def token_frequencies(tokens: IndexedDataset, vocab_size: int) -> np.ndarray:
 
 
 def percentiles(lengths: np.ndarray) -> dict[str, int]:
-    """{percentile name: length}; {} for no lengths."""
+    """Return percentiles of lengths by name; {} for no lengths."""
     values = np.percentile(lengths, list(PERCENTILES), method="inverted_cdf") if len(lengths) else ()
     return {name: int(value) for name, value in zip(PERCENTILES.values(), values, strict=False)}
 
@@ -106,11 +106,13 @@ def token_facts(
     subword: Callable[[int], str],
     has_sentences: bool = False,
 ) -> Facts:
-    """Documents, tokens, lengths, frequent ids, the unknown rate; `--output` writes a histogram.
+    """Describe tokens: documents, lengths, frequent ids, rate of unknown tokens. `--output` writes a histogram.
 
     Args:
-        subword: text of an id.
-        has_sentences: the sequences of a document are sentences, with lengths of their own.
+        args: arguments of the run, with `TokenArgs`.
+        unk_id: id of the unknown token, or None.
+        subword: returns the text of an id.
+        has_sentences: True if the sequences of a document are sentences, to describe their lengths too.
     """
     tokens = source.tokens
     lengths, sizes = document_lengths(tokens)

@@ -1,9 +1,8 @@
-"""The console command `lmtools`: a table of subcommands.
+"""The console command `lmtools`.
 
-Subcommand NAME is the module tools/NAME.py with a dataclass NameArgs of its flags and a function `run(args)`, which
-returns the exit code (None: 0). `run(args, origins)` also gets the origin of each flag's value. POSITIONAL names the
-flag of words before the first flag; of two names, the first is that of the first word. A module whose flags depend on
-its first word has `main(argv)` instead of `run`.
+Subcommand NAME is the module tools/NAME.py. It defines a dataclass NameArgs of its flags and `run(args)` or
+`run(args, origins)`, which returns the exit code (None: 0). If the flags depend on the first word, it defines
+`main(argv)` instead. POSITIONAL is the flag of words without a flag, or two: of the first word and of the others.
 """
 
 import difflib
@@ -45,7 +44,7 @@ SCRIPTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `lmtools`; returns the command's exit code, 2 for a user's error, 1 for an OSError, 130 after Ctrl-C."""
+    """Run `lmtools` and return the exit code: 2 for a UserError, 1 for an OSError, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if not argv or argv[0] in ("-h", "--help"):
@@ -85,7 +84,7 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
-    """The command line with flags before its positional words."""
+    """Insert the flags of positional words: `RUN "a text"` becomes `--from_pretrained RUN --text "a text"`."""
     names = [flags] if isinstance(flags, str) else list(flags)
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     named = [word for name, first in zip(names, words, strict=False) for word in (f"--{name}", first)]

@@ -1,4 +1,4 @@
-"""Join token files: the shards that `--shard i/n` has made, of T5's or BERT's, or any of one vocabulary."""
+"""Join token files made with the same vocabulary, such as the shards of `--shard i/n`."""
 
 import time
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""Models as ONNX files, compared with torch, and run by ONNX Runtime.
+"""Export models to ONNX, compare them with torch, and run them in ONNX Runtime.
 
-Names of files, inputs and outputs are optimum's, so that its ORTModel classes read them.
-An encoder with a classification head is one graph. An encoder-decoder is three: the encoder, the first decoding step,
-which makes the keys and values of all layers, and a later step, which takes those of the steps before.
+Files, inputs and outputs have optimum's names, so its ORTModel classes can load them. An encoder-decoder consists of
+three graphs: encoder, first decoding step, and later decoding steps with cached keys and values.
 """
 
 from __future__ import annotations
@@ -98,10 +97,10 @@ def _cached_names(prefix: str, layers: int, kinds: Sequence[str] = _CACHED) -> t
 
 
 def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
-    """Write a model's graphs into `folder`, with its configuration, and compare them with torch.
+    """Write a model as ONNX with its configuration into `folder`, and compare its outputs with torch.
 
-    An encoder with a classification head gives model.onnx (input_ids, attention_mask and, where the model tells two
-    sentences apart by them, token_type_ids, int64[rows, length] -> logits); an encoder-decoder gives
+    A classifier becomes model.onnx: input_ids, attention_mask and, if the model uses them, token_type_ids,
+    int64[rows, length] -> logits. An encoder-decoder becomes
 
         encoder_model.onnx              input_ids, attention_mask -> last_hidden_state
         decoder_model.onnx              input_ids, encoder_hidden_states, encoder_attention_mask
@@ -110,10 +109,10 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
         decoder_with_past_model.onnx    input_ids [rows, 1], encoder_attention_mask, past_key_values.0.decoder.key, ...
                                         -> logits, present.0.decoder.key, present.0.decoder.value, ...
 
-    Rows and lengths are free.
+    The number of rows and the lengths are dynamic.
 
     Returns:
-        file name -> largest absolute difference from torch, on inputs of other sizes than the traced ones.
+        file name -> largest absolute difference from torch.
 
     Raises:
         UserError: a package is missing, the model is a decoder or an encoder that is no classifier, has a part that
@@ -158,7 +157,7 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def check_onnxruntime() -> None:
-    """Raise UserError if a package for ONNX is missing."""
+    """Raise UserError if a package for ONNX export is missing."""
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
@@ -275,10 +274,10 @@ class _Encoder(nn.Module):
 
 
 class OnnxModel(PreTrainedModel, GenerationMixin):
-    """The files of `export` in ONNX Runtime on the CPU: `logits` of a classifier, `generate` of an encoder-decoder.
+    """Run an exported model in ONNX Runtime on the CPU: `logits` for a classifier, `generate` for an encoder-decoder.
 
     Args:
-        folder: folder that `export` wrote.
+        folder: folder that `export` has written.
     """
 
     main_input_name = "input_ids"
@@ -298,7 +297,7 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
         self.eval()
 
     def logits(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """float[rows, classes] of a classifier; without `token_type_ids` a row is one sentence."""
+        """Return a classifier's logits, float[rows, classes]. Inputs are int64[rows, length]."""
         session = self.sessions[CLASSIFIER]
         inputs = [input_ids, attention_mask]
         if _SEGMENTS in session.names:
@@ -306,7 +305,7 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
         return torch.from_numpy(session(*(tensor.numpy() for tensor in inputs))[0])
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int = 128, **options: Any) -> Tensor:
-        """Generated ids of an encoder-decoder, int64[rows, length], by transformers' loop.
+        """Generate with an encoder-decoder; returns token ids, int64[rows, length].
 
         Args:
             options: arguments of transformers' `generate` that override generation_config.json.
@@ -317,7 +316,7 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
         return super().generate(input_ids, **options)
 
     def get_encoder(self, *_: Any) -> nn.Module:
-        """The encoder graph, for transformers' `generate`."""
+        """Return the encoder, for transformers' `generate`."""
         return self.encoder
 
     def forward(
@@ -328,7 +327,7 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
         past_key_values: EncoderDecoderCache | None = None,
         **_: Any,
     ) -> Seq2SeqLMOutput:
-        """One decoding step: all tokens without a filled cache, else the last one."""
+        """Run a decoding step on the last token, or on all tokens if the cache is empty."""
         cache, is_later = past_key_values, past_key_values is not None and past_key_values.get_seq_length() > 0
         inputs = (decoder_input_ids, encoder_outputs[0], attention_mask)
         if is_later:

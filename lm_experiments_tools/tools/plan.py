@@ -6,9 +6,8 @@
     lmtools plan run.yaml
     lmtools plan pretrain-t5 --model_cfg t5-11b --device cuda --workers 8 --sharding fsdp
 
-Flags are those of the script (pretrain-t5, pretrain-bert, finetune, or its file), and those below. A YAML file instead
-of the script is passed to `--config`. The model's own code runs one step on tensors without data: nothing is
-allocated. See docs/out_of_memory.md.
+The first word names the training script or a YAML file of its settings. Flags are those of the script and those below.
+The model's code runs one step on tensors without data, so no memory is allocated. See docs/out_of_memory.md.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _READ = (BatchArgs, PrecisionArgs, ModelArgs, PlanningArgs)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanT5Args(T5PretrainingArgs, PlanningArgs):
-    """The flags of run_t5_pretraining.py, and those of the estimate."""
+    """The flags of run_t5_pretraining.py and of the memory estimate."""
 
     def __post_init__(self) -> None:
         check_groups(self, (*_READ, ObjectiveArgs))
@@ -39,7 +38,7 @@ class PlanT5Args(T5PretrainingArgs, PlanningArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanBertArgs(BertPretrainingArgs, PlanningArgs):
-    """The flags of run_bert_pretraining.py, and those of the estimate."""
+    """The flags of run_bert_pretraining.py and of the memory estimate."""
 
     data_path: tuple[str, ...] = ()
 
@@ -49,7 +48,7 @@ class PlanBertArgs(BertPretrainingArgs, PlanningArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFinetuningArgs(FinetuningArgs, PlanningArgs):
-    """The flags of run_finetuning.py, and those of the estimate."""
+    """The flags of run_finetuning.py and of the memory estimate."""
 
     def __post_init__(self) -> None:
         check_groups(self, (*_READ, LengthArgs, MemoryArgs))
@@ -59,7 +58,11 @@ SCRIPTS = {"pretrain-t5": PlanT5Args, "pretrain-bert": PlanBertArgs, "finetune":
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the script or file and the flags, and print the estimate; returns 0. Raises UserError."""
+    """Run `lmtools plan`; returns the exit code. Raises UserError.
+
+    Args:
+        argv: name of a training script or a YAML file, then flags.
+    """
     _, args, origins = parse_flags_of_script("plan", argv, SCRIPTS, __doc__)
     from lm_experiments_tools.planning.show import show  # torch, which a mistyped flag need not wait for
 

@@ -1,4 +1,4 @@
-"""The flags of a training script, read by a command that shows something of the run before it starts."""
+"""Parse the flags of a training script for `lmtools inspect` and `lmtools plan`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ _MARKS = {
 def parse_flags_of_script(
     command: str, argv: Sequence[str], classes: Mapping[str, type], description: str | None
 ) -> tuple[str, Any, dict[str, str]]:
-    """Name of the script, arguments and origins.
+    """Parse the name of a training script and its flags.
 
     Args:
-        argv: a script's name or file, or a YAML file of its settings (default: pretrain-t5), then flags.
-        classes: script -> dataclass of its flags and the command's.
+        command: name of the lmtools command, for `--help`.
+        argv: name or file of a script (default: pretrain-t5) or a YAML file of its settings, then flags.
+        classes: script -> dataclass of its flags and those of the command.
+        description: first paragraph of `--help`.
+
+    Returns:
+        Name of the script, arguments, and the origin of each value.
 
     Raises:
-        UserError: no such script, or as `parse`.
+        UserError: an unknown script, or an error of `cli.parse`.
     """
     is_named = bool(argv) and not argv[0].startswith("-")
     word, *flags = argv if is_named else ["pretrain-t5", *argv]

@@ -1,4 +1,4 @@
-"""Copy accelerate_configs/, files for `accelerate launch --config_file`, to where documented commands find them."""
+"""Copy accelerate_configs/, the files for `accelerate launch --config_file`, into the current folder."""
 
 import shutil
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Evaluation suites of other projects, measured on the checkpoints of a run and recorded in its metrics.jsonl.
+"""Run benchmark suites of other projects on the checkpoints of a run, and record the values in its metrics.jsonl.
 
     suite = Suite("lm_eval", ("tasks/colours.yaml",), settings={})
     for name in checkpoints_of("runs/mine"):
         print(name, measured(name, suite))
 
-Each suite is the library's own call on the checkpoint's folder or model, so that its numbers are the library's.
+Each suite calls the evaluation of its own library.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SETTINGS = ("num_fewshot", "limit")
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite and its tasks.
+    """A benchmark suite and its tasks.
 
     Attributes:
-        name: lm_eval, sts, mteb or glue; also the split of its records.
+        name: "lm_eval", "sts", "mteb" or "glue"; also the split name of its records in metrics.jsonl.
         tasks: names, YAML files (lm_eval), data files (sts), module:Class (mteb) or folders (glue).
-        settings: flags that change the numbers. A value is measured again if they differ.
-        model_cls: class of the model; None for the one it was saved from.
+        settings: flags that affect the values. Recorded values count only if these agree.
+        model_cls: class of the model; None for the class it was saved from.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Suite:
     model_cls: str | None = None
 
     def measure(self, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield (task, its values) of a model as soon as each is measured."""
+        """Evaluate a model; yields (task, values) after each task."""
         yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb, "glue": _glue}[self.name](self, name, tasks)
 
     def check(self) -> None:
-        """Raise UserError if a package, a file or a task is missing, before any model is loaded."""
+        """Raise UserError if a package, a file or a task is missing."""
         for package in {"lm_eval": ["lm_eval"], "mteb": ["mteb", _ENCODERS], "sts": [_ENCODERS]}.get(self.name, ()):
             _package(package)
         missing = [task for task in self.tasks if not Path(task).exists()]
@@ -75,10 +75,10 @@ class Suite:
 
 
 def checkpoints_of(name: str) -> list[str]:
-    """All checkpoints of a run directory, oldest first; for any other name, the name itself.
+    """Return all checkpoints of a run directory, oldest first; [name] for any other model.
 
     Raises:
-        UserError: a run without checkpoints, or no model of this name.
+        UserError: the run has no checkpoints, or there is no model of this name.
     """
     folder = Path(name) / "checkpoints"
     if not folder.is_dir():
@@ -91,7 +91,7 @@ def checkpoints_of(name: str) -> list[str]:
 
 
 def measured(name: str, suite: Suite) -> dict[str, float]:
-    """Values of one model: those in its run's metrics.jsonl, and new ones, which are appended to the file."""
+    """Return the values of a model. Tasks not recorded in its run's metrics.jsonl are measured and appended."""
     source = find_source(name, "--checkpoints")
     folder = run_folder(source)
     place = {} if folder is None else position_of(source.path)

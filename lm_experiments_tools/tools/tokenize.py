@@ -1,6 +1,6 @@
-"""Turn text into a token file (Megatron's .bin and .idx) for the trainers; an interrupted run resumes.
+"""Tokenize text into a token file (Megatron's .bin and .idx). An interrupted command resumes.
 
-A job array does it in n parts, job i with --shard i/n, and `lmtools merge` joins them (docs/scale.md).
+A job array tokenizes n shards, job i with --shard i/n, and `lmtools merge` joins them (docs/scale.md).
 """
 
 import time
@@ -66,6 +66,6 @@ def run(args: TokenizeArgs) -> None:
 
 
 def check_output(output: str) -> None:
-    """Refuse a folder and a file for the prefix of token files."""
+    """Raise UserError if the prefix `output` names a folder or a file."""
     if output.endswith(("/", ".bin", ".idx", ".json")):
         raise UserError(f"--output {output} must be a prefix, such as tokens/train: .bin, .idx and .json are added")

@@ -41,10 +41,10 @@ class VocabArgs:
 
 
 def run(args: VocabArgs) -> None:
-    """Train and print the size of the result.
+    """Train a vocabulary and print its size.
 
     Raises:
-        UserError: there is a vocabulary, or as the training.
+        UserError: the output exists, or the training fails.
     """
     if Path(args.output).exists() and not args.overwrite:
         raise UserError(

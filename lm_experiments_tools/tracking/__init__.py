@@ -1,1 +1,1 @@
-"""Run directory, metrics.jsonl, TensorBoard, trackio and wandb, console, loss curve."""
+"""Record a run: run directory, metrics.jsonl, TensorBoard, trackio, wandb, console, loss curve."""

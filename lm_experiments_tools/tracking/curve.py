@@ -10,7 +10,7 @@ from lm_experiments_tools.tracking.tracker import parse_record
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of these inches that needs no display. Raises UserError without matplotlib."""
+    """Return a matplotlib figure of `width` x `height` inches. Raises UserError without matplotlib."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backends.backend_agg import FigureCanvasAgg

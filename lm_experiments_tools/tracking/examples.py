@@ -1,4 +1,4 @@
-"""Examples of a validation with the model's predictions, in the log and in TensorBoard's text tab."""
+"""Show validation examples with the model's predictions in the log and in TensorBoard's text tab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_CHARACTERS = 300
 
 
 def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tracker | None, step: int) -> None:
-    """Log examples, and write them as a table with the tag `examples/{split}` where the run has TensorBoard.
+    """Log examples, and write them to TensorBoard as a table with the tag `examples/{split}`.
 
     Args:
         examples: dicts with the same keys; "id" is the example's name, "references" a list.

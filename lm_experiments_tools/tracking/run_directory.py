@@ -1,4 +1,4 @@
-"""The run directory: record of settings, code and environment, and the log files.
+"""The run directory (`--model_path`): settings, code version, environment and logs of a run.
 
 runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_config.json  (first start)
           config.1.json config.1.yaml ...  (second start)
@@ -67,18 +67,14 @@ os.register_at_fork(after_in_child=_leave_claims_to_parent)
 
 
 class RunDirectory:
-    """One run's directory (`--model_path`), for rank 0; made on construction."""
+    """The run directory, used on rank 0. Creates the folder."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
         _make_directory(self.path)
 
     def claim(self) -> None:
-        """Lock the directory until this process ends.
-
-        Raises:
-            UserError: another process writes here.
-        """
+        """Lock the directory until this process ends. Raises UserError if another process holds the lock."""
         if self.path.resolve() in _claims:
             return
         file = open(self.path / ".lock", "a+", encoding="utf-8")
@@ -110,14 +106,14 @@ class RunDirectory:
         *,
         world_size: int | None = None,
     ) -> None:
-        """Record this start; an earlier start's files are never touched, a second start writes config.1.json, ...
+        """Write settings, command line, code version and environment. The second start writes config.1.json, ...
 
         Args:
-            args: the merged arguments, {name: value}.
-            origins: {name: where its value came from}, written as comments of config.yaml.
-            argv: the program's arguments, `sys.argv`.
-            model_config: the model's configuration as a dict.
-            world_size: number of workers, for `check_compatible` of a later start.
+            args: all arguments, name -> value.
+            origins: name -> where the value came from, written as comments of config.yaml.
+            argv: `sys.argv`.
+            model_config: the model's configuration.
+            world_size: number of workers.
         """
         config, start = dict(args), _starts(self.path)
         config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
@@ -145,17 +141,19 @@ class RunDirectory:
         world_size: int | None = None,
         harmless: Collection[str] = (),
     ) -> dict[str, tuple[Any, Any]]:
-        """Compare with the newest earlier start that trained: {argument: (then, now)} of what matters and differs.
-
-        A directory is in use once it holds checkpoints or metrics. With both world sizes known the batch is compared
-        as a whole: another split of the same global batch makes the same updates.
+        """Compare the arguments with those of the run in this directory.
 
         Args:
-            resume: the user asked for this directory's run by name, so differences are reported, not refused.
+            args: all arguments, name -> value.
+            resume: log differences instead of raising.
+            world_size: number of workers. If known, only the global batch size must agree, not how it is split.
             harmless: names of arguments that may differ.
 
+        Returns:
+            name -> (recorded, new) for arguments that differ; empty for a new run.
+
         Raises:
-            UserError: the directory is in use by another configuration and `resume` is False; shows the differences.
+            UserError: arguments differ and `resume` is False.
         """
         before = settings_in_use(self.path)
         if before is None:
@@ -166,15 +164,15 @@ class RunDirectory:
 
 
 def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = False) -> RunDirectory:
-    """Open and lock the run directory of `args`; called by rank 0.
+    """Open and lock the run directory `args.model_path`, and compare its settings. Call it on rank 0.
 
     Args:
-        world_size: None where it may change: then the flags of a worker's batch are compared, not the global batch.
-        once_more: do not log again how a run that is resumed by `--resume PATH` differs.
+        world_size: number of workers, to compare global batch sizes; None compares the flags of the batch.
+        once_more: with `--resume PATH`, do not log the differing settings again.
 
     Raises:
-        UserError: the directory holds a run with other settings, or one that has not ended; a service of `--log_to`
-            is not installed.
+        UserError: the directory holds a run with other settings, or a process still writes to it, or a service of
+            `--log_to` is not installed.
     """
     run = RunDirectory(args.model_path)
     run.claim()
@@ -186,13 +184,10 @@ def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = Fa
 
 
 def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *, resume: bool) -> None:
-    """Handle what differs from the run that a start continues: {name: (then, now)}.
+    """Log settings that differ from the recorded ones (`resume`), or raise UserError.
 
     Args:
-        resume: the user named the checkpoint, so differences are logged.
-
-    Raises:
-        UserError: there are differences and `resume` is False.
+        differing: name -> (recorded, new); nothing happens if it is empty.
     """
     if not differing:
         return
@@ -205,12 +200,12 @@ def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *,
 
 
 def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
-    """The settings of the newest start that trained, of a directory with checkpoints or metrics; else None.
+    """Return the recorded settings of the newest start that trained; None without checkpoints and metrics.
 
-    A start with --validate_only binds nobody.
+    Starts with `--validate_only` are skipped.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: config.json cannot be read.
     """
     metrics = run_dir / "metrics.jsonl"
     if not any((run_dir / "checkpoints").glob("*")) and not (metrics.exists() and metrics.stat().st_size > 0):
@@ -233,10 +228,10 @@ def _starts(run_dir: Path) -> int:
 
 
 def setup_logging(run_dir: Path | str | None, rank: int) -> None:
-    """Send the root logger to the console (rank 0 only) and to `run_dir`/logs/rank{rank}.log (every rank).
+    """Log to the console (rank 0 only) and to `run_dir`/logs/rank{rank}.log (every rank).
 
-    Files rotate at 100 MiB and keep two old ones. Without a `run_dir`, errors of other ranks go to stderr: they would
-    be lost otherwise. Calling it again replaces what the first call set up; handlers of others stay.
+    Log files rotate at 100 MiB. Without `run_dir`, other ranks log errors to stderr. A second call replaces the
+    handlers of the first.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if getattr(handler, "set_up_by_run", False)]:
@@ -261,7 +256,7 @@ def setup_logging(run_dir: Path | str | None, rank: int) -> None:
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log file that reports a full or failing disk once, in one line, instead of one traceback per record."""
+    """A log file that reports a full or failing disk once, in one line."""
 
     is_reported = False
 
@@ -275,7 +270,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Plain lines for information, the level in front of the rest; does not tear a progress bar on the screen."""
+    """Log to the console: warnings and errors begin with their level, and a tqdm bar stays intact."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -291,7 +286,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """The arguments as YAML, one line each with where it came from; read back by `--config`."""
+    """Write the arguments as YAML for `--config`, one a line, with their origins as comments."""
     import yaml
 
     lines = []
@@ -302,7 +297,7 @@ def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 
 def relaunch_script(argv: Sequence[str]) -> str:
-    """A shell script that starts this run again: the launcher's command line where there is one, else Python's."""
+    """Return a shell script that starts this run again, with its launcher (torchrun, ...) if it has one."""
     command = _launcher_command()
     if command is None:  # `python -m module` is only in orig_argv
         command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
@@ -323,7 +318,7 @@ def _launcher_command() -> list[str] | None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Python, platform, every installed package's version, CPU and memory, and the GPUs torch sees."""
+    """Return the versions of Python and all packages, the platform, CPU, memory and GPUs."""
     distributions = [d for d in importlib.metadata.distributions() if d.metadata["Name"]]
     packages = {d.metadata["Name"]: d.version for d in sorted(distributions, key=lambda d: d.metadata["Name"].lower())}
     description = {
@@ -351,7 +346,7 @@ def _cpu_model() -> str:
 
 
 def git_output(*arguments: str) -> bytes:
-    """Output of a git command here; empty without git, outside a repository, or when git is too slow."""
+    """Return the output of a git command; empty if it fails or takes too long."""
     command = ["git", "--no-optional-locks", *arguments]
     try:
         return subprocess.run(command, capture_output=True, check=True, timeout=_GIT_SECONDS).stdout
@@ -369,7 +364,15 @@ def _way_on(path: Path, differing: Collection[str]) -> str:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)} of what both record and what differs; a global batch may be split otherwise."""
+    """Return name -> (recorded, new) for settings in both that differ.
+
+    If both have a WORLD_SIZE, `global_batch_size` is compared instead of the flags that split it.
+
+    Args:
+        before: recorded settings, as config.json has them.
+        now: new settings.
+        harmless: names of settings that may differ.
+    """
     then = dict(before)
     now = {name: to_jsonable(value) for name, value in now.items()}
     for config in (then, now):

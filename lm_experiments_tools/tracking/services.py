@@ -1,7 +1,7 @@
-"""Logging to trackio and wandb (`--log_to`) on rank 0: the same numbers as in metrics.jsonl.
+"""Send the numbers of metrics.jsonl to trackio and wandb (`--log_to`), on rank 0.
 
-A restart continues the same run of a service. Services cannot delete records, so steps after the checkpoint are there
-twice. A service that fails is reported once and not used any more.
+A restart continues the service's run. Steps that are repeated after a restart appear twice, because the services
+cannot delete records. A service that fails is reported once and then ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _chosen: dict[Path, LoggingArgs] = {}  # of the run directories that this proces
 
 
 class TrackioRun:
-    """A run in trackio's database on this machine (TRACKIO_DIR)."""
+    """A run in the local trackio database (TRACKIO_DIR)."""
 
     def __init__(self, project: str, name: str, run_id: str, settings: dict[str, Any], run_dir: Path) -> None:
         import trackio
@@ -47,7 +47,7 @@ class TrackioRun:
 
 
 class WandbRun:
-    """A run in `wandb/` of the run directory, offline unless WANDB_MODE says otherwise."""
+    """A wandb run, stored in `wandb/` of the run directory. It is offline by default; WANDB_MODE changes that."""
 
     def __init__(self, project: str, name: str, run_id: str, settings: dict[str, Any], run_dir: Path) -> None:
         import wandb
@@ -73,11 +73,7 @@ _SERVICES = {"trackio": TrackioRun, "wandb": WandbRun}
 
 
 def choose_services(args: LoggingArgs, run_dir: Path) -> None:
-    """Choose the services of `--log_to` for the run in `run_dir`.
-
-    Raises:
-        UserError: a service that is not installed.
-    """
+    """Check and record the services of `--log_to` for `run_dir`. Raises UserError if one is not installed."""
     for name in args.log_to:
         found = importlib.util.find_spec(name)
         if name in _SERVICES and (found is None or found.origin is None):  # wandb leaves folders of its own name
@@ -86,10 +82,10 @@ def choose_services(args: LoggingArgs, run_dir: Path) -> None:
 
 
 class Services:
-    """The services of the run in `run_dir`, those of `choose_services`; none for a directory not named there.
+    """The services that `choose_services` recorded for `run_dir`.
 
     Args:
-        start_step: updates already applied; -1 begins a new run of each service.
+        start_step: number of updates already applied; -1 starts a new run in each service.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -129,7 +125,7 @@ class Services:
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record of metrics.jsonl by name, metrics as name/split; NaN for one that was not finite."""
+    """Return the numbers of a metrics.jsonl record: {"loss/valid": 2.1, "lr": 1e-3}. Null becomes NaN."""
     numbers: dict[str, float] = {}
     for name, value in record.items():
         if name in ("step", "split", "metrics", "time"):  # services have their own clock

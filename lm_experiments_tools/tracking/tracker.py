@@ -1,12 +1,10 @@
-"""Reports of a run: TensorBoard, metrics.jsonl, other services and a console line an interval; rank 0 only.
+"""Log metrics on rank 0 to metrics.jsonl, TensorBoard, other services and the console.
 
-metrics.jsonl is the record: one JSON object a log call, flushed at once. TensorBoard is a view of it, written with
-tensorboard's own protocol classes: `torch.utils.tensorboard` would import TensorFlow into the training process
-wherever it is installed (11 s measured, and an abort when Triton comes second).
+metrics.jsonl has one JSON object per `log` call. TensorBoard files are written with tensorboard's protocol classes,
+because `torch.utils.tensorboard` imports TensorFlow where it is installed.
 
-After a restart at step k, lines of later steps move to metrics.superseded.jsonl and TensorBoard is told to forget
-later steps. Its purge knows one number for all tags, so it also drops the points whose x-axis is samples or tokens
-(always larger than k); these are written again from the record.
+After a restart at step k, records of later steps move to metrics.superseded.jsonl, and TensorBoard purges them. The
+purge also drops all points whose x-axis is samples or tokens, so those are written again.
 """
 
 from __future__ import annotations
@@ -52,19 +50,18 @@ _POSITION = ("step", "split", "samples", "tokens", "time")
 
 
 def save_metrics(path: Path | str, metrics: dict[str, Any]) -> None:
-    """Write metrics as strict JSON, atomically; numpy and torch values are converted, NaN and infinities are null."""
+    """Write metrics to a JSON file atomically. Values of numpy and torch are converted; NaN becomes null."""
     write_atomic(Path(path), dump_json(metrics) + "\n")
 
 
 class Tracker:
-    """Logs of one run; a context manager. On ranks other than 0 every method does nothing.
+    """Log the metrics of a run. A context manager; on ranks other than 0, every method does nothing.
 
     Args:
-        run_dir: folder for the files; None reports to the console only.
-        start_step: updates already applied when this process starts; later records in `run_dir` are superseded (all
-            of them by -1: a run from its beginning).
-        again: splits that this process writes at `start_step` itself; what is there is of a start that was killed.
-        total_steps: of the whole run, for the console's eta and bar; None shows neither.
+        run_dir: folder for the files; None logs to the console only.
+        start_step: number of updates already applied. Records of later steps in `run_dir` are replaced (-1: all).
+        again: splits whose records of `start_step` itself are replaced too.
+        total_steps: updates of the whole run, for the remaining time and the progress bar; None shows neither.
     """
 
     def __init__(
@@ -124,10 +121,10 @@ class Tracker:
         Args:
             split: "train", "valid", ...
             step, samples, tokens: updates applied, examples and tokens consumed so far, over all workers.
-            metrics: means over `split`; each becomes `{name}/iterations|samples|tokens/{split}`.
-            extra: other numbers: param_groups (a dict of lr and scaled_lr for each), gradients_global_norm,
-                weights_global_norm, seconds_per_step, tokens_per_second, mfu, mfu_measured, memory_mib,
-                data_wait_fraction, skipped_updates, patience; any other name becomes the tag `{name}/iterations`.
+            metrics: means over `split`. TensorBoard tags are `{name}/iterations/{split}`, `{name}/samples/{split}`
+                and `{name}/tokens/{split}`.
+            extra: other numbers, such as gradients_global_norm, tokens_per_second, memory_mib or param_groups (lr
+                and scaled_lr of each group). TensorBoard tags are `{name}/iterations`.
 
         Raises:
             ValueError: a name in both `metrics` and `extra`, or one of `step, split, samples, tokens, time`.
@@ -157,19 +154,19 @@ class Tracker:
         self.console.advance(step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        """Text for TensorBoard's text tab: arguments, decoded samples."""
+        """Write Markdown to TensorBoard's text tab."""
         if self._events is not None:
             self._events.text(tag, markdown, step)
             self._events.flush()
 
     def hparams(self, values: dict[str, Any]) -> None:
-        """Fill TensorBoard's HPARAMS tab; call at the end: its metric columns are the last values that were logged."""
+        """Fill TensorBoard's HPARAMS tab with settings and the last logged metrics. Call it at the end of the run."""
         if self._events is not None:
             self._events.hparams(values, list(self._metric_tags))
             self._events.flush()
 
     def advance(self, step: int) -> None:
-        """Move the bar (if there is one) to `step`; `log` does so too, this is for the steps between."""
+        """Move the progress bar to `step`. `log` does this too."""
         if self.console is not None:
             self.console.advance(step)
 
@@ -187,9 +184,9 @@ class Tracker:
 
 
 class ConsoleLine:
-    """`step 1200/65536 | loss 2.431 | lr 9.8e-03 | gnorm 0.61 | 41.2k tok/s | mem 61.2 GiB | data 1.8% | eta 9h12m`
+    """Log lines to the console and the log file, and draw a progress bar on a terminal:
 
-    Lines go through `logging`, so they are in the log file too. A progress bar is drawn on terminals only.
+    `step 1200/65536 | loss 2.431 | lr 9.8e-03 | gnorm 0.61 | 41.2k tok/s | mem 61.2 GiB | data 1.8% | eta 9h12m`
     """
 
     def __init__(self, total_steps: int | None, *, start_step: int = 0, stream: IO[str] | None = None):
@@ -206,7 +203,12 @@ class ConsoleLine:
             )
 
     def report(self, split: str, step: int, metrics: dict[str, float], numbers: dict[str, Any]) -> None:
-        """Log the line of one measurement; one without metrics (only counters) gives no line."""
+        """Log one line; nothing if `metrics` is empty.
+
+        Args:
+            metrics: means over `split`.
+            numbers: other numbers, such as lr and tokens_per_second.
+        """
         if metrics:
             logger.info(self.format(split, step, metrics, numbers))
 
@@ -240,10 +242,7 @@ class ConsoleLine:
 
 
 class EventFile:
-    """A TensorBoard event file: protocol buffers in TFRecord framing, one writer, flushed when told.
-
-    Raises ImportError without tensorboard.
-    """
+    """Write a TensorBoard event file. Raises ImportError without tensorboard."""
 
     def __init__(self, directory: Path, purge_step: int):
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
@@ -344,7 +343,7 @@ def _cut_records(path: Path, start_step: int, again: Collection[str]) -> tuple[l
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """The record on a line of metrics.jsonl; None for a line that is not a whole one (a kill while it was written)."""
+    """Parse a line of metrics.jsonl; None for an incomplete line, as a killed run may leave it."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -231,11 +231,9 @@ def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):
     assert set(yaml.safe_load(printed)) == {field.name for field in dataclasses.fields(T5PretrainingArgs)}
 
 
-@pytest.mark.parametrize("flags", [["--help"], [*REQUIRED, "--print_config"]])
-def test_a_reader_that_leaves_early_is_no_error(flags):
-    program = (
-        f"from lm_experiments_tools.config import pretraining as args, cli\ncli.parse(args.T5PretrainingArgs, {flags})"
-    )
+def test_a_reader_that_leaves_early_is_no_error():
+    program = "from lm_experiments_tools.config import pretraining as args, cli\n"
+    program += "cli.parse(args.T5PretrainingArgs, ['--help'])"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

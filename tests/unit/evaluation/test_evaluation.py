@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import tracemalloc
@@ -37,13 +36,6 @@ def test_predictions_stand_beside_references_in_the_order_of_the_examples(tmp_pa
         {"id": "q3", "source": "cats or dogs", "prediction": "dogs", "references": ["cats"]},
     ]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["valid.jsonl"]
-
-
-def test_a_repeated_example_is_counted_once(tmp_path, decode):
-    collector = Predictions(args_of(metrics=("exact_match",)), "valid", TEXTS[:2], decode, (), tmp_path)
-    collector.add(indices(0, 1, 1, 1), generated("sleep", "cats", "dogs run", "dogs run"))
-    assert collector.reduce(LocalBackend()) == {"exact_match": 50.0}
-    assert len(lines_of(tmp_path / "valid.jsonl")) == 2
 
 
 def test_an_example_without_prediction_is_not_passed_over(decode):
@@ -83,15 +75,6 @@ def test_a_tokenizer_without_padding_is_padded_with_its_end(decode):
         pad_token_id, eos_token_id = None, END
 
     assert TextDecoder(Gpt()).lengths(torch.tensor([[5, 6, END, END], [5, 5, 5, END]])) == [2, 3]
-
-
-def test_scrolls_predictions_are_one_json_object(tmp_path, decode):
-    pytest.importorskip("rouge_score")
-    collector = Predictions(args_of(metrics=("scrolls",)), "test", TEXTS[:2], decode, (), tmp_path)
-    collector.add(indices(1, 0), generated("dogs run", "cats"))
-    values = collector.reduce(LocalBackend())
-    assert json.loads((tmp_path / "test.json").read_text()) == {"q1": "cats", "q2": "dogs run"}
-    assert set(values) == set(args_of(metrics=("scrolls",)).metric_values()) - {"loss"}
 
 
 def test_instructions_are_measured_for_each_task(tmp_path, decode):
@@ -221,9 +204,7 @@ def test_references_that_only_some_have_are_refused(decode):
         )
 
 
-@pytest.mark.parametrize(
-    "metrics", [("rouge", "scrolls"), ("instructions", "exact_match"), ("scrolls", "instructions")]
-)
+@pytest.mark.parametrize("metrics", [("rouge", "scrolls"), ("instructions", "exact_match")])
 def test_metrics_that_give_one_value_by_two_rules_are_refused(metrics, decode):
     args = args_of(task="instructions", valid_data_path=None, metrics=metrics)
     with pytest.raises(UserError, match="by different rules: choose one"):
@@ -232,7 +213,7 @@ def test_metrics_that_give_one_value_by_two_rules_are_refused(metrics, decode):
 
 @pytest.mark.parametrize(
     ("metric", "module", "package"),
-    [("bleu", "sacrebleu", "sacrebleu"), ("chrf", "sacrebleu", "sacrebleu"), ("rouge", "rouge_score", "rouge-score")],
+    [("chrf", "sacrebleu", "sacrebleu"), ("rouge", "rouge_score", "rouge-score")],
 )
 def test_a_missing_package_is_named_before_anything_is_generated(metric, module, package, decode, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == module]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 import sys
 
 import pytest
@@ -32,7 +31,6 @@ def loss(predictions, references): return 1.0
 def exact_match(predictions, references): return 1.0
 def alone(predictions): return 1.0
 def needy(predictions, references, *, sources): return 1.0
-number = 5
 """
 
 
@@ -122,12 +120,6 @@ def test_result_that_is_no_value_is_refused(names, sentence, decode):
     ("name", "sentence"),
     [
         ("no_such_module:f", "--metrics no_such_module:f: module no_such_module cannot be imported"),
-        (
-            "my_metrics:length_ration",
-            "--metrics my_metrics:length_ration: my_metrics has no length_ration; did you mean",
-        ),
-        ("my_metrics:number", "--metrics my_metrics:number is 5, which cannot be called"),
-        ("my_metrics:", "--metrics my_metrics: does not name a function: write module:function"),
         ("my_metrics:alone", "--metrics my_metrics:alone takes (predictions), not (predictions, references)"),
         ("my_metrics:needy", "missing a required argument: 'sources'"),
     ],
@@ -165,11 +157,3 @@ def test_every_metric_of_the_registry_is_complete():
         assert metric.tasks and metric.scale and set(metric.usual_for) <= set(metric.tasks), name
         assert set(metric.disagrees) <= set(METRICS) and bool(metric.package) == bool(metric.module), name
     assert set(FACTS) == {"groups", "num_labels", "num_tokens", "bleu_tokenize"}
-
-
-def test_command_line_knows_the_metrics_without_numpy():
-    script = (
-        "import sys; from lm_experiments_tools.config.finetuning import FinetuningArgs; FinetuningArgs(model_cfg='x');"
-        "assert not {'numpy', 'torch', 'sacrebleu'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

@@ -50,13 +50,13 @@ def estimated(args, **hardware):
 
 
 CASES = [
-    (T5, {}),
     (T5, {"cls": OWN_T5, "speed": "auto", "gradient_accumulation_steps": 2}),
     (BERT, {"cls": OWN_BERT, "speed": "auto", "optimizer": "SGD"}),
     (T5, {"peft": "lora", "lora_targets": ("all-linear",), "lora_dropout": 0.1}),
-    (GPT2, {"model_type": "decoder", "task": "causal_lm"}),
 ]
 MORE_CASES = [
+    (T5, {}),
+    (GPT2, {"model_type": "decoder", "task": "causal_lm"}),
     (T5, {"gradient_checkpointing": True, "optimizer": "Adafactor"}),
     (T5_GATED, {"cls": OWN_T5, "speed": "auto", "bf16": True, "dropout_rate": 0.1}),
     (T5, {"batch_size": 1, "input_seq_len": 32, "optimizer": "AdamWScale", "gradient_accumulation_steps": 2}),

@@ -1,5 +1,7 @@
 """`--fit auto` runs two real steps of its proposal, and proposes less while these do not fit."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from lm_experiments_tools.config.planning import PlanningArgs
@@ -35,14 +37,18 @@ def test_another_failure_is_an_error_message(tmp_path):
 
 
 def test_less_is_proposed_until_it_fits(tmp_path, monkeypatch, capsys):
-    args, tries = settings(tmp_path, {**T5, "num_layers": 1}, OWN_T5, target_seq_len=32, batch_size=8), []
+    args, tries = settings(tmp_path, T5, batch_size=8), []
+
+    def proportional(args, planning, origins):
+        return SimpleNamespace(total=args.batch_size * 2**20, args=args, device="cpu", lines=lambda: ["8 MiB"])
 
     def fits_in_the_third(args, device, memory):
-        tries.append(estimated(args).total)
-        return int(0.9 * tries[-1]) if len(tries) == 3 else None
+        tries.append(args.batch_size)
+        return 2**20 if len(tries) == 3 else None
 
+    monkeypatch.setattr(shown, "estimate_memory", proportional)
     monkeypatch.setattr(shown, "try_steps", fits_in_the_third)
     shown.show(args, PlanningArgs(device="cpu", fit="auto"), GIVEN)
-    assert len(tries) == 3 and tries[1] <= 0.9 * tries[0] and tries[2] <= 0.9 * tries[1]
+    assert tries == [8, 4, 2]
     printed = capsys.readouterr().out
     assert printed.count("does not fit") == 2 and "two steps took" in printed.splitlines()[-1]

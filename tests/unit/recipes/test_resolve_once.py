@@ -75,7 +75,6 @@ T5 = (
 @pytest.mark.parametrize(
     "flags",
     [
-        "--vocab v.model --model_cfg t5.json --target_seq_len 16",
         "--model_cfg t5.json --target_seq_len 16",  # the vocabulary that the tokens record
         "--vocab v.model --model_cfg gpt2.json --task causal_lm --model_cls transformers:GPT2LMHeadModel",
     ],

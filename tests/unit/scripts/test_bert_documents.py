@@ -117,9 +117,8 @@ def test_a_folder_is_continued_by_one_flag_and_validated_as_by_transformers(data
 @pytest.mark.parametrize(
     "flags",
     [
-        {"mlm_prob": 0.4, "mlm_prob_end": 0.1, "mlm_prob_samples": 20, "mask_replace": (1, 0, 0)},
+        {"packing": "stream", "mlm_prob": 0.4, "mlm_prob_end": 0.1, "mlm_prob_samples": 20, "mask_replace": (1, 0, 0)},
         {"packing": "none", "whole_word": True, "min_document_length": 600},
-        {"packing": "stream"},
         {"reproducible": "elastic", "virtual_ranks": 2},
     ],
 )
@@ -132,7 +131,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(data, work, flags):
     assert runs.losses("whole") == runs.losses("parts")
 
 
-@pytest.mark.parametrize("model_cls", [None, "modeling_bert:BertForMaskedLM", "transformers:BertForMaskedLM"])
+@pytest.mark.parametrize("model_cls", ["modeling_bert:BertForMaskedLM", "transformers:BertForMaskedLM"])
 def test_berts_read_packed_text_with_masked_positions_only(data, work, monkeypatch, model_cls):
     scored = runs.scored_tokens(monkeypatch, TINY["vocab_size"])
     start(data, model_cfg=data / "tiny.json", model_cls=model_cls, iters=2)

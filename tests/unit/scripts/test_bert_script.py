@@ -195,8 +195,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
             {"vocab_file": None, "tokenizer": "t", "lower_case": False},
             "--no_lower_case is about --vocab_file",
         ),
-        ({"data_weights": (1, 2)}, "--data_weights has another length than --data_path"),
-        ({"use_nsp": 2}, "--use_nsp takes true or false, not '2'"),
         ({"use_nsp": 0, "nsp": "random"}, "--nsp needs --use_nsp"),
         ({"mlm_prob": 15}, "--mlm_prob is 15"),
         ({"short_seq_prob": -0.1}, "--short_seq_prob is -0.1"),
@@ -204,7 +202,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"max_sentence_length": 0}, "--max_sentence_length is 0: it must be at least 1"),
         ({"max_unread": 75}, "--max_unread is 75.0"),
         ({"report": True}, "--report .*--valid_data_path"),
-        ({"save_best": True}, "--save_best needs validation data"),
         ({"use_generate_on_valid": True}, "--use_generate_on_valid is for models that write text"),
         ({"model_cfg": None}, "no model is named: give --model_cfg"),
         # what only the files tell
@@ -297,11 +294,6 @@ def test_data_that_is_text_or_lacks_a_file_names_what_makes_it(data, work):
     refused(data, "there is no own.idx, but own_text_sentence: give the whole prefix", data_path="own")
     copy.bin_path.unlink()
     refused(data, "own_text_sentence.bin is missing next to own_text_sentence.idx", data_path="own_text_sentence.idx")
-
-
-def test_other_settings_of_the_same_run_are_refused(data, work):
-    start(data, iters=1)
-    refused(data, "holds a run with other settings: .*mlm_prob", mlm_prob=0.3)
 
 
 def test_accuracy_of_masked_tokens_from_logits_of_these_alone():

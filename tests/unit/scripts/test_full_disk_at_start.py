@@ -16,7 +16,7 @@ from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.recipes.common import save_tokenizer
 from lm_experiments_tools.tracking.run_directory import setup_logging
 from tests.helpers import ROOT
-from tests.helpers.pretrained_toys import save_toy, toy_args, toy_tokenizer
+from tests.helpers.pretrained_toys import save_toy, toy_args
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 
@@ -62,13 +62,6 @@ def test_a_log_on_a_full_disk_is_reported_once_and_without_a_traceback(tmp_path,
     said = capsys.readouterr().err
     assert said.count(f"{tmp_path}/logs/rank0.log cannot be written: No space left on device") == 1
     assert "Traceback" not in said and "line 2" in said
-
-
-def test_tokenizers_own_error_is_of_this_kind(tmp_path):
-    """/dev/full: what the library raises on a full disk."""
-    with pytest.raises(Exception, match="os error 28") as error:
-        toy_tokenizer().backend_tokenizer.save("/dev/full")
-    assert type(error.value) is Exception
 
 
 def test_a_refused_pickle_is_not_said_to_be_loaded_with_weights_only_false(tmp_path):

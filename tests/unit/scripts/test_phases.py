@@ -113,15 +113,11 @@ def test_kills_at_and_around_borders_change_no_bit(work, monkeypatch, kills):
     check_equal(ended("run"), whole)
 
 
-def test_rates_follow_each_phases_own_schedule(work):
+def test_rates_follow_each_phase_and_frozen_weights_stay_with_new_optimizer_state(work):
     start(phases=PHASES)
     rates = [line["lr"] for line in records("run")]
     factors = [0, 0.5, 1, 0.5, 1, 1, 1, 1, 1, 1, 1 - 0.5**0.5]  # linear; constant; one stable step, then 1 - sqrt(x)
     assert rates == pytest.approx([1e-2 * factor for factor in factors], abs=1e-12)
-
-
-def test_frozen_weights_stay_and_their_optimizer_state_starts_afresh(work):
-    start(phases=PHASES)
     before, after = (load_file(f"run/checkpoints/step_{step:06d}/model.safetensors") for step in (4, 8))
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed and all(name.startswith("decoder.") and "embed" not in name for name in changed)
@@ -129,13 +125,6 @@ def test_frozen_weights_stay_and_their_optimizer_state_starts_afresh(work):
     states = state["optimizer"]["state"]
     steps = {name: float(states[number]["step"]) for number, name in enumerate(state["names"])}
     assert steps["encoder.final_layer_norm.weight"] == 3 and steps["decoder.final_layer_norm.weight"] == 11
-
-
-def test_one_phase_is_a_run_without_phases(work):
-    schedule = {"lr_scheduler": "linear", "num_warmup_steps": 2}
-    start("run_plain", iters=5, **schedule)
-    start(phases=[{"iters": 5, **schedule}])
-    check_equal(ended("run"), ended("run_plain"))
 
 
 def seen_tokens(monkeypatch, read):
@@ -245,14 +234,17 @@ def test_what_cannot_be_is_refused_before_anything_runs(work, phases, changed, s
     assert not list(work.glob("run/checkpoints/*"))
 
 
-def test_a_phase_that_has_begun_keeps_its_place(work):
-    start(phases=[{"iters": 2}, {"iters": 2, "lr": 1e-3}])
-    with pytest.raises(UserError, match="phase 2 began at step 2, and the phases before it now end at step 3"):
-        start(phases=[{"iters": 3}, {"iters": 3, "lr": 1e-3}])
+def test_a_phase_begins_where_the_one_before_ends_and_keeps_its_place(work):
+    phases = [{"iters": 2}, {"iters": 2, "lr": 1e-3}, {"iters": 2, "lr": 1e-4}]
+    start(phases=phases)
+    with pytest.raises(UserError, match="phase 2 begins at step 2, but .*step_000006 is of phase 3 and step 6"):
+        start(phases=phases, resume="run/checkpoints/step_000002")
+    with pytest.raises(UserError, match="phase 3 began at step 4, and the phases before it now end at step 5"):
+        start(phases=[{"iters": 3}, *phases[1:]])
     with pytest.raises(UserError, match="holds a run with other settings: lr "):
         start(iters=8)
-    start(phases=[{"iters": 2}, {"iters": 3, "lr": 1e-3}, {"iters": 1}])  # longer, and one more
-    assert ended("run")[2]["step"] == 6
+    start(phases=[*phases[:2], {"iters": 3, "lr": 1e-4}, {"iters": 1}])  # longer, and one more
+    assert ended("run")[2]["step"] == 8
 
 
 def test_bert_keeps_its_place_under_another_mask_rate_and_over_a_kill_at_the_border(work, tmp_path, monkeypatch):
@@ -272,14 +264,6 @@ def test_bert_keeps_its_place_under_another_mask_rate_and_over_a_kill_at_the_bor
     pretrain_bert(words(**flags, model_path="run"))
     ours, theirs = (load_file(f"{run}/last/model.safetensors") for run in ("run", "run_whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_a_phase_begins_nowhere_but_at_the_end_of_the_one_before(work):
-    phases = [{"iters": 2}, {"iters": 2, "lr": 1e-3}, {"iters": 2, "lr": 1e-4}]
-    start(phases=phases)
-    with pytest.raises(UserError, match="phase 2 begins at step 2, but .*step_000006 is of phase 3 and step 6"):
-        start(phases=phases, resume="run/checkpoints/step_000002")
-    assert ended("run")[2]["step"] == 6
 
 
 def test_phases_start_from_a_model(work):

@@ -76,7 +76,6 @@ def test_transformers_reads_a_bert_of_auto(work):
 OBJECTIVES = {
     "span_corruption": {"task": "span_corruption"},
     "prefix_lm": {"task": "prefix_lm", "target_seq_len": 32},
-    "causal_lm": {"task": "causal_lm", "target_seq_len": None},
     "mlm": {
         "task": "mlm", "target_seq_len": None, "model_cls": "modeling_bert:BertForMaskedLM", "model_cfg": "bert.json",
     },

@@ -12,8 +12,6 @@ from tests.helpers import ROOT
     ("flags", "said"),
     [
         (["--nanot5", "nowhere"], "--nanot5 nowhere is no checkout of nanoT5"),
-        (["--loops", "nanoT5"], "--loops nanoT5 needs --nanot5"),
-        (["--rounds", "0"], "--rounds is at least 1"),
         (["--output", "nowhere/step.md"], "--output nowhere/step.md is no file in a folder that exists"),
     ],
 )

@@ -123,7 +123,9 @@ def test_a_llama_becomes_a_eurobert_that_a_process_without_this_package_loads(tm
     assert done.stdout.split() == ["EuroBertForMaskedLM", "4", "4"]
 
 
-@pytest.mark.parametrize(("kind", "packing"), [("gemma2", "none"), ("llama", "documents")])
+@pytest.mark.parametrize(
+    ("kind", "packing"), [("gemma2", "none"), pytest.param("llama", "documents", marks=pytest.mark.slow)]
+)
 def test_an_adapted_encoder_is_trained_from_its_own_weights(kind, packing, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     toy_decoder(kind).float().save_pretrained("source")
@@ -149,10 +151,6 @@ def test_an_adapted_encoder_is_trained_from_its_own_weights(kind, packing, tmp_p
     [
         (["--to", "encoder"], "it has no mask token: name by --mask_token a token of it, for example <unused0>, "),
         (["--to", "encoder", "--mask_token", "<mask>"], "--mask_token <mask> is not in it"),
-        (
-            ["--to", "encoder", "--model_cls", "modeling_t5:T5ForConditionalGeneration"],
-            "--model_cls is not read by --to encoder",
-        ),
         (["--to", "encoder", "--encoder", "other"], "--encoder is not read by --to encoder"),
         (["--to", "encoder-decoder", "--mask_token", "<unused0>"], "--mask_token is not read by --to encoder-decoder"),
         ([], "name decoder, kind and folder"),

@@ -45,6 +45,7 @@ def test_a_trial_that_hangs_is_ended_with_all_that_it_started():
     assert not [p for p in left if "time.sleep(60)" in " ".join(p.cmdline())]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_add_up_under_torchrun(monkeypatch):
     """Within a job of another launcher too, whose variables are not theirs."""

@@ -87,12 +87,10 @@ def logits(model) -> torch.Tensor:
         return model.eval()(input_ids=ids, **more).logits
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_transformers_loads_the_very_model(run, tmp_path, shards):
-    limit = () if shards == 1 else ("--max_shard_size", "40KB")
-    assert main(["export", str(run), "--to", str(tmp_path / "out"), *limit]) == 0
+def test_transformers_loads_the_very_model_from_shards(run, tmp_path):
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), "--max_shard_size", "40KB"]) == 0
     files = list((tmp_path / "out").glob("*.safetensors"))
-    assert len(files) == 1 if shards == 1 else len(files) >= shards
+    assert len(files) >= 3
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     original = load_file(run / "last" / "model.safetensors")
     assert weights.keys() == original.keys() and all(torch.equal(weights[name], original[name]) for name in weights)

@@ -40,8 +40,7 @@ def save_bert(folder, cls, **settings):
     return model, tokenizer
 
 
-@pytest.mark.parametrize("kind", ["encoder-decoder", "decoder"])
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("kind", "beams"), [("encoder-decoder", 3), ("decoder", 1)])
 def test_batches_of_texts_are_answered_as_transformers_answers_each(tmp_path, capsys, kind, beams):
     model = toy_model(kind)
     for weight in model.parameters():

@@ -80,7 +80,7 @@ def test_second_start_never_touches_the_first(tmp_path):
     assert {"config.1.yaml", "cmd.1.sh", "env.1.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize(("then", "now", "differ"), [(None, 32, False), (32, None, False), (None, 16, True)])
+@pytest.mark.parametrize(("then", "now", "differ"), [(32, None, False), (None, 16, True)])
 def test_rows_of_a_bucket_left_out_are_those_of_a_step(tmp_path, then, now, differ):
     batch = {"batch_size": 4, "gradient_accumulation_steps": 2}
     directory = RunDirectory(tmp_path)
@@ -136,13 +136,8 @@ def test_git_state_can_be_restored(tmp_path, monkeypatch):
     assert (repository / "code.py").read_text() == "a = 2  # é\n"
 
 
-@pytest.mark.parametrize("situation", ["no repository", "no git"])
-def test_no_git_is_no_failure(tmp_path, monkeypatch, situation):
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    if situation == "no git":
-        monkeypatch.setenv("PATH", str(tmp_path))
+def test_no_git_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
     directory = RunDirectory(tmp_path / "run")
     directory.write_start(ARGS, {}, ["run.py"])
     assert json.loads((directory.path / "config.json").read_text())["COMMIT"] == ""
@@ -273,22 +268,15 @@ def test_recorded_yaml_gives_the_same_arguments_back(tmp_path):
 
 
 def test_every_rank_has_a_log_file_and_only_rank_0_a_console(tmp_path, capsys):
+    setup_logging(tmp_path, 0)  # twice, which doubles nothing
     for rank in (0, 1):
         setup_logging(tmp_path, rank)
         logging.getLogger("a").info("hello from %d", rank)
         logging.getLogger("a").warning("careful")
     for rank in (0, 1):
         text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
-        assert f"rank{rank} INFO a: hello from {rank}" in text and "WARNING" in text
+        assert text.count(f"rank{rank} INFO a: hello from {rank}") == 1 and "WARNING" in text
     assert capsys.readouterr().err == "hello from 0\nwarning: careful\n"
-
-
-def test_setting_logging_up_again_doubles_nothing(tmp_path, capsys):
-    for _ in range(3):
-        setup_logging(tmp_path, 0)
-    logging.getLogger("a").info("once")
-    assert capsys.readouterr().err == "once\n"
-    assert (tmp_path / "logs" / "rank0.log").read_text().count("once") == 1
 
 
 def test_the_log_recommends_no_package_that_the_run_does_not_use(capsys):
