@@ -17,6 +17,7 @@ from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.data.objectives.mlm import MaskedRows, MaskingRate, TokenBlocks
 from lm_experiments_tools.data.order import stream_key
+from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -253,7 +254,7 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataToke
         UserError: the data is missing, damaged, or made with another tokenizer.
     """
     prefix = token_prefix(path)
-    tokens = None if prefix is None else IndexedDataset(prefix)
+    tokens = None if prefix is None else open_checked(prefix)
     if tokens is not None and tokens.meta.get("vocab_sha256") == tokenizer.fingerprint:  # of preprocess_data.py
         return tokens
     folder = TOKENIZERS / tokenizer.fingerprint[:16]
@@ -272,7 +273,7 @@ def open_sentences(path: str) -> IndexedDataset:
     """Open the token file PREFIX.bin with PREFIX.idx. Raises UserError for text or missing files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
-        tokens = IndexedDataset(prefix)
+        tokens = open_checked(prefix)
         warn_unrecorded(prefix, tokens.meta)
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]

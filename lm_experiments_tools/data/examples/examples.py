@@ -17,13 +17,14 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, read_rows
 from lm_experiments_tools.data.text.records import BadRecord, converted, field_of, text_of
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
@@ -230,20 +231,26 @@ class SentenceNames:
     Attributes:
         where: position of the first row.
         in_text: names must be equal, because the model reads them; otherwise only their number.
+        begun: files of which a row was read.
     """
 
     names: tuple[str, ...] = ()
     where: str = ""
     in_text: bool = True
+    begun: set[str] = field(default_factory=set)
 
-    def checked(self, names: tuple[str, ...], row: Row) -> tuple[str, ...]:
-        """The names of a row. Raises BadRecord where they differ from the first row's."""
+    def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
+        """The names of a row, compared with the first. Raises UserError for a whole file, else BadRecord."""
+        is_first = path not in self.begun
+        self.begun.add(path)
         if not self.names:
             self.names, self.where = names, row.where
         if len(names) == len(self.names) and (names == self.names or not self.in_text):
             return names
         here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
-        raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
+        if not is_first:
+            raise BadRecord(f"{here}, where {self.where} has {there}")
+        raise UserError(f"{row.where} has {here}, {self.where} has {there}: select the same by --text_fields.")
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
@@ -296,7 +303,7 @@ def label_examples(
         sentences: the fields that all data of the run must have.
 
     Raises:
-        UserError: too many bad rows.
+        UserError: too many bad rows, or other sentences than in other data.
     """
     numbers = {_label_name(name): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
@@ -306,7 +313,7 @@ def label_examples(
 
     def convert(row: Row) -> Example:
         nonlocal rounded
-        keys = sentences.checked(fields.texts_of(row.fields), row)
+        keys = sentences.checked(fields.texts_of(row.fields), row, path)
         texts = [text_of(row.fields, key) for key in keys]
         label, name = label_of(row), _name(row.fields, fields.id, "id")
         if words is None:

@@ -25,7 +25,7 @@ from lm_experiments_tools.files import locked, replacing
 _SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
 _SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
 _SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
-_MAY_DIFFER = (*_SUMMED, "bin_sha256", "fingerprint", "shard", "vocab_file", "input")
+_MAY_DIFFER = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")
 _SAME_IDS = ("vocab_sha256", "vocab_size")  # may differ too where the ids are the same
 
 
@@ -136,7 +136,7 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
         if texts := _texts(datasets):
             meta["input"] = texts
         meta = {name: meta[name] for name in dict.fromkeys([*datasets[0].meta, *meta]) if name in meta}
-        meta = writer.finalize(meta)
+        writer.finalize(meta)
     _join_bad_lines(datasets, Path(f"{output}.bad_lines.jsonl"))
     return meta
 

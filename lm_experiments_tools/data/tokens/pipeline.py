@@ -114,8 +114,9 @@ class Tokenization:
                 for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
                     for shard in files.parts(suffix):
                         writer.add_shard(shard)
-                contents = meta(writers, rejected)
-                metas = [writer.finalize(content) for writer, content in zip(writers, contents, strict=True)]
+                metas = list(meta(writers, rejected))
+                for writer, content in zip(writers, metas, strict=True):
+                    writer.finalize(content)
             files.remove()
         return metas
 
@@ -220,12 +221,12 @@ class _ShardFiles:
 
 
 def parse_shard(shard: str | None) -> tuple[int, int] | None:
-    """(i, n) of a flag --shard i/n, 0 <= i < n."""
+    """(i, n) of a flag --shard i/n."""
     if shard is None:
         return None
-    number, _, count = shard.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise UserError(f"--shard {shard} is not i/n with i from 0 to n - 1, such as 0/64 for the first of 64 parts")
+    number, slash, count = shard.partition("/")
+    if not (number.isdecimal() and slash and count.isdecimal()):
+        raise UserError(f"--shard {shard} is not i/n, such as 0/64 for the first of 64 parts")
     return int(number), int(count)
 
 
@@ -239,6 +240,10 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
 
     A part may be empty. `encoding` is an encoder's identity.
     """
+    if count < 1:
+        raise UserError(f"--shard {number}/{count} is a part of none: the number after the slash is at least 1")
+    if not 0 <= number < count:
+        raise UserError(f"--shard {number}/{count} does not exist: the first of {count} is 0/{count}")
     shards = plan_shards(inputs)
     size = sum(shard.num_bytes for shard in shards)
     if len(shards) < _SHARDS_PER_PART * count and size:

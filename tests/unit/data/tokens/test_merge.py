@@ -273,8 +273,8 @@ def test_flags_that_make_no_sense_are_one_sentence(text, shards, tmp_path, capsy
     for command, message in [
         ([*tokenize, "--shard", "3"], "--shard 3 is not i/n"),
         ([*tokenize, "--shard", "-1/3"], "is not i/n"),
-        ([*tokenize, "--shard", "3/3"], "--shard 3/3 is not i/n with i from 0 to n - 1"),
-        ([*tokenize, "--shard", "0/0"], "--shard 0/0 is not i/n"),
+        ([*tokenize, "--shard", "3/3"], "shard 3/3 does not exist"),
+        ([*tokenize, "--shard", "0/0"], "--shard 0/0 is a part of none"),
         (["merge", "--input", "", "--output", str(tmp_path / "m")], "--input needs a value"),
         (["merge", "--input", shards, "", "--output", str(tmp_path / "m")], "--input '' is no token prefix"),
         (["merge", "--input", str(tmp_path / "none"), "--output", str(tmp_path / "m")], "none' is no token prefix"),
