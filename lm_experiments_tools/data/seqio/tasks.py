@@ -32,7 +32,7 @@ from lm_experiments_tools.data.text.records import (
     Record,
     Rejected,
     RejectedRecords,
-    locate,
+    lines_before,
     no_documents,
     read_shard,
 )
@@ -377,7 +377,7 @@ class TextSource:
             raise
 
     def _reject(self, shard: Shard, rejected: Rejected) -> None:
-        rejected = locate(shard, rejected)
+        rejected = rejected._replace(line=lines_before(shard) + rejected.line)
         with self._lock:
             if rejected.where in self._seen:
                 return

@@ -7,6 +7,7 @@ the text before its chunk. Without this index a stream is read from the beginnin
 
 import json
 import logging
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -145,9 +146,13 @@ class ExampleStream:
 
 
 def _append_line(path: Path, line: str) -> None:
-    """Append a line; it begins with the line end, because a kill or a full disk may have truncated the one before."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f"\n{line}")
+    """Append a line, also after one that was truncated by a kill or a full disk."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                line = f"\n{line}"
+        file.write(f"{line}\n".encode())
 
 
 class ChunkFeed:

@@ -373,22 +373,28 @@ def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int
     shard.check_unchanged()
 
 
+@lru_cache(maxsize=64)
+def lines_before(shard: Shard) -> int:
+    """Lines of the file before a shard of it; reads all of that part."""
+    return 0 if shard.kind == "dataset" else count_lines(shard.path, 0, shard.start)
+
+
 def locate(shard: Shard, rejected: Rejected) -> Rejected:
     """A rejected record of a shard with its line in the file (in a large file, or a dataset: in its shard)."""
     if shard.kind == "dataset":
         return rejected._replace(path=f"{shard.path}, shard {shard.start}")
     if shard.start > _MAX_COUNTED_BYTES:
         return rejected._replace(path=f"{shard.path}, from byte {shard.start} on")
-    return rejected._replace(line=_lines_before(shard.path, shard.start) + rejected.line)
+    return rejected._replace(line=lines_before(shard) + rejected.line)
 
 
-@lru_cache(maxsize=64)
-def _lines_before(path: str, end: int) -> int:
-    """Line ends among the first `end` bytes of a file."""
+def count_lines(path: str, start: int, end: int) -> int:
+    """Line ends among bytes start:end of a file."""
     lines = 0
     with open(path, "rb") as file:
-        while end > 0 and (block := file.read(min(1 << 20, end))):
-            lines, end = lines + block.count(b"\n"), end - len(block)
+        file.seek(start)
+        while start < end and (block := file.read(min(1 << 20, end - start))):
+            lines, start = lines + block.count(b"\n"), start + len(block)
     return lines
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.records import Rejected, RejectedRecords, locate
+from lm_experiments_tools.data.text.records import Rejected, RejectedRecords, count_lines
 from lm_experiments_tools.data.text.sources import Shard, content_of, datasets_of, plan_shards
 from lm_experiments_tools.data.tokens.encoding import EncodedWriter, Encoder, encode_shard, work
 from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta, remove_unfinished
@@ -200,17 +200,22 @@ class _ShardFiles:
     def collect_rejected(self, path: str, limit: int | None) -> RejectedRecords:
         """The rejected records of all shards, with the lines of their files, listed in `path`."""
         rejected = RejectedRecords(limit, path)
+        file, position, lines = "", 0, 0
         with closing(rejected):
             for number, shard in enumerate(self.shards):
                 record, listed = self._record(number), Path(f"{self._prefix(number)}.bad.jsonl")
                 rejected.accept(record["num_lines"] if record else 0)
                 rejected.num_empty += record["empty_documents"] if record else 0
-                if not listed.is_file():
-                    continue
-                for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
-                    found = Rejected(shard.path, entry["line"], entry["reason"], entry["content"])
-                    rejected.reject(locate(shard, found))
-                if record is None:
+                if listed.is_file():
+                    if shard.path != file:
+                        file, position, lines = shard.path, 0, 0
+                    if shard.kind != "dataset":
+                        lines += count_lines(shard.path, position, shard.start)
+                        position = shard.start
+                    for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
+                        line = lines + entry["line"]
+                        rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
+                if listed.is_file() and record is None:
                     raise UserError(f"most lines of {shard.path} are bad: {rejected}; give another --input")
         if rejected.count:
             logger.warning("%s", rejected)

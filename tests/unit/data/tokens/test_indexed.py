@@ -154,3 +154,12 @@ def test_missing_files_and_bad_sidecar_are_named(tmp_path):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(UserError, match=r"x\.json is not valid JSON"):
         IndexedDataset(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [{"vocab_sha256": 5}, {"vocab_file": [1]}, {"num_bytes": "x"}, {"shard": 3}, {"bad_lines": None, "shard": []}],
+)
+def test_a_sidecar_with_a_value_of_another_kind_is_named(tmp_path, meta):
+    with pytest.raises(UserError, match=r"x\.json is damaged: \w+ is .*, not a (int|str|dict)"):
+        token_data(tmp_path / "x", EXAMPLE, meta=meta)
