@@ -45,10 +45,7 @@ from megatron.tokenizers import BertDataTokenizer, check_tokenizer
 logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
-_UNREAD_REMEDY = (
-    "Preprocess the text with --split-sentences, raise --input_seq_len or --max_sentence_length (none keeps all "
-    "documents), or leave out sentence pairs (--use_nsp 0), which need two sentences of a document"
-)
+_BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 _UNREAD_WARNING = 0.05  # of the tokens without room in a sample: every text has a few long or lone sentences
 _32 = np.uint64(32)
 
@@ -164,13 +161,27 @@ class BertDataset:
 
     def _check_mapping(self, max_unread: float) -> None:
         counts, prefix = self.mapping.counts, self.tokens.prefix
-        found = f"{prefix}, samples of {self.max_seq_length} tokens: {counts.describe()}"
-        if counts.unread > max_unread or not len(self.mapping.rows):
-            raise UserError(f"{found}. {_UNREAD_REMEDY}, or allow it with --max_unread 1.")
+        if len(self.mapping.rows) == 0:
+            raise UserError(f"{prefix} gives no sample: {counts.describe()}; {self._unread_remedy()}.")
+        logger.info("%s: %d samples; %s", prefix, len(self), counts.describe())
+        unread = f"{prefix}: {counts.unread:.1%} of the tokens fit in no sample of {self.max_seq_length}"
+        if counts.unread > max_unread:
+            raise UserError(f"{unread}; {self._unread_remedy()}, or allow it with --max_unread 1.")
         if counts.unread > _UNREAD_WARNING:
-            logger.warning("%s. %s.", found, _UNREAD_REMEDY)
-        else:
-            logger.info("%s", found)
+            logger.warning("%s; %s", unread, self._unread_remedy())
+
+    def _unread_remedy(self) -> str:
+        """Remedy for tokens that are not read, by what most of them are."""
+        counts, longest = self.mapping.counts, self.settings.max_sentence_length
+        level = self.tokens.meta.get("level")
+        if level == "document":
+            return "it was made without --split-sentences: preprocess the text again with it"
+        if counts.long_sentence_tokens > counts.few_sentences_tokens + counts.overlong_tokens:
+            return f"raise --max_sentence_length {longest} (none keeps all documents)"
+        if counts.few_sentences_tokens > counts.overlong_tokens:
+            return "give longer documents, or leave out sentence pairs (--use_nsp 0), which need two sentences of one"
+        split = "" if level == "sentence" else ", or preprocess the text again if it was without --split-sentences"
+        return f"raise --input_seq_len {self.max_seq_length}{split}"
 
     def __len__(self) -> int:
         """Samples in an epoch, the same in each."""

@@ -109,6 +109,8 @@ class BadRows(RejectedRecords):
         quiet: do not log them, for data that is read again.
     """
 
+    names_key_flag = False
+
     def __init__(self, limit: int | None, *, quiet: bool = False) -> None:
         super().__init__(limit)
         self.quiet = quiet

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
 NO_LIMIT = sys.maxsize
+NO_KEY = "no key"  # begins the reason for a record without the key
 _MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
 _MIN_HOPELESS = 10_000
 _BOM = b"\xef\xbb\xbf"
@@ -109,7 +110,10 @@ class RejectedRecords:
         count, lines: rejected records, and all records read.
         first: "file:line: reason" of the first one, or "".
         num_empty: empty records, not in `count`.
+        names_key_flag: True where --text_key names the key of the text.
     """
+
+    names_key_flag = True
 
     def __init__(self, limit: int | None, path: Any = None, *, of_part: bool = False):
         self.limit, self.path, self._of_part = limit, None if path is None else Path(path), of_part
@@ -168,8 +172,10 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     listed = f"; see {rejected.path}" if rejected.path else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
+    lacks_key = rejected.names_key_flag and f": {NO_KEY} " in rejected.first
+    remedy = ": name the key of the text by --text_key" if lacks_key else ""
     found = f"{rejected.count} bad lines{empty} and nothing else"
-    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}")
+    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{remedy}")
 
 
 def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
@@ -270,7 +276,7 @@ def field_of(fields: dict[str, Any], key: str) -> Any:
     """The value under a key. Raises BadRecord, which names the keys there are."""
     if key not in fields:
         keys = ", ".join(repr(name) for name in list(fields)[:8])
-        raise BadRecord(f"no key {key!r} (there is {keys or 'none'})")
+        raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
     return fields[key]
 
 

@@ -31,6 +31,7 @@ def tokenizer(vocab_size=20_000, continues=(), **changes):
         "starts_word": starts_word,
         "fingerprint": "f" * 64,
         "name": "toy",
+        "other_case": None,
     }
     return SimpleNamespace(**special | settings | changes)
 
@@ -59,13 +60,6 @@ def data(tmp_path_factory):
 def dataset(tokens, **settings):
     settings = {"tokenizer": tokenizer(), "max_seq_length": 64, "max_unread": 1.0} | settings
     return BertDataset(tokens, **settings)
-
-
-def num_cut(samples):
-    """Tokens of the sentences of all samples beyond their target lengths."""
-    first, end, target = samples.mapping.rows.astype(np.int64).T
-    offsets = np.append(0, np.cumsum(samples.tokens.sequence_lengths))
-    return int(np.maximum(offsets[end] - offsets[first] - target, 0).sum())
 
 
 def rows_of(batch):
@@ -116,7 +110,8 @@ def test_samples_are_consecutive_sentences_of_one_document(data, short_seq_prob)
         if len(a) + len(b) < 61 and short_seq_prob == 0:  # nothing was cut: B follows A at once
             assert first[-1] + 1 == second[0] and {first[0], second[0]} <= sentence_starts
         seen.update(a + b)
-    assert len(seen) == data.num_tokens - num_cut(samples)
+    cut = samples.mapping.counts.truncated_tokens
+    assert len(seen) == data.num_tokens - cut
 
 
 def test_each_epoch_has_all_samples_with_fresh_noise(data):
@@ -265,7 +260,7 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
         (
             long,
             {"max_sentence_length": 512},
-            "1 documents with 1,200 tokens.* 1,200 in documents with a sentence that is too long",
+            "gives no sample: of 1 documents with 1,200 tokens.* 1 with a sentence that is too long",
         ),
         (foreign, {}, "were made with the tokenizer .* eeeeeeeeeeee"),
         (token_data(tmp_path / "empty", []), {}, "has no tokens"),
@@ -284,7 +279,9 @@ def test_what_is_left_out_is_logged(tmp_path, caplog):
     tokens = token_data(tmp_path / "mixed", numbered([[10, 10], [7], [], [513, 2, 2]]))
     with caplog.at_level(logging.INFO):
         assert len(dataset(tokens, max_sentence_length=512)) == 1
-    assert "7 in documents with too few sentences, 517 in documents with a sentence that is too long" in caplog.text
+    assert (
+        "1 empty; 1 with too few sentences, 7 tokens (1.3 %); 1 with a sentence that is too long, 517" in caplog.text
+    )
 
 
 def test_a_long_sentence_is_cut_and_its_document_read(tmp_path, caplog):
@@ -296,7 +293,8 @@ def test_a_long_sentence_is_cut_and_its_document_read(tmp_path, caplog):
     seen = {token for a, b, _ in rows_of(samples.batch(np.arange(40 * len(samples)))) for token in a + b}
     long = {*tokens.tokens[40:740].tolist()}
     assert {*tokens.tokens[740:].tolist()} <= seen and len(seen & long) > room  # other parts in other epochs
-    assert f"0 in documents with a sentence that is too long, {700 - room} at the ends" in caplog.text
+    assert "0 with a sentence that is too long" in caplog.text
+    assert f"in 1 sentences longer than any sample: {700 - room} tokens" in caplog.text
 
 
 @pytest.mark.parametrize("binary_head", [False, True])
@@ -308,23 +306,31 @@ def test_what_no_sample_has_room_for_is_what_an_epoch_does_not_read(tmp_path, ca
     counts = samples.mapping.counts
     unread = counts.few_sentences_tokens + 520 + counts.overlong_tokens
     # besides, a pair leaves out one token where a sentence of 1 stands beside one that fills the sample
-    assert len(seen) == tokens.num_tokens - unread - (num_cut(samples) - counts.overlong_tokens)
+    assert len(seen) == tokens.num_tokens - unread - (counts.truncated_tokens - counts.overlong_tokens)
     assert counts.unread == pytest.approx((1050 + 520 + 239 if binary_head else 1000 - 62 + 520 + 238) / 1921)
-    assert f"{counts.unread:.1%} of the tokens fit in no sample" in caplog.text
+    assert f"{counts.unread:.1%} of the tokens fit in no sample of 64" in caplog.text
 
 
-def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allowed(tmp_path):
+def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allowed(tmp_path, caplog):
     whole = token_data(tmp_path / "whole", numbered([[1000], [900], [40]]), meta={"level": "document"})
-    with pytest.raises(UserError, match=r"91.5% of the tokens fit in no sample.* --split-sentences.* --max_unread 1"):
+    with pytest.raises(
+        UserError, match=r"91.5% of the tokens fit in no sample of 64; .*without --split-sentences: pre"
+    ):
         dataset(whole, binary_head=False, max_unread=0.5)
     assert len(dataset(whole, binary_head=False, max_unread=0.92)) == 3
+    assert "91.5% of the tokens" in caplog.text
     long = token_data(tmp_path / "long", numbered([[600, 600], [10, 10]]))
-    with pytest.raises(UserError, match="1,200 in documents with a sentence that is too long"):
+    with pytest.raises(UserError, match="raise --max_sentence_length 512 .*allow it with --max_unread 1"):
         dataset(long, max_unread=0.5, max_sentence_length=512)
+    lone = token_data(tmp_path / "lone", numbered([[30], [30], [10, 10]]))
+    with pytest.raises(UserError, match="give longer documents, or leave out sentence pairs .--use_nsp 0."):
+        dataset(lone, max_unread=0.5)
+    with pytest.raises(UserError, match="raise --input_seq_len 12, or preprocess the text again if it was without"):
+        dataset(lone, max_unread=0.4, binary_head=False, max_seq_length=12)
 
 
 def test_ordinary_sentences_are_nothing_to_warn_of_however_many_overshoot(data, caplog):
-    assert num_cut(dataset(data, max_unread=0.0)) > 0.1 * data.num_tokens
+    assert dataset(data, max_unread=0.0).mapping.counts.truncated_tokens > 0.1 * data.num_tokens
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -365,6 +371,7 @@ def test_the_worked_example_of_the_mapping():
     lengths = np.array([4, 3, 5, 6, 2, 7, 8], np.int32)
     mapping = build_mapping(np.array([0, 5, 7]), lengths, MappingSettings(10, short_seq_prob=0))
     assert mapping.rows.tolist() == [[0, 3, 10], [3, 5, 10], [5, 7, 10]]
+    assert mapping.counts.truncated_tokens == 2 + 5
 
 
 def test_short_samples_are_as_frequent_and_as_long_as_asked_for():
@@ -386,7 +393,7 @@ def test_a_mapping_does_not_depend_on_how_it_is_chunked(monkeypatch):
     monkeypatch.setattr("megatron.sample_mapping._CHUNK", 50)
     chunked = build_mapping(documents, lengths, settings)
     np.testing.assert_array_equal(chunked.rows, whole.rows)
-    assert chunked.counts == whole.counts and whole.counts.long_sentence_tokens > 0
+    assert chunked.counts == whole.counts and whole.counts.long_sentence_documents > 0
 
 
 def load_and_report(prefix, cache, start, results):
@@ -409,7 +416,7 @@ def test_eight_processes_that_start_at_once_share_one_mapping(data, tmp_path):
         assert process.exitcode == 0
     assert len(found) == 1
     names = sorted(path.suffix for path in (tmp_path / "new" / "cache").iterdir())
-    assert names == [".json", ".rows"]  # and no temporary file
+    assert names == [".json", ".npy"]  # and no temporary file
 
 
 def test_a_damaged_mapping_is_noticed_and_built_again(data, tmp_path, caplog):

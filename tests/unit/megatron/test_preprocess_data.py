@@ -253,9 +253,9 @@ def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatc
     write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
     with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\)"):
         run(folder)
-    with pytest.raises(UserError, match=r"no key 'text'"):
+    with pytest.raises(UserError, match=r"--json-keys content text; .* no key 'text'"):
         run(folder, "--json-keys", "content", "text")
-    assert [path.name for path in (folder / "out").iterdir()] == ["x.bad_lines.jsonl"]
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
