@@ -45,7 +45,6 @@ from megatron.tokenizers import BertDataTokenizer, check_tokenizer
 logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
-_BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 _UNREAD_WARNING = 0.05  # of the tokens without room in a sample: every text has a few long or lone sentences
 _32 = np.uint64(32)
 

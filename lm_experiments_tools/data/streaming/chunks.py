@@ -15,6 +15,7 @@ from concurrent import futures
 from dataclasses import asdict, dataclass
 from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +35,11 @@ BuildFunction = Callable[[Chunk, int, int], SampleDataset]
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Examples and tokens of a chunk, and the position in each text at its end."""
+    """Examples and tokens of a chunk, and the `MixedPosition` of its end."""
 
     num_samples: int
     num_tokens: int
-    end: list[dict[str, int]]
+    end: dict[str, Any]
 
 
 class ExampleStream:
@@ -97,8 +98,8 @@ class ExampleStream:
     @property
     def rejected_and_lines(self) -> tuple[int, int]:
         """Number of rejected records and of all records read so far, without repetitions."""
-        end = self._records[-1].end if self._records else []
-        return sum(text["rejected"] for text in end), sum(text["lines"] for text in end)
+        end = self._records[-1].end if self._records else {"rejected": 0, "lines": 0}
+        return end["rejected"], end["lines"]
 
     def drop_before(self, sample: int) -> None:
         """Drop the chunks before that of an example."""
@@ -119,7 +120,7 @@ class ExampleStream:
 
     def request(self, number: int) -> ChunkRequest:
         """The request for a chunk, known or next."""
-        begin = self._records[number - 1].end if number else []
+        begin = self._records[number - 1].end if number else {}
         return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:

@@ -334,7 +334,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     loader = start(max_bad_lines=2, **settings)
     take(loader, 100)
     stream = loader.dataset.feed.streams[0]
-    assert stream._records[-1].end[0]["epoch"] >= 2 and stream.rejected_and_lines[0] == 2
+    assert stream._records[-1].end["texts"][0]["epoch"] >= 2 and stream.rejected_and_lines[0] == 2
     loader.close()
     listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
     listed = [json.loads(line) for line in listed.read_text().splitlines()]

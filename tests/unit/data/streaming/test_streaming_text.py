@@ -181,12 +181,12 @@ def mixed(paths, weights=None, blending="megatron", **limits):
 
 
 def open_mixed(plan, stream, begin=None, max_bad_lines=0):
-    return plan.open(stream, begin or [], text_key="text", max_bad_lines=max_bad_lines, listed_in="")
+    return plan.open(stream, begin or {}, text_key="text", max_bad_lines=max_bad_lines, listed_in="")
 
 
-def test_a_mixture_gives_shares_of_bytes_and_repeats_nothing_before_a_text_is_read(data):
-    plan = mixed([str(data / "text" / name) for name in ("a.jsonl", "b.jsonl")], weights=[1.0, 3.0])
-    assert plan.num_streams == 4
+def test_a_mixture_gives_shares_of_bytes_and_repeats_nothing_before_a_text_is_read(two_texts):
+    plan = mixed(two_texts, weights=[1.0, 3.0])
+    assert [part.num_streams for part in plan.plans] == [4, 1]
     a, b = set(TEXTS[:2500]), set(TEXTS[2500:])
     streams = [[document.value for document in islice(open_mixed(plan, number), 450)] for number in range(4)]
     for texts in streams:
@@ -198,21 +198,16 @@ def test_a_mixture_gives_shares_of_bytes_and_repeats_nothing_before_a_text_is_re
     assert {counts[text] for text in b} <= {0, 1} and sum(counts[text] for text in b) > 1200
 
 
-def test_a_text_that_cannot_be_cut_leaves_a_mixture_one_stream(two_texts):
-    plan = mixed(two_texts)
-    assert plan.num_streams == 1 and {part.num_streams for part in plan.plans} == {1}
-
-
 def test_any_position_of_a_mixture_is_found_again(two_texts):
     plan = mixed(two_texts, weights=[1.0, 3.0])
-    text, positions = open_mixed(plan, 0), [[]]
+    text, positions = open_mixed(plan, 1), [{}]
     documents = []
-    for document in islice(text, 3000):
+    for document in islice(text, 3000):  # several epochs of b
         documents.append(document)
-        positions.append([asdict(position) for position in text.position])
-    assert text.position[1].epoch == 1
+        positions.append(json.loads(json.dumps(asdict(text.position))))
+    assert text.position.texts[1].epoch > 3
     for number in (0, 1, 2, 700, 2000, 2990):
-        assert list(islice(open_mixed(plan, 0, positions[number]), 10)) == documents[number : number + 10]
+        assert list(islice(open_mixed(plan, 1, positions[number]), 10)) == documents[number : number + 10]
 
 
 def test_shares_of_a_mixture_follow_from_sizes_limits_and_weights(data, two_texts, parquet):
@@ -227,3 +222,16 @@ def test_shares_of_a_mixture_follow_from_sizes_limits_and_weights(data, two_text
         mixed(two_texts, blending="proportional")
     with pytest.raises(UserError, match="parquet do not compare .* --data_blending megatron and"):
         mixed([paths[0], parquet], blending="proportional")
+
+
+def test_bad_lines_of_a_text_that_streams_share_are_listed_by_one_of_them(two_texts, tmp_path):
+    lines = [json.dumps({"text": text}) if number % 10 else "bad" for number, text in enumerate(TEXTS[:50])]
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    plan = mixed([two_texts[0], str(tmp_path / "bad.jsonl.gz")])
+    found = []
+    for stream in range(4):
+        text = open_mixed(plan, stream, max_bad_lines=10)
+        list(islice(text, 200))
+        found += [bad.line for bad in text.rejected]
+        assert text.position.rejected == len(text.rejected)
+    assert found == [1, 11, 21, 31, 41]
