@@ -144,14 +144,15 @@ def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[E
     for number, (where, example) in enumerate(examples):
         key = example.name or number
         if key not in found:
-            found[key] = where, replace(example, name=str(key))
+            found[key] = where, example
             continue
         first_where, first = found[key]
         if first.source == example.source:
             found[key] = first_where, replace(first, targets=first.targets + example.targets)
         else:
             bad.add(where, f"the id {key!r} of {first_where} again, with another source")
-    yield from (example for _, example in found.values())
+    for key, (_, example) in found.items():
+        yield example if example.name else replace(example, name=f"row {key}" if str(key) in found else str(key))
 
 
 def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:

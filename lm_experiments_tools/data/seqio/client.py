@@ -181,6 +181,8 @@ class WorkerProcess:
         code = None
         with suppress(subprocess.TimeoutExpired):
             code = self._worker.process.wait(_SECONDS_TO_END)
+        if code is None:
+            return RunError(f"the seqio worker (process {self.pid}) closed its connection")
         return RunError(
             f"the seqio worker ended with exit code {code} (-9: killed, often for lack of memory); {self._log_file} "
             "says why"

@@ -42,19 +42,28 @@ class Hub:
     def __init__(self, caller: Caller) -> None:
         self._caller, self._lock = caller, threading.Lock()  # text is read, and lines are logged, in several threads
         self._clients: list[tuple[Connection, dict[str, int]]] = []
+        self._is_ready = False
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Tell the parent that the task is built. It reads no further message."""
+        with self._lock:
+            self._caller.send(message)
+            self._is_ready = True
 
     def tell(self, message: Any) -> None:
-        """Send a message to all clients, or to the parent where there are none."""
+        """Send a message to all clients, or to the parent while the task is being built."""
         with self._lock:
-            for receiver in [client for client, _ in self._clients] or [self._caller]:
+            receivers = [client for client, _ in self._clients] if self._is_ready else [self._caller]
+            for receiver in receivers:
                 with suppress(ConnectionError):
                     receiver.send(message)
 
     def accept(self, listener: Listener, clients: int) -> dict[str, int]:
         """Wait for that many clients with the same request, ranks aside, and return the request."""
-        for client, _ in self._clients:
-            client.close()
-        self._clients = []
+        with self._lock:
+            for client, _ in self._clients:
+                client.close()
+            self._clients = []
         while len(self._clients) < clients:
             client = listener.accept()
             with suppress(EOFError, ConnectionError):  # it has sought again already
@@ -90,7 +99,7 @@ def serve(job: Job, hub: Hub) -> None:
     examples = TaskExamples(job, lambda level, text: hub.tell((level, text)))
     validation = write_validation(examples, Path(job.folder) / VALIDATION) if job.validation else None
     with Listener(os.path.join(job.folder, SOCKET), "AF_UNIX", backlog=job.clients) as listener:
-        hub.tell({"fingerprint": examples.fingerprint(), "title": examples.title, "validation": validation})
+        hub.answer({"fingerprint": examples.fingerprint(), "title": examples.title, "validation": validation})
         while True:
             request = hub.accept(listener, job.clients)
             with suppress(ConnectionError):  # clients have sought another position, and connect again
@@ -125,4 +134,5 @@ def work(caller: Caller) -> None:
         serve(job, hub)
     except UserError as error:
         hub.tell(UserError(str(error)))
+        print(error, file=sys.stderr)  # for a client that has just disconnected
         sys.exit(2)
