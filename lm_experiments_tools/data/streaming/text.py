@@ -1,25 +1,23 @@
-"""The text of a streamed run: its shards are assigned to streams, which read them in an order fixed by the seed.
+"""The documents of a streamed run, in an order that depends only on data and seed.
 
-Shards (parts of files, shards of a Hugging Face dataset) are assigned to V streams, differently in each epoch. Six
-shards of equal size in two streams:
+A shard is a part of a file or a shard of a Hugging Face dataset. Each epoch assigns the shards to V streams in another
+way. Six shards of equal size in two streams:
 
     epoch       0         1         2
     stream 0    4 1 3     0 4 2     5 3 0   ...
     stream 1    0 5 2     3 1 5     1 2 4   ...
 
-V depends on the data and on `--streams`, not on the number of workers. A stream, and each `Position` in it, is a
-function of (data, seed).
+V depends on the data and on `--streams`, not on the number of workers.
 
-Several texts (`--data_weights`, `--data_temperature` and so on) are mixed in each stream: the next document comes from
-the text with the largest deficit in bytes. The bytes read of each text are
-part of the position, so a mixture is a function of (data, settings, seed). Two texts of equal weights, with documents
-of 3 bytes (a) and of 1 byte (b):
+Several texts (`--data_weights`, `--data_temperature`, ...) are mixed within each stream. The next document comes from
+the text that is furthest below its weight, in bytes. Two texts of equal weights, with documents of 3 bytes (a) and of
+1 byte (b):
 
     bytes of a, b    0 0    3 0    3 1    3 2    3 3    6 3   ...
     document         a      b      b      b      a      b     ...
 
-A text that cannot be balanced over V streams, such as one compressed file, has n, a divisor of V; V / n streams read
-all of each of them and use its documents in round robin, so that no document is in two streams.
+A text with too few shards for V streams, such as one compressed file, is shared: several streams read all of it, and
+each uses every k-th document. No document is in two streams.
 """
 
 import heapq
@@ -59,10 +57,14 @@ _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of th
 
 @dataclass(frozen=True)
 class Position:
-    """A position in one text of a stream: after `items` records and rejected records of shard number `shard`.
+    """How far a stream has read one of its texts.
 
-    `rejected` and `lines` (rejected and usable records) count those of epoch 0, which meets each line once;
-    `documents` counts all that were read, `num_bytes` the bytes of those that the stream used.
+    Attributes:
+        epoch, shard: epoch, and shard in that epoch's order.
+        items: records read in this shard, with rejected ones.
+        rejected, lines: rejected records and all records in epoch 0.
+        documents: documents read in all epochs.
+        num_bytes: bytes of the documents that this stream used.
     """
 
     epoch: int = 0
@@ -84,10 +86,15 @@ class StreamPlan:
 
     @classmethod
     def make(cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False) -> "StreamPlan":
-        """Cut the inputs into shards for as many balanced streams as possible.
+        """Cut the inputs into shards for at most `max_streams` streams of similar size.
 
-        Their number is at most `max_streams` (a divisor of it with `divisor`); the largest has at most 1.1 times the
-        average size. Raises UserError where an input does not exist or is empty.
+        The largest stream has at most 1.1 times the average size.
+
+        Args:
+            divisor: True if the number of streams must divide `max_streams`.
+
+        Raises:
+            UserError: an input does not exist or is empty.
         """
         shards = plan_shards(inputs)
         size = sum(shard.num_bytes for shard in shards)
@@ -99,7 +106,7 @@ class StreamPlan:
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
-        """The plan with this machine's file times, since files may be copies. Raises UserError if sizes differ."""
+        """Replace the recorded file times by those on this machine. Raises UserError if file sizes differ."""
         planned = {shard.path: shard.stamp for shard in self.shards if shard.stamp is not None}
         stamps = {path: file_stamp(path) if os.path.exists(path) else (-1, 0) for path in planned}
         for path, stamp in planned.items():
@@ -112,7 +119,7 @@ class StreamPlan:
         return replace(self, shards=tuple(replace(shard, stamp=stamps.get(shard.path)) for shard in self.shards))
 
     def shards_of(self, stream: int, epoch: int) -> list[Shard]:
-        """Shards of a stream in an epoch, in reading order."""
+        """Return the shards that a stream reads in an epoch, in order."""
         return [self.shards[number] for number in _assign(self, epoch)[stream]]
 
 
@@ -148,16 +155,20 @@ def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
 
 
 class StreamText:
-    """Documents of one text in a stream, without end.
+    """Endless documents of one text for one stream.
 
     Args:
-        max_bad_lines: limit of rejected records of all streams.
-        listed_in: the list of rejected records, for messages.
-        sharing: number of streams that read the text and use its documents in round robin, and the index of this one.
-        rejected: receives the records rejected in epoch 0.
+        plan: shards of the text.
+        stream: index of the stream.
+        position: where to start.
+        text_key: key of the text in a JSON record.
+        max_bad_lines: maximum number of rejected records.
+        listed_in: file that lists them, for error messages.
+        sharing: (k, i) to use only every k-th document, beginning with document i.
+        rejected: list that receives the records rejected in epoch 0.
 
     Attributes:
-        position: after the last document.
+        position: position after the last document.
     """
 
     def __init__(
@@ -237,7 +248,12 @@ class StreamText:
 
 @dataclass(frozen=True)
 class MixedPosition:
-    """A position in a stream: in each of its texts; `rejected` and `lines` are those that this stream lists."""
+    """How far a stream has read all of its texts.
+
+    Attributes:
+        texts: position in each text.
+        rejected, lines: rejected records and all records in epoch 0. A shared text counts in one stream only.
+    """
 
     texts: tuple[Position, ...]
     rejected: int = 0
@@ -246,7 +262,13 @@ class MixedPosition:
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """The texts that all streams read, and their fractions of the bytes."""
+    """The texts that all streams read.
+
+    Attributes:
+        plans: one per text.
+        shares: fraction of the bytes that come from each text.
+        num_streams: number of streams.
+    """
 
     plans: tuple[StreamPlan, ...]
     shares: tuple[float, ...]
@@ -254,7 +276,7 @@ class MixedPlan:
 
     @classmethod
     def of_one(cls, inputs: Sequence[str], max_streams: int, seed: int) -> "MixedPlan":
-        """The plan of inputs that are read as one text."""
+        """Plan a run over inputs that are read as one text."""
         plan = StreamPlan.make(inputs, max_streams, seed)
         return cls((plan,), (1.0,), plan.num_streams)
 
@@ -270,7 +292,11 @@ class MixedPlan:
         maximum: float | None,
         temperature: float,
     ) -> "MixedPlan":
-        """Plan each of the inputs; the other arguments are those of `MixtureDataset`, with sizes in bytes of files."""
+        """Plan a run over several texts that are mixed.
+
+        Args:
+            weights, blending, maximum, temperature: see `MixtureDataset`; sizes are bytes of files.
+        """
         seeds = [stream_key(seed, f"text {number}") for number in range(len(inputs))]
         plans = [StreamPlan.make([path], num_streams, s, True) for path, s in zip(inputs, seeds, strict=True)]
         rates = np.array(weights or [1.0] * len(plans), np.float64)
@@ -281,20 +307,25 @@ class MixedPlan:
         return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
 
     def on_this_machine(self) -> "MixedPlan":
-        """See `StreamPlan.on_this_machine`."""
+        """Replace the recorded file times by those on this machine. Raises UserError if file sizes differ."""
         return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
 
     def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
-        """The text of a stream from a `MixedPosition` as JSON ({}: the start), with the options of `StreamText`."""
+        """Open the documents of a stream.
+
+        Args:
+            begin: `MixedPosition` as JSON; {} for the start.
+            options: further arguments of `StreamText`.
+        """
         texts = tuple(Position(**text) for text in begin.get("texts", [{}] * len(self.plans)))
         return MixedText(self, stream, MixedPosition(**{**begin, "texts": texts}), **options)
 
     def identity(self) -> list[Any]:
-        """Content of the shards, number of streams and seed of each text, and the fractions."""
+        """Return JSON values that identify the texts, their weights, the number of streams and the seeds."""
         return [[content_of(plan.shards), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:
-        """Log text: fractions and size of the texts."""
+        """Describe the texts and their weights, for the log."""
         shares = " : ".join(f"{share:.2%}" for share in self.shares)
         mixed = f"mixed {shares} of their bytes, " if len(self.plans) > 1 else ""
         return f"{mixed}{sum(len(plan.shards) for plan in self.plans)} shards in {self.num_streams} streams"
@@ -313,11 +344,11 @@ def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
 
 
 class MixedText:
-    """Documents of one stream, without end.
+    """Endless documents of one stream, mixed from all texts.
 
     Attributes:
-        position: after the last document.
-        rejected: records rejected in epoch 0, without those that another stream of a shared text lists.
+        position: position after the last document.
+        rejected: records rejected in epoch 0. Only one of the streams that share a text lists them.
     """
 
     def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **options: Any):

@@ -1,7 +1,7 @@
-"""Cache of the checks of large token files, so that a machine reads an index in full only once.
+"""Check large token files only once per machine.
 
-Checking the 90 GB index of BERT's sentences of C4 takes minutes. The result is cached in `.cache/checked/` with inode,
-size and time of the files. Small files are checked each time.
+Reading a large index, such as the 90 GB index of C4's sentences, takes minutes. The result is cached in
+`.cache/checked/`, with inode, size and time of the files. Small files are checked every time.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ SMALL = 8 * 2**20  # bytes of a file that is checked in a few milliseconds
 
 
 def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) -> IndexedDataset:
-    """The token file with its fingerprint, checked unless this machine has checked it. Raises as `IndexedDataset`."""
+    """Open a token file. Its index is checked once per machine. Raises as `IndexedDataset`."""
     paths = dataset_paths(prefix)
     opened: list[IndexedDataset] = []
     if _is_small(paths[1]):
@@ -41,7 +41,7 @@ def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) 
 
 
 def found_once(path: Path, files: Sequence[Path], find: Callable[[], str]) -> str:
-    """The result of `find()`, which reads all of `path`; cached until `files` change."""
+    """Return `find()`, which reads all of `path`. The result is cached until one of `files` changes."""
     if _is_small(path):
         return find()
     name = path.with_suffix("")
