@@ -1,12 +1,12 @@
-"""The process that owns TensorFlow: it makes seqio's examples for the training processes of its machine.
+"""The process that runs TensorFlow: makes seqio's examples for the training processes of its machine.
 
 | channel | content |
 |---|---|
-| its `Caller` | to it: `{"log": (level, text)}`, `{"ready": {...}}`, `{"error": text, "by_user": bool}` |
+| `Caller`, to the parent | `{"log": (level, text)}`, `{"ready": {...}}`, `{"error": text, "by_user": bool}` |
 | stdout, stderr | output of TensorFlow and the user's module |
-| a Unix socket | to each client its rows of each global batch, see `Hub` |
+| Unix socket, to each client | its rows of each global batch, see `Hub` |
 
-TensorFlow is imported only by tasks.py, which only the worker process loads.
+Only this process imports TensorFlow (in tasks.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lm_experiments_tools.errors import UserError
 
 
 class Hub:
-    """The worker's side of all channels.
+    """The worker's connections to its parent and to its clients, the training processes.
 
-    A client connects for each start position and sends one line of JSON: `start` (a global sample number), `rows` (of
-    a step, per worker), `rank`, `world_size`. When all clients have sent the same request, each gets batch after
-    batch: a `FRAME`, then int32[rows, inputs_length + targets_length], padded with `PADDING`. Row k of rank r is row
-    k * world_size + r of the global batch. When one disconnects to seek, all are expected to connect again.
+    A client connects and sends one line of JSON with `start` (sample number), `rows` (per step and client), `rank` and
+    `world_size`. After all clients have sent the same request, each receives one message per batch: a `FRAME`, then
+    int32[rows, inputs_length + targets_length], padded with `PADDING`. Row k of rank r is row k * world_size + r of
+    the global batch. To seek, all clients disconnect and connect again.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -54,7 +54,7 @@ class Hub:
         self.tell(log=(level, text))
 
     def fail(self, text: str, by_user: bool) -> None:
-        """Send the reason why the worker ends to the parent and to all clients."""
+        """Send the reason for the worker's end to the parent and to all clients."""
         self.tell(error=text, by_user=by_user)
         content = json.dumps({"error": text, "by_user": by_user}).encode()
         for client, _ in self._clients:
@@ -70,7 +70,7 @@ class Hub:
         self._listener.listen(clients)
 
     def accept(self, clients: int) -> dict[str, int]:
-        """Wait for that many clients with the same request, ranks aside, and return the request."""
+        """Wait for `clients` clients and return their request. All must send the same request, except for the rank."""
         self.disconnect()
         while len(self._clients) < clients:
             client, _ = self._listener.accept()
@@ -96,7 +96,7 @@ class Hub:
 
 
 def import_triton() -> None:
-    """Load triton, if it works, before TensorFlow: loaded after it, triton aborts the process."""
+    """Import triton, if it works. It aborts the process if imported after TensorFlow."""
     if not importlib.util.find_spec("triton"):
         return
     try:
@@ -106,7 +106,7 @@ def import_triton() -> None:
 
 
 def serve(job: Job, hub: Hub) -> None:
-    """Build the task, then serve its endless batches."""
+    """Build the task, then serve endless batches."""
     import_triton()
     from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 
@@ -127,7 +127,7 @@ def serve(job: Job, hub: Hub) -> None:
 
 
 def write_validation(examples: Any, path: Path) -> int:
-    """Write the validation split as int32[n, inputs_length + targets_length]; returns n."""
+    """Write the validation examples as int32[n, inputs_length + targets_length]. Returns n."""
     rows = 0
     with open(path, "wb") as file:
         for batch in examples.validation():
@@ -145,7 +145,7 @@ def end_with_caller(caller: Caller, folder: str) -> None:
 
 
 def work(caller: Caller) -> None:
-    """Main function of the process: receives its `Job` and makes examples until its parent has ended."""
+    """Main function of the worker process."""
     job, hub = caller.settings, Hub(caller)
     threading.Thread(target=end_with_caller, args=(caller, job.folder), daemon=True).start()
     sys.path.insert(0, os.getcwd())  # where the user's module may lie
