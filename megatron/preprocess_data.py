@@ -94,7 +94,7 @@ class PreprocessArgs(EncodingArgs):
 
     @property
     def level(self) -> str:
-        """ "sentence" or "document": what a sequence is, in the names of the files."""
+        """Kind of a sequence in the names of the files: "sentence" or "document"."""
         return "sentence" if self.split_sentences else "document"
 
     def shard_prefix(self, prefix: str) -> str:
