@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.tokens import checked
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -226,13 +224,6 @@ def test_a_sample_is_a_function_of_its_number(data, settings):
     for row in range(0, 150, 7):
         alone = samples.batch(numbers[row : row + 1])
         assert all(np.array_equal(alone[name][0], together[name][row]) for name in together)
-    one = TrainLoader(samples, 8)
-    expected = [next(one) for _ in range(12)]
-    ranks = [TrainLoader(samples, 4, rank, 2, consumed_samples=40) for rank in range(2)]
-    for batch in expected[5:]:
-        parts = [next(loader) for loader in ranks]
-        for name, values in batch.items():
-            assert torch.equal(torch.stack([part[name] for part in parts], dim=1).flatten(0, 1), values)
 
 
 def test_a_block_of_unknown_tokens_alone_predicts_nothing(tmp_path):
@@ -275,15 +266,6 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
         with pytest.raises(UserError, match=sentence):
             dataset(tokens, **settings)
     assert len(dataset(long)) == 1
-
-
-def test_what_is_left_out_is_logged(tmp_path, caplog):
-    tokens = token_data(tmp_path / "mixed", numbered([[10, 10], [7], [], [513, 2, 2]]))
-    with caplog.at_level(logging.INFO):
-        assert len(dataset(tokens, max_sentence_length=512)) == 1
-    assert (
-        "1 empty; 1 with too few sentences, 7 tokens (1.3 %); 1 with a sentence that is too long, 517" in caplog.text
-    )
 
 
 def test_a_long_sentence_is_cut_and_its_document_read(tmp_path, caplog):
@@ -454,12 +436,9 @@ def test_a_mapping_is_read_for_its_checksum_once_a_machine(data, tmp_path, monke
     monkeypatch.setattr(sample_mapping, "_checksum", lambda path: reads.append(path) or checksum(path))
     loaded = [load_mapping(data, MappingSettings(61), tmp_path) for _ in range(3)]  # workers, later starts
     assert reads == [path] and all(mapping.counts == loaded[0].counts for mapping in loaded)
-    monkeypatch.setattr(checked.platform, "node", lambda: "another")
-    load_mapping(data, MappingSettings(61), tmp_path)
-    assert reads == [path, path]
     os.utime(path, ns=(0, 0))  # written again since
     load_mapping(data, MappingSettings(61), tmp_path)
-    assert len(reads) == 3
+    assert len(reads) == 2
 
 
 def test_where_nothing_can_be_written_the_mapping_stays_in_memory(data, tmp_path, caplog):

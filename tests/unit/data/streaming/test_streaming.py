@@ -252,8 +252,7 @@ def test_old_chunks_are_dropped_and_made_again(start, in_process):
     assert_equal(take(loader, 10), expected)
 
 
-@pytest.mark.parametrize(("order", "rows"), [({"bucket_rows": 8}, 8), ({}, 2)])
-@pytest.mark.parametrize("task", ["prefix_lm", "ul2"])
+@pytest.mark.parametrize(("task", "order", "rows"), [("prefix_lm", {"bucket_rows": 8}, 8), ("ul2", {}, 2)])
 def test_rows_padded_together_are_of_like_length_for_any_number_of_workers(start, in_process, task, order, rows):
     """Those of a step where it is one bucket; where steps are mixed, those of its micro-batches."""
     settings = {"task": task, **order}
@@ -358,13 +357,11 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     ("changes", "message"),
     [
         ({"data_path": ("nobody/nothing",)}, "dataset nobody/nothing cannot be loaded"),
-        ({"data_path": ("./nothing.jsonl",)}, r"\./nothing\.jsonl does not exist"),
         ({"data_path": ("BLANK",)}, r"no document in .*blank\.jsonl"),
         (
             {"data_path": ("NUMBERS",), "max_bad_lines": 100},
             r"more than 100 bad lines: 101 so far, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
-        ({"data_path": ("NUMBERS",), "text_key": "id"}, r"no document in .*numbers\.jsonl: .*no key 'id'.*--text_key"),
         (
             {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
             r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "

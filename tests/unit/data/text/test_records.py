@@ -94,20 +94,6 @@ def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path):
     assert [(b["line"], b["reason"]) for b in quarantined(tmp_path)] == [(9, "not UTF-8 at byte 2")]
 
 
-def test_compressed_files_and_folders_in_sorted_order(tmp_path):
-    folder = tmp_path / "in"
-    (folder / "sub").mkdir(parents=True)
-    (folder / ".cache").mkdir()
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
-    (folder / "c.json").write_bytes(b'{"text": "c"}\n')
-    (folder / "sub" / "d.txt.gz").write_bytes(gzip.compress(b"d1\n\nd2\n"))
-    (folder / "a.txt").write_bytes(b"a\n")
-    (folder / "ignored.csv").write_bytes(b"x")
-    (folder / ".hidden.txt").write_bytes(b"x")
-    (folder / ".cache" / "x.txt").write_bytes(b"x")
-    assert [d.value for d in read(tmp_path, [folder])] == ["a", "b", "c", "d1", "d2"]
-
-
 def test_more_bad_lines_than_allowed_is_one_sentence_with_the_first_reason(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "ok"}\n{"text": 1}\n{"text": 2}\n')
@@ -277,35 +263,6 @@ def test_a_shard_never_reads_beyond_its_end(tmp_path):
     for shard in plan_shards([str(data)], 500):
         moved = Shard(shard.path, shard.kind, shard.start + 1, shard.end - 1)  # bounds that are no line's any more
         assert len(list(read_shard(moved))) == len(list(read_shard(shard)))
-
-
-def _reference_text(line):
-    """The text of a line by a parser of the test's own; None where it is bad, "" where it is empty."""
-    try:
-        record = json.loads(line.decode())
-        text = record["text"] if type(record) is dict else None
-        usable = type(text) is str and (not text.strip() or ("\0" not in text and text.encode()))
-    except (ValueError, KeyError, RecursionError):
-        return None
-    return (text if text.strip() else "") if usable else None
-
-
-def test_ten_thousand_mutated_lines_are_kept_or_quarantined_and_nothing_else(tmp_path):
-    rng = random.Random(1)
-    lines, all_lines = [], [line for line, _ in LINES] + EMPTY
-    for _ in range(10_000):
-        line = bytearray(rng.choice(all_lines)[:200])
-        for _ in range(rng.randrange(3)):
-            line[rng.randrange(len(line))] = rng.randrange(256)
-        lines.append(bytes(line).replace(b"\n", b" "))
-    data = tmp_path / "data.jsonl"
-    data.write_bytes(b"\n".join(lines))
-    expected = {n: _reference_text(line) for n, line in enumerate(lines, 1) if line.strip()}
-    documents = read(tmp_path, [data])
-    kept = {d.line: d.value for d in documents}
-    assert kept == {n: text for n, text in expected.items() if text}
-    assert [entry["line"] for entry in quarantined(tmp_path)] == [n for n, text in expected.items() if text is None]
-    assert len(kept) > 500
 
 
 def test_a_document_larger_than_memory_is_a_bad_line_of_which_only_the_beginning_is_read(tmp_path, monkeypatch):

