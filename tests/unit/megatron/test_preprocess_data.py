@@ -259,17 +259,6 @@ def test_text_files_give_what_the_same_documents_give_as_json(folder):
         run(folder, "--json-keys", "a", "b")
 
 
-def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
-    records = [{"text": "fine"}] + [{"content": "a"}] * 150
-    write_lines(folder / "in" / "data.jsonl", records)
-    with pytest.raises(UserError, match="more than 100 bad lines.*: 101 so far, the first is .*no key 'text'"):
-        run(folder)
-    run(folder, "--max-bad-lines", 150)
-    assert read_documents(f"{folder}/out/x_text_document") == [[tokenizer.tokenize("fine")]]
-    bad = (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()
-    assert [json.loads(line)["line"] for line in bad] == list(range(2, 152))
-
-
 def test_megatrons_own_package_and_ours_are_imported_side_by_side():
     if not any((Path(path) / "megatron" / "core").is_dir() for path in sys.path):
         pytest.skip("megatron-core is not installed")

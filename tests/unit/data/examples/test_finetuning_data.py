@@ -275,7 +275,6 @@ def test_rows_of_one_id_are_one_example_of_several_references_in_evaluation_alon
         tuple(f"w{n}" for n in range(3 * k, 3 * k + 3)) for k in range(3)
     ]
     assert [example.name for example in data.splits["valid"].examples] == ["q0", "q1", "q2"]
-    data.train.close()
 
 
 GLUE = {  # columns of the official files (Wang et al. 2019), one row, and what shall be found in it
@@ -336,7 +335,6 @@ def test_labels_are_those_of_the_training_data_in_order(labels, expected, tmp_pa
     flags = {"model_type": "encoder", "task": "classification", "optimize_metric": "loss"}
     data = read(word_tokenizer(), data_path=(path,), **flags)
     assert data.label_names == expected
-    data.train.close()
 
 
 @pytest.mark.parametrize(
@@ -371,7 +369,6 @@ def test_causal_lm_predicts_every_token_of_the_documents_once(tmp_path):
             found.update((a, b) for a, b in zip(ids[:-1], labels[1:], strict=True) if b != IGNORED_LABEL)
     assert found == follows
     assert len(data.train.dataset) == -(-len(stream) // 7)
-    data.train.close()
 
 
 def test_buckets_leave_little_padding_on_real_data(t5, tmp_path):
@@ -391,4 +388,3 @@ def test_datasets_of_huggingface_are_read(tmp_path):
         data = read(word_tokenizer(), data_path=(str(path),), valid_data_path=f"{tmp_path / 'set'}")
         found = [(example.source, example.targets[0]) for example in data.splits["valid"].examples]
         assert found == [(row["source"], row["target"]) for row in pairs(5)]
-        data.train.close()

@@ -118,12 +118,6 @@ def test_worked_example_of_prefix_lm(mode):
     assert [lengths.tolist() for lengths in denoiser.lengths(np.array([3]))] == [[4 + bool(mode)], [3]]
 
 
-def test_worked_example_of_the_prefix_lm_dataset():
-    data = prefix_lm(source(range(10, 15)), inputs_length=6, targets_length=6)
-    rows = in_epoch_that_starts_at(data, 0, [[10, 11, 12, 1, 0], [1, 1, 1, 1, 0], [13, 14, 1, -100, -100]])
-    assert len(rows) == 1
-
-
 def test_worked_example_of_ul2():
     specs = [DenoiserSpec.parse(text) for text in ("R:2:0.4", "S:0.5")]
     modes = {"R": 90, "X": 91, "S": 92}

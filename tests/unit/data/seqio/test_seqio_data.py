@@ -311,7 +311,6 @@ def test_settings_that_t5_would_treat_wrongly_in_silence(vocab, settings, senten
     ("settings", "sentence"),
     [
         ({"data_path": ("text.txt",)}, "--data_path is not for --task tasks:numbers"),
-        ({"valid_data_path": "text.txt"}, "--valid_data_path is not for --task tasks:numbers"),
         ({"data_pipeline": "native"}, "--data_pipeline native is not for"),
         ({"streaming": True}, "--streaming is not for"),
         ({"vocab": None}, "needs --vocab"),

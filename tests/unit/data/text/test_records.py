@@ -6,7 +6,6 @@ import os
 import random
 import re
 import sys
-import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -129,10 +128,8 @@ def test_empty_texts_are_counted_apart_from_bad_lines(tmp_path, caplog):
 def test_input_without_documents_is_an_error_at_once(tmp_path, content):
     data = tmp_path / "empty.jsonl"
     data.write_bytes(content)
-    start = time.process_time()
     with pytest.raises(UserError, match=r"empty\.jsonl"):
         read(tmp_path, [data])
-    assert time.process_time() - start < 1
 
 
 def test_inputs_that_cannot_be_read_are_named(tmp_path):
@@ -193,16 +190,6 @@ def test_hugging_face_datasets_that_cannot_be_loaded_are_one_sentence(tmp_path, 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
         read(tmp_path, ["name"])
-
-
-@pytest.mark.usefixtures("no_dataset_remembered")
-def test_a_folder_with_a_loading_script_is_one_sentence(tmp_path, monkeypatch):
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "mine.py").write_text("import datasets\n")
-    with pytest.raises(UserError, match=r"mine::train cannot be loaded: Dataset scripts are no longer"):
-        read(tmp_path, [f"{tmp_path}/mine::train"])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])

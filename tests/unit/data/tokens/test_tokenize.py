@@ -56,16 +56,16 @@ def test_ids_are_those_of_sentencepiece(tmp_path, vocab):
 def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monkeypatch):
     folder = tmp_path / "in"
     folder.mkdir()
-    write_jsonl(folder / "a.jsonl", make_texts(900, 1))
-    (folder / "b.txt").write_text("\n\n".join(make_texts(900, 2)))
+    write_jsonl(folder / "a.jsonl", make_texts(300, 1))
+    (folder / "b.txt").write_text("\n\n".join(make_texts(300, 2)))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a model of memory"}\n' * 50))
     results = []
-    for workers, shard_bytes in ((1, 1 << 30), (1, 5000), (2, 20_000), (3, 7777)):
+    for workers, shard_bytes in ((1, 1 << 30), (1, 3000), (3, 7777)):
         monkeypatch.setattr(module, "plan_shards", lambda inputs, size=shard_bytes: plan_shards(inputs, size))
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=workers)
         results.append(files(tmp_path / "t"))
-    assert results[1:] == results[:1] * 3
-    assert len(results[0][0]) > 20_000
+    assert results[1:] == results[:1] * 2
+    assert len(results[0][0]) > 7000
 
 
 def test_finished_shards_survive_a_kill_and_are_not_done_again(tmp_path, vocab, small_shards, monkeypatch):
@@ -162,7 +162,7 @@ def group_members(group):
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for left-over processes in /proc")
 def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(tmp_path, vocab):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(20_000))
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(6000))
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
     process = start(tmp_path, data, vocab, tmp_path / "t")
     while not list((tmp_path / "t.shards").glob("*.idx")):
@@ -182,7 +182,7 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
 
 
 def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_shards, monkeypatch):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3000))
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(400))
     start = Worker.__init__
 
     def start_and_kill(worker, *args):
@@ -196,15 +196,14 @@ def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_shards, monkeypatc
 
 
 def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path, vocab, small_shards):
-    texts = make_texts(1500)
-    lines = [json.dumps({"text": text}) for text in texts]
-    bad = [0, 700, 701, 1499]
+    lines = [json.dumps({"text": text}) for text in make_texts(500)]
+    bad = [0, 240, 241, 499]
     for number in bad:
         lines[number] = '{"text": 5}'
     data = tmp_path / "d.jsonl"
     data.write_text("\n".join(lines) + "\n")
     meta = tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=2, max_bad_lines=4)
-    assert meta["bad_lines"] == 4 and meta["num_documents"] == 1496
+    assert meta["bad_lines"] == 4 and meta["num_documents"] == 496
     listed = [json.loads(line) for line in (tmp_path / "t.bad_lines.jsonl").read_text().splitlines()]
     assert [(entry["file"], entry["line"]) for entry in listed] == [(str(data), number + 1) for number in bad]
     with pytest.raises(UserError, match=r"more than 3 bad lines: 4 .*d\.jsonl:1: 'text' is of type int"):
@@ -309,40 +308,6 @@ def test_tokens_of_a_dataset_are_not_those_of_its_former_files(tmp_path, vocab):
         sources.append(origin["shard"]["source"])
     assert len(found[0]) == len(found[1]) == 1 and found[0] != found[1] and len(found[2]) == 3
     assert sources[2] not in sources[:2]
-
-
-WITHOUT_TORCH = """
-import sys
-
-class NoTorch:
-    def find_spec(self, name, *_):
-        if name in ("torch", "transformers"):
-            sys.exit(f"{name} was imported")
-
-sys.meta_path.insert(0, NoTorch())
-from lm_experiments_tools.config.cli import run_main
-from run_t5_pretraining import main
-run_main(main)
-"""
-
-
-def test_a_run_with_another_vocabulary_is_refused_before_torch_is_imported(tmp_path, vocab):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(90))
-    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    train_vocab([data], 150, tmp_path / "other.model")
-    flags = ["--model_cfg", "t5-small", "--lr", "1", "--working_dir", str(tmp_path), "--vocab", "other.model"]
-    for paths in (
-        ["--data_path", "t"],
-        ["--data_path", data, "t.idx"],
-        ["--data_path", data, "--valid_data_path", "t"],
-    ):
-        process = subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, *flags, *paths],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert process.returncode == 2 and process.stderr.startswith(
-            f"error: the tokens {tmp_path}/t were made with the vocabulary {vocab} (sha256 "
-        )
 
 
 def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, vocab):
