@@ -28,40 +28,12 @@ def dataset(num_tokens=1000, inputs_length=32, tokens=None, **changes):
     return SpanCorruptionDataset(tokens, inputs_length, **settings)
 
 
-def restore(inputs, labels):
-    """The segment an example was made of: noise spans put back in the place of their sentinels."""
-    spans = {}
-    for token in labels:
-        if token >= 9_900:
-            spans[token] = span = []
-        elif token >= 10:
-            span.append(token)
-    return [t for token in inputs if token >= 10 for t in spans.get(token, [token])]
-
-
-def segments(batch):
-    return [restore(*row) for row in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)]
-
-
 def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def take(loader, count):
     return [next(loader) for _ in range(count)]
-
-
-def test_segments_are_consecutive_and_cut_elsewhere_in_each_epoch():
-    data = dataset(1000)
-    cuts = []
-    for epoch in range(4):
-        rows = segments(data.batch(np.arange(len(data)) + epoch * len(data)))
-        starts = {row[0] for row in rows}
-        assert sum(len(row) == data.tokens_length for row in rows) == len(data) - 1
-        for row in rows:
-            assert row == [10 + (row[0] - 10 + k) % 1000 for k in range(len(row))]
-        cuts.append(starts)
-    assert len(set.union(*cuts)) > 3 * len(data)
 
 
 def test_noise_of_a_row_is_fresh_in_each_epoch():
@@ -156,12 +128,6 @@ def test_batches_have_torch_int64_tensors_of_fixed_shape():
         assert all(value.dtype == torch.int64 for value in batch.values())
         assert batch["input_ids"].shape == batch["attention_mask"].shape == (7, 32)
         assert batch["labels"].shape == (7, loader.dataset.targets_length)
-
-
-def test_a_batch_larger_than_the_data_spans_epochs():
-    batch = next(TrainLoader(dataset(), 100))
-    counts = Counter(token for segment in segments(batch)[:90] for token in segment)
-    assert set(counts.values()) == {3}
 
 
 @pytest.mark.parametrize(

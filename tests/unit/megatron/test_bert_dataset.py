@@ -312,24 +312,14 @@ def test_ordinary_sentences_are_nothing_to_warn_of_however_many_overshoot(data, 
 
 
 def test_fingerprint_names_data_tokenizer_and_settings(tmp_path, data):
-    changes = [
-        {},
-        {"seed": 1},
-        {"max_seq_length": 63},
-        {"masked_lm_prob": 0.2},
-        {"short_seq_prob": 0.2},
-        {"binary_head": False},
-        {"nsp": "random"},
-        {"whole_word": False},
-        {"max_ngram": 2},
-        {"favor_longer_ngram": True},
-        {"geometric": True},
-        {"max_sentence_length": 512},
-        {"num_epochs": 2},
-        {"mask_label_id": -1},
-        {"tokenizer": tokenizer(fingerprint="e" * 64)},
-    ]
-    prints = [dataset(data, cache_dir=tmp_path, **change).fingerprint for change in changes]
+    changes = {
+        "seed": 1, "max_seq_length": 63, "masked_lm_prob": 0.2, "short_seq_prob": 0.2, "binary_head": False,
+        "nsp": "random", "whole_word": False, "max_ngram": 2, "favor_longer_ngram": True, "geometric": True,
+        "max_sentence_length": 512, "num_epochs": 2, "mask_label_id": -1,
+        "tokenizer": tokenizer(fingerprint="e" * 64),
+    }  # fmt: skip
+    single = [{}, *({name: value} for name, value in changes.items())]
+    prints = [dataset(data, cache_dir=tmp_path, **change).fingerprint for change in single]
     assert len(set(prints)) == len(prints) and prints[0] == dataset(data).fingerprint
 
 

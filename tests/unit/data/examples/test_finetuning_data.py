@@ -378,13 +378,3 @@ def test_buckets_leave_little_padding_on_real_data(t5, tmp_path):
     assert "buckets of 32 rows" in dataset.describe()
     lengths = dataset.dataset.lengths(np.arange(512))
     assert lengths.shape == (2, 512) and lengths[1].max() < 128
-
-
-def test_datasets_of_huggingface_are_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    (tmp_path / "set").mkdir()
-    datasets.Dataset.from_list(pairs(5)).to_parquet(tmp_path / "set" / "train-0.parquet")
-    for path in (tmp_path / "set", f"{tmp_path / 'set'}::train"):
-        data = read(word_tokenizer(), data_path=(str(path),), valid_data_path=f"{tmp_path / 'set'}")
-        found = [(example.source, example.targets[0]) for example in data.splits["valid"].examples]
-        assert found == [(row["source"], row["target"]) for row in pairs(5)]

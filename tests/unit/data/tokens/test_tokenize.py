@@ -68,39 +68,6 @@ def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monke
     assert len(results[0][0]) > 7000
 
 
-def test_finished_shards_survive_a_kill_and_are_not_done_again(tmp_path, vocab, small_shards, monkeypatch):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
-    tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
-    done = []
-    real = pipeline.encode_shard
-
-    def stop_after(limit):
-        def encode_shard(shard, prefix, *rest):
-            if len(done) >= limit:
-                raise KeyboardInterrupt
-            done.append(shard.start)
-            return real(shard, prefix, *rest)
-
-        monkeypatch.setattr(pipeline, "encode_shard", encode_shard)
-
-    num_shards = len(plan_shards([data], 20_000))
-    assert num_shards >= 4
-    for limit in (2, 3):
-        stop_after(limit)
-        with pytest.raises(KeyboardInterrupt):
-            tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-        assert not dataset_exists(tmp_path / "t")
-    # shards that were damaged meanwhile are made again, also where a power cut left the size without the content
-    for number, lost in ((1, lambda content: content[:-1]), (2, lambda content: bytes(len(content)))):
-        damaged = tmp_path / "t.shards" / f"{number:06d}.bin"
-        damaged.write_bytes(lost(damaged.read_bytes()))
-    stop_after(10**6)
-    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    assert len(done) == num_shards + 2 and done.count(done[1]) == done.count(done[2]) == 2
-    assert files(tmp_path / "t") == files(tmp_path / "whole")
-    assert not (tmp_path / "t.shards").exists()
-
-
 def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
     for number in range(40):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"text number {number}"])
@@ -292,22 +259,6 @@ def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path
     changed = ensure_tokenized(data, vocab, cache)
     assert changed != first and len(IndexedDataset(changed)) == 21
     assert {path.suffix for path in cache.iterdir()} == {".bin", ".idx", ".json"}
-
-
-def test_tokens_of_a_dataset_are_not_those_of_its_former_files(tmp_path, vocab):
-    pytest.importorskip("datasets")
-    write_table = pytest.importorskip("pyarrow.parquet").write_table
-    table = pytest.importorskip("pyarrow").table
-    folder, cache = tmp_path / "parquet", tmp_path / "cache"
-    folder.mkdir()
-    found, sources = [], []
-    for texts in (["the a of model"], ["the a of token"], ["model token language memory"] * 3):
-        write_table(table({"text": texts}), folder / "train-00000-of-00001.parquet", compression="none")
-        found.append(sequences(ensure_tokenized(str(folder), vocab, cache, workers=1)))
-        origin = tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1, shard=(0, 2))
-        sources.append(origin["shard"]["source"])
-    assert len(found[0]) == len(found[1]) == 1 and found[0] != found[1] and len(found[2]) == 3
-    assert sources[2] not in sources[:2]
 
 
 def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, vocab):
