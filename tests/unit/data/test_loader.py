@@ -12,7 +12,6 @@ import torch
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
 from lm_experiments_tools.errors import UserError
-from tests.helpers.token_toys import token_data
 
 SENTINELS = np.arange(9_999, 9_899, -1)
 
@@ -61,14 +60,6 @@ def test_several_sources_are_read_as_one():
     numbers = np.arange(3 * len(whole))
     for name, values in whole.batch(numbers).items():
         np.testing.assert_array_equal(parts.batch(numbers)[name], values)
-
-
-def test_reads_token_files(tmp_path):
-    documents = [[range(start, start + 50)] for start in range(10, 1010, 50)]
-    files = dataset(tokens=token_data(tmp_path / "data", documents))
-    numbers = np.arange(len(files))
-    for name, values in dataset(1000).batch(numbers).items():
-        np.testing.assert_array_equal(files.batch(numbers)[name], values)
 
 
 def test_no_tokens_and_foreign_tokens_are_refused():

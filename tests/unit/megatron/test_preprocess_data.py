@@ -152,14 +152,6 @@ def test_input_without_any_text_is_one_sentence(folder):
         write_lines(data, records)
         with pytest.raises(UserError, match=message):
             run(folder, *flags)
-    data.rename(folder / "in" / "data.csv")
-    (folder / "in" / "data.csv").write_text("text")
-    for source, message in [
-        (folder / "none.jsonl", "--input .*none.jsonl does not exist"),
-        (folder / "in", r"has no .jsonl, .json, .ndjson, .txt \(also with .gz, .bz2, .xz, .zst\) file"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            run(folder, source=source)
 
 
 def test_flags_that_contradict_each_other_are_one_sentence(folder):

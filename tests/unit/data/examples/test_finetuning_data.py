@@ -138,13 +138,6 @@ def test_targets_of_an_encoder_decoder_end_in_eos_when_cut_too(end, tmp_path):
     assert batch["labels"].tolist() == [[3, 4, 5, 1]]
 
 
-def test_targets_of_berts_tokenizer_end_in_sep(bert, tmp_path):
-    path = write_json(tmp_path / "a.jsonl", [{"source": "hello", "target": "world"}])
-    data = read(bert, data_path=(path,), valid_data_path=path, pad_to_multiple_of=None)
-    (batch,) = data.splits["valid"].loader
-    assert batch["labels"].tolist() == [bert("world")["input_ids"]]
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_order_is_the_same_for_any_number_of_workers_and_each_epoch_has_each_example_once(packing, tmp_path):
     path = write_json(tmp_path / "a.jsonl", pairs(48))

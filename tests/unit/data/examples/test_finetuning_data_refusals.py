@@ -259,15 +259,6 @@ def test_an_explanation_that_is_null_is_none(tmp_path):
     assert sources[0] == sources[1] and "Output: w4." in sources[0][0]
 
 
-def test_text_for_causal_lm_that_cannot_be_used_is_a_sentence(tmp_path):
-    flags = {"model_type": "decoder", "task": "causal_lm", "optimize_metric": "loss"}
-    path = write(tmp_path / "a.jsonl", '{"txt": "w1"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
-        read(word_tokenizer(), data_path=(path,), **flags)
-    with pytest.raises(UserError, match=r"there is no document in .*: 1 bad lines and nothing else"):
-        read(word_tokenizer(), data_path=(path,), max_bad_lines=1, **flags)
-
-
 def test_a_list_of_tasks_that_is_not_utf8_is_a_sentence(tmp_path):
     folder = sni(tmp_path, {"t": task()})
     (tmp_path / "splits" / "default" / "train_tasks.txt").write_bytes(b"t\n\xff\n")

@@ -52,36 +52,10 @@ def test_every_token_of_a_document_is_in_one_row_of_each_epoch(tmp_path, packed,
         batch = rows.batch(epoch * len(rows) + np.arange(len(rows)))
         assert sorted(chunks_of(batch)) == wanted
         assert (batch["input_ids"][batch["attention_mask"] == 0] == PAD).all()
+        assert rows.fill == pytest.approx(batch["attention_mask"].mean())
         epochs.append([tuple(row) for row in batch["input_ids"].tolist()])
     assert sum(a == b for a, b in zip(*epochs[:2], strict=True)) < len(rows) / 10, "rows come in another order"
     assert (set(epochs[0]) != set(epochs[1])) == packed, "other documents share a row"
-
-
-def rows_of_best_fit(lengths, width):
-    """Number of rows of ModernBERT's packing: each chunk, in order of arrival, to the fullest row that has room."""
-    free = []
-    for length in lengths:
-        fitting = [row for row in range(len(free)) if free[row] >= length]
-        best = min(fitting, key=free.__getitem__, default=None)
-        if best is None:
-            free.append(width - length)
-        else:
-            free[best] -= length
-    return len(free)
-
-
-def test_chunks_are_cut_where_ettins_are_and_packed_in_no_more_rows_than_modernberts(tmp_path):
-    """Ettin cuts at multiples of the room for text; unlike here it then drops or lengthens short last chunks."""
-    lengths = np.random.default_rng(0).lognormal(4.5, 1.2, 300).astype(int) + 1
-    documents = np.split(np.arange(10, 10 + lengths.sum()), np.cumsum(lengths)[:-1])
-    rows = rows_of(tmp_path, documents, width=128)
-    found = [chunk[1:-1] for chunk in chunks_of(rows.batch(np.arange(len(rows))))]
-    cut = [part.tolist() for text in documents for part in np.array_split(text, np.arange(126, len(text), 126))]
-    assert sorted(found) == sorted(cut)
-    assert sorted(sum(found, [])) == list(range(10, 10 + lengths.sum())), "no token is lost or repeated"
-    used = sum(len(chunk) + 2 for chunk in found)
-    assert -(-used // 128) <= len(rows) <= rows_of_best_fit([len(chunk) + 2 for chunk in cut], 128)
-    assert rows.fill == used / (len(rows) * 128) > 0.99
 
 
 def test_the_end_of_a_document_that_the_file_has_is_no_text(tmp_path):

@@ -151,7 +151,7 @@ def test_worked_example_of_masked_lm():
 
 
 @every_objective
-@pytest.mark.parametrize("num_tokens", [33, 34, 35, 68, 997, 1240])
+@pytest.mark.parametrize("num_tokens", [33, 34, 997])
 def test_every_token_is_read_exactly_once_an_epoch(make, num_tokens):
     data = make(text(num_tokens))
     for epoch in range(3):

@@ -93,17 +93,6 @@ def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path):
     assert [(b["line"], b["reason"]) for b in quarantined(tmp_path)] == [(9, "not UTF-8 at byte 2")]
 
 
-def test_more_bad_lines_than_allowed_is_one_sentence_with_the_first_reason(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"text": "ok"}\n{"text": 1}\n{"text": 2}\n')
-    assert len(read(tmp_path, [data], max_bad_lines=2)) == 1
-    with pytest.raises(
-        UserError, match=r"more than 1 bad lines: 2 .*data\.jsonl:2: 'text' is of type int.*bad\.jsonl"
-    ):
-        read(tmp_path, [data], max_bad_lines=1)
-    assert len(quarantined(tmp_path)) == 2
-
-
 def test_a_later_clean_run_removes_the_quarantine_file(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "ok"}\n{"text": 1}\n')
@@ -111,17 +100,6 @@ def test_a_later_clean_run_removes_the_quarantine_file(tmp_path):
     data.write_text('{"text": "ok"}\n')
     read(tmp_path, [data])
     assert not (tmp_path / "bad.jsonl").exists()
-
-
-def test_empty_texts_are_counted_apart_from_bad_lines(tmp_path, caplog):
-    data = tmp_path / "data.jsonl"
-    data.write_bytes(b"\n".join([*EMPTY * 50, b'{"text": "ok"}', b"{"]))
-    with caplog.at_level("INFO"):
-        assert [d.value for d in read(tmp_path, [data], max_bad_lines=1)] == ["ok"]
-    assert "150 empty texts left out" in caplog.text and [entry["line"] for entry in quarantined(tmp_path)] == [152]
-    data.write_bytes(b"\n".join(EMPTY))
-    with pytest.raises(UserError, match=r"no document in .*data\.jsonl: 0 bad lines, 3 empty texts and nothing else"):
-        read(tmp_path, [data], max_bad_lines=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n \n", b'{"text": ""}\n'])

@@ -8,10 +8,12 @@ import pytest
 import sentencepiece
 
 from lm_experiments_tools.data.text.records import Record
+from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.real_data import DATA, lacking
+from tests.helpers.token_toys import write_jsonl
 
 T5_32K = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
 CORPUS = DATA / "corpus" / "validation.jsonl"
@@ -32,18 +34,9 @@ def sentences(count):
 @pytest.fixture(scope="session")
 def own_model(tmp_path_factory):
     """A vocabulary as `lmtools vocab` makes them: 400 ids, the last 100 are sentinels."""
-    from sentencepiece import sentencepiece_model_pb2
-
     folder = tmp_path_factory.mktemp("vocab")
     text = [f"The {word} is a thing of beauty and number {i}." for i, word in enumerate(dir(np) * 3)]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text), model_prefix=str(folder / "bare"), vocab_size=300, minloglevel=2,
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
-    )  # fmt: skip
-    model = sentencepiece_model_pb2.ModelProto.FromString((folder / "bare.model").read_bytes())
-    for k in reversed(range(100)):
-        model.pieces.add(piece=f"<extra_id_{k}>", score=0.0, type=4)
-    (folder / "own.model").write_bytes(model.SerializeToString())
+    train_vocab([write_jsonl(folder / "text.jsonl", text)], 400, folder / "own.model")
     return folder / "own.model"
 
 

@@ -108,7 +108,8 @@ def test_a_vocabulary_above_65535_ids_is_written_in_four_bytes(tmp_path):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "t.json"))
-    meta = tokenize_corpus([write_jsonl(tmp_path / "d.jsonl", ["w69999 w0 w7"])], tmp_path / "t.json", tmp_path / "t")
+    data = write_jsonl(tmp_path / "d.jsonl", ["w69999 w0 w7"])
+    meta = tokenize_corpus([data], tmp_path / "t.json", tmp_path / "t", workers=1)
     assert meta["dtype"] == "int32" and IndexedDataset(tmp_path / "t")[0].tolist() == [70_001, 2, 9]
 
 
