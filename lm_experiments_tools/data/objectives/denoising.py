@@ -448,7 +448,7 @@ class SpanCorruptionDataset(DenoisingDataset):
         pad_id: padding of the inputs; labels are padded with -100.
         noise_density: fraction of tokens to corrupt.
         mean_noise_span_length: average tokens per corrupted span.
-        quiet: True to log nothing.
+        quiet: do not log the lengths that follow from the settings.
 
     Raises:
         UserError: the targets are longer than `targets_length`, or `plan_spans` refuses the settings.

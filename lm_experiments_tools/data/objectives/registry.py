@@ -30,7 +30,7 @@ class ObjectiveContext:
         vocabulary: vocabulary of the tokens.
         model_kind: kind of the model, such as "encoder-decoder".
         seed: determines order and noise.
-        quiet: True to log nothing.
+        quiet: do not log the lengths that follow from the settings.
     """
 
     args: T5PretrainingArgs

@@ -141,7 +141,7 @@ class UL2Dataset(DenoisingDataset):
         sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., without mode tokens.
         eos_id: appended to inputs and targets.
         pad_id: padding of the inputs; labels are padded with -100.
-        quiet: True to log nothing.
+        quiet: do not log the lengths that follow from the settings.
     """
 
     def __init__(

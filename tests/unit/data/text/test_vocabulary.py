@@ -14,6 +14,7 @@ from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.real_data import DATA, lacking
 from tests.helpers.token_toys import write_jsonl
+from tests.helpers.vocabulary_toys import train_vocabulary
 
 T5_32K = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
 CORPUS = DATA / "corpus" / "validation.jsonl"
@@ -127,12 +128,8 @@ def test_bad_files_are_one_sentence(tmp_path):
 
 
 def test_vocabulary_without_padding_is_refused(tmp_path):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["some words here"] * 50), model_prefix=str(tmp_path / "x"), vocab_size=20,
-        minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
     with pytest.raises(UserError, match="no padding piece '<pad>'"):
-        Vocabulary.load(tmp_path / "x.model")
+        Vocabulary.load(trained(tmp_path, {"pad_id": -1}))
 
 
 HELD_OUT = [
@@ -162,11 +159,7 @@ def trained(folder, options):
     lines = [
         f"The {word} is a thing of beauty and number {i}, seen in {word}(x)." for i, word in enumerate(dir(np) * 2)
     ]
-    settings = dict(vocab_size=600, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(folder / "v"), **{**settings, **options}
-    )
-    return folder / "v.model"
+    return train_vocabulary(folder / "v.model", lines, 600, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
