@@ -13,7 +13,7 @@ transformers' `split_special_tokens=True`. Otherwise ids equal those of transfor
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -57,42 +57,32 @@ def build_tokenizer(
         if name_or_path is None:
             raise UserError("--tokenizer-type HFTokenizer needs --tokenizer-name-or-path, a folder or a hub name")
         return _from_pretrained(os.fspath(name_or_path))
-    if tokenizer_type == "GPT2BPETokenizer":
-        raise UserError(f"GPT2BPETokenizer has no [CLS], [SEP] and [MASK]; use one of {', '.join(TOKENIZER_TYPES)}")
-    raise UserError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}")
+    raise UserError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}, which BERT needs")
 
 
 def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> None:
     """Raise UserError if PREFIX.json records that the tokens were made with another tokenizer."""
     made_with = data.meta.get("vocab_sha256")
     if made_with is not None and made_with != tokenizer.fingerprint:
-        if tokenizer.other_case is not None and made_with == tokenizer.other_case().fingerprint:
-            raise UserError(_other_case(data, tokenizer))
         raise UserError(
             f"the tokens {data.prefix} were made with the tokenizer {data.meta.get('vocab_file')} (fingerprint "
-            f"{made_with[:12]}), not with {tokenizer.name} (fingerprint {tokenizer.fingerprint[:12]}): give that one"
+            f"{made_with[:12]}), not with {tokenizer.name} (fingerprint {tokenizer.fingerprint[:12]}): give that one, "
+            "in the same case (--lower_case)"
         )
 
 
-def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:
-    """Error message for tokens of the same vocabulary in the other case."""
-    remedy = "give --no_lower_case" if tokenizer.lowercase else "leave out --no_lower_case"
-    return f"the tokens {data.prefix} were made with the other case of {tokenizer.name}: {remedy}"
-
-
 class BertDataTokenizer:
-    """A tokenizer with the special ids and word starts that BERT's masking needs. Made by `build_tokenizer`.
+    """Encode, decode, and the ids and word starts that masking needs. Make one with `build_tokenizer`.
 
     Args:
-        content: content of a tokenizer.json.
-        special: ids of "cls", "sep", "mask", "pad" and "eod" (end of document).
-        name: file, folder or hub name of the tokenizer.
+        content: of a tokenizer.json.
+        special: ids of cls, sep, mask, pad and eod, which ends a document: eos, else sep.
+        name: the file, folder or hub name it came from.
         pretrained: the transformers tokenizer, if any.
-        other_case: function that makes the cased tokenizer of an uncased one, and vice versa.
 
     Attributes:
-        vocab_size: all ids are smaller.
-        special_ids: int64, sorted: all special tokens.
+        vocab_size: every id is below this (a vocabulary may have unused ids).
+        special_ids: int64, sorted: all special tokens, which are never masked.
     """
 
     def __init__(
@@ -101,9 +91,8 @@ class BertDataTokenizer:
         special: dict[str, int],
         name: str,
         pretrained: Any = None,
-        other_case: "Callable[[], BertDataTokenizer] | None" = None,
     ):
-        self.name, self.other_case = name, other_case
+        self.name = name
         self._tokenizer, self._special, self._pretrained = FastTokenizer(content), special, pretrained
         self.vocab_size = self._tokenizer.size
         self.cls, self.sep, self.mask, self.pad = (special[role] for role in _ROLES)
@@ -289,20 +278,13 @@ def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
         logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
     backend = tokenizers.BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
     special = {role: vocab[_BERT_ROLES[role]] for role in _ROLES}
-    other_case = partial(_from_vocab_file, path, not lowercase)
-    roles = {**special, "eod": special["sep"]}
-    return BertDataTokenizer(backend.to_str(), roles, str(path), other_case=other_case)
+    return BertDataTokenizer(backend.to_str(), {**special, "eod": special["sep"]}, str(path))
 
 
 def _from_pretrained(name: str) -> BertDataTokenizer:
     from transformers import AutoTokenizer
 
-    path = Path(name)
-    if path.is_file():
-        raise UserError(f"the tokenizer {name} is a file: give a folder, or a vocab.txt as the vocabulary file")
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # no name on the hub
-        raise UserError(f"the tokenizer {name} does not exist")
-    verify_model(path)
+    verify_model(Path(name))
     remedy = "give a folder with the tokenizer.json that a tokenizer's save_pretrained() writes"
     pretrained = open_pretrained(
         f"the tokenizer {name}", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False), remedy

@@ -31,7 +31,6 @@ from lm_experiments_tools.data.order import sample_words, stream_key
 _BUCKETS = 32  # in a window: the lengths in a bucket then differ by about 1/32 of their range
 _PARTS = 8  # of the range of lengths that each step of `MixedSteps` has a bucket of
 _STEPS = 32  # of `MixedSteps` in a window
-_MEASURED_WINDOWS = 8
 _32 = np.uint64(32)
 
 
@@ -42,16 +41,15 @@ class SizedDataset(SampleDataset, Protocol):
 
 
 class BucketedDataset:
-    """A dataset in another order: samples of similar length are neighbours.
+    """A dataset reordered so that samples of similar length are adjacent.
 
     Args:
-        dataset: the samples.
-        bucket_rows: samples per bucket, usually those of a step or of a micro-batch over all workers.
-        seed: determines the order of buckets.
-        pad_to_multiple_of: multiple to which micro-batches are padded, for `padding`; None: to the longest sample.
-        micro_rows: samples of a micro-batch over all workers, for `padding`; None: `bucket_rows`.
-        target_step: differences between target lengths below this are ignored. A larger value sorts inputs better.
-        least_window: minimum number of samples that are sorted together.
+        dataset: its `lengths` are int64[2, n], tokens of inputs and of targets.
+        bucket_rows: rows of a bucket, best those of a step or of a micro-batch over all workers.
+        seed: fixes the order of buckets.
+        target_step: targets whose lengths differ by less count as equally long. 1 hardly sorts inputs whose lengths
+            say little of those of targets.
+        least_window: minimum number of rows that are sorted together.
     """
 
     def __init__(
@@ -59,14 +57,10 @@ class BucketedDataset:
         dataset: SizedDataset,
         bucket_rows: int,
         seed: int,
-        pad_to_multiple_of: int | None = 8,
-        micro_rows: int | None = None,
         target_step: int = 1,
         least_window: int = 0,
     ) -> None:
-        self.dataset, self.bucket_rows, self.pad_to_multiple_of = dataset, bucket_rows, pad_to_multiple_of
-        self.target_step = target_step
-        self.micro_rows = micro_rows or bucket_rows
+        self.dataset, self.bucket_rows, self.target_step = dataset, bucket_rows, target_step
         self.window = max(_BUCKETS, -(-least_window // bucket_rows)) * bucket_rows
         self._key = stream_key(seed, "buckets")
         self._arranged = lru_cache(maxsize=8)(self._arrange)
@@ -80,11 +74,8 @@ class BucketedDataset:
         return f"{self.dataset.fingerprint}/bucket_rows={self.bucket_rows}"
 
     def describe(self) -> str:
-        """Describe the dataset and its fraction of padding, for the log."""
-        return (
-            f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows, "
-            f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} without)"
-        )
+        """Log text: the dataset and the size of the buckets."""
+        return f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return the samples with these numbers int64[n] in the new order."""
@@ -121,35 +112,17 @@ class BucketedDataset:
         order = np.argsort(high << _32 | low).tolist()
         return np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in order]) - begin
 
-    def padding(self, bucketed: bool = True) -> float:
-        """Return the fraction of padding in micro-batches, measured on the first windows.
-
-        Args:
-            bucketed: False to measure the dataset in its original order.
-        """
-        rows = self.micro_rows
-        measured = _MEASURED_WINDOWS * max(self.window, _BUCKETS * rows)
-        samples = np.arange(min(measured, max(len(self) // rows, 1) * rows))
-        lengths = self.dataset.lengths(self.arranged(samples) if bucketed else samples)
-        edges = np.arange(0, len(samples), rows)
-        widths = np.maximum.reduceat(lengths, edges, axis=1)
-        if self.pad_to_multiple_of is None:
-            widths[:] = lengths.max(axis=1, keepdims=True)
-        else:
-            step = self.pad_to_multiple_of
-            widths = np.minimum(-(-widths // step) * step, lengths.max(axis=1, keepdims=True))
-        return 1.0 - lengths.sum() / (widths * np.diff(np.append(edges, len(samples)))).sum()
-
 
 class MixedSteps(BucketedDataset):
-    """A dataset in another order: each training step has samples of all lengths, sorted by length.
+    """A dataset reordered so that each step has samples of all lengths in proportion, sorted by length.
 
-    A step takes one bucket from each eighth of the window's length range.
+    A step takes one bucket from each eighth of the window's length range, however it is split into micro-batches.
 
     Args:
-        dataset, seed, pad_to_multiple_of, micro_rows: see `BucketedDataset`.
-        step_rows: samples per step over all workers.
-        stream, num_streams: for `--streaming`, index of the stream that `dataset` contains and number of streams.
+        dataset, seed: as of `BucketedDataset`.
+        step_rows: rows of a step over all workers.
+        stream, num_streams: the dataset has only the samples `stream` modulo `num_streams`, as one stream of
+            data/streaming. All streams are arranged alike.
     """
 
     def __init__(
@@ -157,12 +130,10 @@ class MixedSteps(BucketedDataset):
         dataset: SizedDataset,
         step_rows: int,
         seed: int,
-        pad_to_multiple_of: int | None = 8,
-        micro_rows: int | None = None,
         stream: int = 0,
         num_streams: int = 1,
     ) -> None:
-        super().__init__(dataset, -(-step_rows // _PARTS), seed, pad_to_multiple_of, micro_rows or step_rows)
+        super().__init__(dataset, -(-step_rows // _PARTS), seed)
         self.step_rows, self.stream, self.num_streams = step_rows, stream, num_streams
         # A whole number of steps, so that the windows of all streams hold the same ones.
         whole = lcm(step_rows, num_streams) // num_streams
@@ -173,10 +144,7 @@ class MixedSteps(BucketedDataset):
         return f"{self.dataset.fingerprint}/mix_rows={self.step_rows}"
 
     def describe(self) -> str:
-        return (
-            f"{self.dataset.describe()}; all lengths in each {self.step_rows} rows, "
-            f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} in random order)"
-        )
+        return f"{self.dataset.describe()}; all lengths in each {self.step_rows} rows"
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         steps, rows = np.divmod(np.arange(begin, end) * self.num_streams + self.stream, self.step_rows)

@@ -16,14 +16,13 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, read_rows
 from lm_experiments_tools.data.text.records import BadRecord, converted, field_of, text_of
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
@@ -139,20 +138,18 @@ def _targets(key: str, value: Any) -> tuple[str, ...]:
 
 def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
     """Examples of one id put together, in the order of their first rows."""
-    found: dict[str, tuple[str, Example]] = {}
+    found: dict[str | int, tuple[str, Example]] = {}
     for number, (where, example) in enumerate(examples):
-        key = example.name or f"row {number}"
+        key = example.name or number
         if key not in found:
-            found[key] = where, example
+            found[key] = where, replace(example, name=str(key))
             continue
         first_where, first = found[key]
         if first.source == example.source:
             found[key] = first_where, replace(first, targets=first.targets + example.targets)
         else:
             bad.add(where, f"the id {key!r} of {first_where} again, with another source")
-    for key, (_, example) in found.items():  # without an id: the number of its row, unless that is another's id
-        number = key.removeprefix("row ")
-        yield example if example.name else replace(example, name=key if number in found else number)
+    yield from (example for _, example in found.values())
 
 
 def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
@@ -227,36 +224,25 @@ class LabelFields:
 
 @dataclass
 class SentenceNames:
-    """Names of the sentence fields. The first row of a run determines them for all data of the run.
+    """Names of the sentence fields, fixed by the first row of a run and required in all its data.
 
     Attributes:
         where: position of the first row.
-        in_text: True if all names must be equal, because the model reads them; False to compare their number only.
-        begun: files whose first row was read.
+        in_text: names must be equal, because the model reads them; otherwise only their number.
     """
 
     names: tuple[str, ...] = ()
     where: str = ""
     in_text: bool = True
-    begun: set[str] = field(default_factory=set)
 
-    def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
-        """Return the names, compared with those of the first row.
-
-        Raises:
-            UserError: the first row of a file has other names.
-            BadRecord: a later row has other names.
-        """
-        is_first = path not in self.begun
-        self.begun.add(path)
+    def checked(self, names: tuple[str, ...], row: Row) -> tuple[str, ...]:
+        """The names of a row. Raises BadRecord where they differ from the first row's."""
         if not self.names:
             self.names, self.where = names, row.where
         if len(names) == len(self.names) and (names == self.names or not self.in_text):
             return names
         here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
-        if not is_first:
-            raise BadRecord(f"{here}, where {self.where} has {there}")
-        raise UserError(f"{row.where} has {here}, {self.where} has {there}: select the same by --text_fields.")
+        raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
@@ -294,22 +280,22 @@ def label_examples(
     found: dict[str, int] | None = None,
     sentences: SentenceNames | None = None,
 ) -> Iterator[Example]:
-    """Yield sentences or pairs of sentences with their labels.
+    """Sentences, or pairs of them, with their labels.
 
-    For an encoder-decoder the task is converted to text, as in T5 (Raffel et al., 2020, appendix D). The source is the
-    prefix and "sentence1: ... sentence2: ...". The target is a word for the label, or a number rounded to a multiple
-    of 0.2 as in T5's STS-B.
+    For an encoder-decoder everything is text, as in T5 (Raffel et al. 2020, appendix D): the source is
+    "sentence1: ... sentence2: ..." after the prefix, the target the word of the label; a number is rounded to the
+    nearest 0.2, as T5 did for STS-B, and written with one decimal.
 
     Args:
-        path: see `read_rows`.
-        names: label names in the order of their numbers; empty for regression.
-        words: for an encoder-decoder, the target text of each label (empty for regression); None for an encoder.
-        with_labels: False to ignore labels.
-        found: dict to fill with label names and provisional numbers, if the labels are unknown; see `numbered`.
-        sentences: sentence fields that all data of the run must have.
+        path: as `rows.read_rows`.
+        names: the labels in the order of their numbers; none: they are numbers to predict.
+        words: target text of each label for an encoder-decoder (empty for numbers); None: for an encoder.
+        with_labels: False: do not read labels.
+        found: where labels are not known yet, filled with their numbers; see `numbered`.
+        sentences: the fields that all data of the run must have.
 
     Raises:
-        UserError: there are too many bad rows, or the sentence fields differ from those of other data.
+        UserError: too many bad rows.
     """
     numbers = {_label_name(name): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
@@ -319,7 +305,7 @@ def label_examples(
 
     def convert(row: Row) -> Example:
         nonlocal rounded
-        keys = sentences.checked(fields.texts_of(row.fields), row, path)
+        keys = sentences.checked(fields.texts_of(row.fields), row)
         texts = [text_of(row.fields, key) for key in keys]
         label, name = label_of(row), _name(row.fields, fields.id, "id")
         if words is None:
@@ -373,9 +359,7 @@ def _class_number(name: str, numbers: dict[str, int]) -> int:
 def _number(value: Any) -> float:
     try:
         number = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        number = math.inf
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BadRecord(f"the label {value!r} is not a number") from None
     if not abs(number) <= _LARGEST or number == IGNORED_LABEL:  # also nan
         raise BadRecord(

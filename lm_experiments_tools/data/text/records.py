@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
 NO_LIMIT = sys.maxsize
-NO_KEY = "no key"  # begins the reason for a record without the key
 _MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
 _MIN_HOPELESS = 10_000
 _BOM = b"\xef\xbb\xbf"
@@ -107,19 +106,15 @@ class RejectedRecords:
 
     Args:
         limit: maximum number of rejected records; None: see `allowed`.
-        path: JSON-lines file (`file`, `line`, `reason`, `content`), created with the first rejected record; None to
-            only count.
-        of_part: True if only a part of the text is read. Without a `limit`, at least half of very many records must
-            then be rejected before it is an error.
+        path: JSON lines (`file`, `line`, `reason`, `content`), written if there are any; None: they are only counted.
+        of_part: they are of a part of the text, which is given up above `limit`, or (None) where most of very many
+            records are rejected.
 
     Attributes:
-        count, lines: number of rejected records, and of all records.
-        first: "file:line: reason" of the first rejected record, or "".
-        num_empty: number of empty records, not included in `count`.
-        names_key_flag: True if the text key was given as --text_key.
+        count, lines: rejected records, and all records read.
+        first: "file:line: reason" of the first one, or "".
+        num_empty: empty records, not in `count`.
     """
-
-    names_key_flag = True
 
     def __init__(self, limit: int | None, path: Any = None, *, of_part: bool = False):
         self.limit, self.path, self._of_part = limit, None if path is None else Path(path), of_part
@@ -178,10 +173,8 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     listed = f"; see {rejected.path}" if rejected.path else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
-    lacks_key = rejected.names_key_flag and f": {NO_KEY} " in rejected.first
-    remedy = ": name the key of the text by --text_key" if lacks_key else ""
     found = f"{rejected.count} bad lines{empty} and nothing else"
-    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{remedy}")
+    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}")
 
 
 def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
@@ -284,7 +277,7 @@ def field_of(fields: dict[str, Any], key: str) -> Any:
     """Return the value of a key. Raises BadRecord, which lists the existing keys."""
     if key not in fields:
         keys = ", ".join(repr(name) for name in list(fields)[:8])
-        raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
+        raise BadRecord(f"no key {key!r} (there is {keys or 'none'})")
     return fields[key]
 
 
@@ -390,28 +383,22 @@ def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int
     shard.check_unchanged()
 
 
-@lru_cache(maxsize=64)
-def lines_before(shard: Shard) -> int:
-    """Count the lines of the file before a shard. Reads that part of the file."""
-    return 0 if shard.kind == "dataset" else count_lines(shard.path, 0, shard.start)
-
-
 def locate(shard: Shard, rejected: Rejected) -> Rejected:
     """Replace the line number in the shard by that in the file (not in large files and datasets)."""
     if shard.kind == "dataset":
         return rejected._replace(path=f"{shard.path}, shard {shard.start}")
     if shard.start > _MAX_COUNTED_BYTES:
         return rejected._replace(path=f"{shard.path}, from byte {shard.start} on")
-    return rejected._replace(line=lines_before(shard) + rejected.line)
+    return rejected._replace(line=_lines_before(shard.path, shard.start) + rejected.line)
 
 
-def count_lines(path: str, start: int, end: int) -> int:
-    """Count the line ends among bytes start:end of a file."""
+@lru_cache(maxsize=64)
+def _lines_before(path: str, end: int) -> int:
+    """Line ends among the first `end` bytes of a file."""
     lines = 0
     with open(path, "rb") as file:
-        file.seek(start)
-        while start < end and (block := file.read(min(1 << 20, end - start))):
-            lines, start = lines + block.count(b"\n"), start + len(block)
+        while end > 0 and (block := file.read(min(1 << 20, end))):
+            lines, end = lines + block.count(b"\n"), end - len(block)
     return lines
 
 

@@ -119,23 +119,13 @@ def _meta(
 def _show_progress(
     shards: Sequence[Shard], show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]
 ) -> None:
-    """A bar of bytes read, or of shards where sizes are not known."""
-    if not (sys.stderr.isatty() if show is None else show):
-        for _ in done:
-            pass
-        return
-    from tqdm import tqdm
+    """A bar of shards, which are of about equal size."""
+    if sys.stderr.isatty() if show is None else show:
+        from tqdm import tqdm
 
-    known = all(shard.kind != "dataset" for shard in shards)
-
-    def weight(shard: Shard) -> int:
-        return shard.num_bytes if known else 1
-
-    total, left = sum(map(weight, shards)), sum(weight(shard) for shard, _ in jobs)
-    unit = "B" if known else "shard"
-    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize") as bar:
-        for shard, _ in done:
-            bar.update(weight(shard))
+        done = tqdm(done, "tokenize", len(shards), initial=len(shards) - len(jobs), unit="shard")
+    for _ in done:
+        pass
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:

@@ -146,7 +146,7 @@ def test_input_without_any_text_is_one_sentence(folder):
         ([{"text": 1}], (), "there is no document in .*: 1 bad lines"),
         ([{"text": ""}, {"text": []}], (), "all 2 documents of .* are empty under the key 'text'"),
         ([{"text": "a", "title": ""}], ("--json-keys", "text", "title"), "empty under the key 'title'"),
-        ([{"a": "b"}], ("--json-keys", "a", "text"), r"--json-keys a text; .* no key 'text' \(there is 'a'\)"),
+        ([{"a": "b"}], ("--json-keys", "a", "text"), r"no key 'text' \(there is 'a'\)"),
         ([], (), "there is no text in .*: 1 files, all of them empty"),
     ]:
         write_lines(data, records)
@@ -161,7 +161,7 @@ def test_flags_that_contradict_each_other_are_one_sentence(folder):
         (("--dataset-impl", "lazy"), "--dataset-impl lazy"),
         (("--dataset-impl", "cached"), "--dataset-impl cached"),
         (("--merge-file", "m.txt"), "--merge-file belongs to GPT2BPETokenizer"),
-        (("--tokenizer-type", "GPT2BPETokenizer"), r"GPT2BPETokenizer has no \[CLS\]"),
+        (("--tokenizer-type", "GPT2BPETokenizer"), "GPT2BPETokenizer is none of HFTokenizer"),
         (hugging_face, "--vocab-file belongs to BertWordPiece"),
         (("--tokenizer-name-or-path", "x"), "--tokenizer-name-or-path belongs to HFTokenizer"),
         (("--json-keys", "a", "a"), "--json-keys 'a' cannot name a file"),
