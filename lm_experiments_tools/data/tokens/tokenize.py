@@ -47,8 +47,7 @@ def tokenize_corpus(
         workers: number of processes; None for one per CPU.
         append_eos: append EOS to each document.
         text_key: key of the text in a JSON record.
-        max_bad_lines: maximum number of rejected records, which are listed in PREFIX.bad_lines.jsonl; None for 100 or
-            0.1 %, whichever is larger.
+        max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl; None for max(100, 0.1 %).
         encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
             those of seqio; None uses `Vocabulary.encode_by`.
         show_progress: show a progress bar; None shows one on a terminal.
@@ -59,8 +58,7 @@ def tokenize_corpus(
         The content of PREFIX.json.
 
     Raises:
-        UserError: an input or the vocabulary is unreadable, there is no document, too many records are rejected, or
-            PREFIX has tokens of another text.
+        UserError: unreadable input or vocabulary, no document, too many rejected records, or PREFIX has other text.
     """
     vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else load_vocabulary(vocab_path)
     encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
