@@ -1,8 +1,8 @@
-"""BERT pre-training samples from a Megatron data file of sentences: pairs, whole-word n-gram masking, random access.
+"""BERT pre-training samples from a Megatron token file of sentences.
 
-One worked example: one document with the sentences [[10, 11], [12], [20, 21, 22]], max_seq_length 10, [CLS] 101,
-[SEP] 102, [MASK] 103, [PAD] 0; 11, 21 and 22 continue a word. All three sentences fit in one sample. Split after the
-second, not swapped, with one prediction (15 % of 9 tokens), 12:
+Example: one document with the sentences [[10, 11], [12], [20, 21, 22]], max_seq_length 10, [CLS] 101, [SEP] 102,
+[MASK] 103, [PAD] 0. Tokens 11, 21 and 22 continue a word. All sentences fit into one sample. It is split after the
+second sentence and not swapped, and token 12 is masked (one prediction: 15 % of 9 tokens):
 
     input_ids            [101, 10, 11, 103, 102, 20, 21, 22, 102, 0]
     token_type_ids       [  0,  0,  0,   0,   0,  1,  1,  1,   1, 0]
@@ -10,16 +10,16 @@ second, not swapped, with one prediction (15 % of 9 tokens), 12:
     labels               [-100, -100, -100, 12, -100, -100, -100, -100, -100, -100]
     next_sentence_label  0
 
-Swapped (label 1), 20 21 22 comes first. Differences from Megatron and BERT:
+In a swapped pair (label 1), 20 21 22 comes first. Comparison with Megatron and BERT:
 
-    packing              Megatron's (sample_mapping.py), fixed by the seed; split, swap, cuts and masks are drawn for
-                         each epoch, not once in advance.
-    nsp "random"         half of the pairs get a B of whole sentences from another document. BERT draws a document,
-                         then a sentence of it; here the sentence is uniform over all other documents.
-    too long pairs       Megatron's: the longer side (B, if equal) loses its first or last token, by a coin.
-    one segment          (binary_head False) max_seq_length - 2 tokens of text, one more than Megatron's.
-    predictions          max(1, round(masked_lm_prob * tokens, [CLS] and [SEP] counted)), BERT's.
-    masking              Megatron's (masking.py), except that a word never continues over a separator.
+    packing              Megatron's, determined by the seed (sample_mapping.py). Splits, swaps, truncation and masks
+                         are drawn anew in each epoch, not once in advance.
+    nsp "random"         Half of the pairs get a B from another document, as in BERT. BERT first draws a document;
+                         here all sentences of other documents are equally likely.
+    too long pairs       As in Megatron, the longer side (B, if equal) loses its first or last token at random.
+    binary_head False    One segment of max_seq_length - 2 tokens, one more than Megatron's.
+    predictions          BERT's max(1, round(masked_lm_prob * tokens)), with [CLS] and [SEP] counted.
+    masking              Megatron's (masking.py), but words never continue over a separator.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Segments(NamedTuple):
 
 
 def truncated_lengths(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths after taking tokens one by one from the longer side, from B if equal, until a + b <= total."""
+    """Return lengths after removing tokens from the longer side (B, if equal) until a + b <= total."""
     over = a + b > total
     short_a = np.minimum(a, np.maximum(total - b, (total + 1) // 2))
     return np.where(over, short_a, a), np.where(over, total - short_a, b)
@@ -187,7 +187,7 @@ class BertDataset:
         return len(self.mapping.rows)
 
     def describe(self) -> str:
-        """The objective and the size of the data, for the log."""
+        """Describe the objective and the size of the data, for the log."""
         pairs = {"swap": "B before A", "random": "B from another document"}[self.nsp]
         segments = f"sentence pairs, half of them wrong ({pairs})" if self.binary_head else "single segments"
         kind, most = "words" if self.whole_word else "pieces", len(self.ngram_probabilities)
@@ -203,7 +203,7 @@ class BertDataset:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over data, tokenizer and settings: equal fingerprints give equal samples for equal numbers."""
+        """sha256 over data, tokenizer and settings; equal fingerprints mean equal samples."""
         parts = {
             "version": _VERSION,
             "tokens": self.tokens.fingerprint,
@@ -217,16 +217,16 @@ class BertDataset:
 
     @property
     def order(self) -> str:
-        """sha256 over everything that determines a sample's text, before masking (see `TokenStreamDataset.order`)."""
+        """sha256 over everything that determines a sample's text before masking."""
         parts = [_VERSION, self.tokens.fingerprint, asdict(self.settings), self.binary_head, self.nsp]
         return json_sha256(parts)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of global sample numbers int64[n], any order, any epochs, as Hugging Face's BERT takes them.
+        """Make the samples with these numbers int64[n], which count over all epochs.
 
         Returns:
-            `input_ids`, `token_type_ids`, `attention_mask`, `labels` int64[n, max_seq_length], and with `binary_head`
-            `next_sentence_label` int64[n], 1 for a wrong pair.
+            `input_ids`, `token_type_ids`, `attention_mask` and `labels` int64[n, max_seq_length]; with `binary_head`
+            also `next_sentence_label` int64[n], 1 for a negative pair.
         """
         samples = np.asarray(samples, np.int64)
         epochs, indices = np.divmod(samples, len(self))
@@ -243,11 +243,11 @@ class BertDataset:
         return batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Memory-mapped arrays."""
+        """Return the memory-mapped arrays that samples are read from."""
         return *self.tokens.maps(), self.mapping.rows
 
     def will_need(self, samples: np.ndarray) -> None:
-        """See `SampleDataset.will_need`. Token positions are read from two other files first, synchronously."""
+        """Prefetch these samples from the disk. Reads their positions from the index, which may wait for the disk."""
         epochs, indices = np.divmod(samples, len(self))
         rows = permute(indices, len(self), self.seed, epochs)
         will_need(self.mapping.rows, rows, rows + 1)

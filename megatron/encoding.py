@@ -1,16 +1,14 @@
-"""Records -> token ids of sentences, for BERT: an encoder of the text-to-tokens pipeline (data/tokens/encoding.py).
+"""Encode records for BERT: an `Encoder` of the tokenization pipeline (data/tokens/encoding.py).
 
-What a record gives, by the kind of its field and the settings:
-
-| field | `split_sentences` | sequences of the document |
+| field of the record | `split_sentences` | sequences of the document |
 |---|---|---|
 | a string | yes | its sentences |
 | a string | no | one: the whole text |
-| a list of strings | yes | its items, taken for sentences that are split already |
+| a list of strings | yes | its items, which are sentences already |
 | a list of strings | no | one: the items joined |
 
-A sequence without tokens is left out, and so is a document without sequences (it is counted as empty). `split_tokens`
-makes each token a sequence; `append_eod` ends the last sequence of a document with the end-of-document id.
+Empty sequences and empty documents are dropped. `split_tokens` makes each token a sequence. `append_eod` appends the
+end-of-document id to each document.
 """
 
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ from megatron.tokenizers import build_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingArgs:
-    """The text and its encoding."""
+    """Settings of the encoding."""
 
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
@@ -57,7 +55,7 @@ class EncodingArgs:
 
 
 class SentenceEncoder:
-    """An `encoding.Encoder` by a BERT tokenizer. Raises UserError where tokenizer or splitter cannot be built."""
+    """An `Encoder` with a BERT tokenizer. Raises UserError if tokenizer or sentence splitter cannot be loaded."""
 
     key = None
 
@@ -84,7 +82,7 @@ class SentenceEncoder:
         return [rules, self.tokenizer.fingerprint, version]
 
     def parts(self, record: Record) -> list[list[str]]:
-        """The sentences under each key. A text file has one key only."""
+        """Return the sentences under each JSON key."""
         values = record.value if record.raw else {self.args.json_keys[0]: record.value["text"]}
         return [self._sentences(key, field_of(values, key)) for key in self.args.json_keys]
 
@@ -104,7 +102,7 @@ class SentenceEncoder:
             raise BadRecord(f"{key!r}: {error}") from None
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """The ids of documents, each a list of sentences."""
+        """Encode documents, each a list of sentences."""
         sentences = list(chain.from_iterable(documents))
         ids, lengths = self.tokenizer.tokenize_arrays(sentences)
         document = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[lengths > 0]

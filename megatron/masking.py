@@ -1,10 +1,10 @@
-"""BERT's masking of whole words and n-grams, for a batch at a time, by Megatron's rule.
+"""BERT's masking of whole words and n-grams by Megatron's rule, for a batch of rows.
 
-Words are visited in random order, each with a random n; it and the n - 1 words after it are predicted if they fit in
-the remaining predictions. An n-gram that does not fit is shortened word by word; one that meets a word already taken
-is skipped. Of the tokens taken, 80 % become [MASK], 10 % any id of the vocabulary, 10 % stay.
+The words of a row are visited in random order, each with a random n. The n-gram that starts at the word is masked if
+it has at most as many tokens as predictions remain. Otherwise it is shortened word by word. It is skipped if one of
+its words is masked already. Of the masked tokens, 80 % become [MASK], 10 % a random id, and 10 % stay unchanged.
 
-One worked example: CLS play ##ing chess SEP so ##ft ##ly SEP with 5 predictions.
+Example: CLS play ##ing chess SEP so ##ft ##ly SEP with 5 predictions.
 
     tokens       [CLS, 10, 11, 12, SEP, 20, 21, 22, SEP]
     maskable     [  0,  1,  1,  1,   0,  1,  1,  1,   0]
@@ -12,8 +12,8 @@ One worked example: CLS play ##ing chess SEP so ##ft ##ly SEP with 5 predictions
     order, n     words 1, 2, 0 with n = 2, 1, 1
     masked       [  0,  0,  0,  1,   0,  1,  1,  1,   0]
 
-Word 1 takes words 1 and 2, four tokens (an n-gram may cross a separator, which stays). One prediction remains, too few
-for word 0.
+Word 1 masks words 1 and 2, four tokens. (An n-gram may cross a separator, which is not masked.) One prediction
+remains, too few for word 0.
 """
 
 import numpy as np
@@ -29,12 +29,12 @@ def ngram_probabilities(max_ngram: int) -> np.ndarray:
 
 
 def word_starts(tokens: np.ndarray, maskable: np.ndarray, starts_word: np.ndarray) -> np.ndarray:
-    """bool[n, length]: the first token of each word; a word never reaches over a token that is not maskable.
+    """Return bool[n, length]: True at the first token of each word. Words do not continue over special tokens.
 
     Args:
         tokens: int64[n, length].
-        maskable: bool[n, length], tokens of text.
-        starts_word: bool[vocabulary], False for pieces that continue a word.
+        maskable: bool[n, length], False for special tokens.
+        starts_word: bool[vocabulary], False for subwords that continue a word.
     """
     starts = starts_word[tokens]
     starts[:, 1:] |= ~maskable[:, :-1]
@@ -42,28 +42,37 @@ def word_starts(tokens: np.ndarray, maskable: np.ndarray, starts_word: np.ndarra
 
 
 def choose_masked(
-    maskable: np.ndarray, starts: np.ndarray, num_predictions: np.ndarray, words: np.ndarray, probabilities: np.ndarray
+    maskable: np.ndarray,
+    starts: np.ndarray,
+    num_predictions: np.ndarray,
+    random_bits: np.ndarray,
+    probabilities: np.ndarray,
 ) -> np.ndarray:
-    """Which tokens to predict, bool[n, length].
+    """Choose the tokens to predict, bool[n, length].
 
     Args:
-        maskable, starts: bool[n, length], tokens of text and first tokens of words.
-        num_predictions: int64[n], the maximum number of tokens of each row.
-        words: uint64[at least the words of a row, n] random 32-bit numbers.
-        probabilities: float64[N] of each n, see `ngram_probabilities`.
+        maskable: bool[n, length], False for special tokens.
+        starts: bool[n, length], True at the first token of each word.
+        num_predictions: int64[n], maximum number of masked tokens per row.
+        random_bits: uint64[at least the number of words in a row, n], uniform on [0, 2**32).
+        probabilities: float64[max_ngram], see `ngram_probabilities`.
     """
-    order, ngrams = random_order(starts.sum(axis=1), words, probabilities)
+    order, ngrams = random_order(starts.sum(axis=1), random_bits, probabilities)
     return take_ngrams(maskable, starts, num_predictions, order, ngrams, len(probabilities))
 
 
-def random_order(num_words: np.ndarray, words: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Words int64[n, most words] in random order, and the n of each; values beyond a row's words are undefined.
+def random_order(
+    num_words: np.ndarray, random_bits: np.ndarray, probabilities: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a random order of each row's words, and an n for each word.
 
-    The word's number in a key's low bits makes keys unique, so that a row does not depend on others of the batch.
+    Returns:
+        int64[n, most words in a row] each. Values beyond the number of words of a row are undefined.
     """
     width = int(num_words.max(initial=0))
     index = np.arange(width)
-    keys = words[:width].T << np.uint64(32) | index.astype(np.uint64)
+    # The word's number in the low bits makes keys unique, so that a row does not depend on the others of the batch.
+    keys = random_bits[:width].T << np.uint64(32) | index.astype(np.uint64)
     keys[index >= num_words[:, None]] |= np.uint64(0xFFFFFFFF << 32)
     keys.sort(axis=1)
     low_bits = (keys >> np.uint64(32)).astype(np.int64) & ((1 << _NGRAM_BITS) - 1)
@@ -82,9 +91,12 @@ def take_ngrams(
     ngrams: np.ndarray,
     max_ngram: int,
 ) -> np.ndarray:
-    """Select the masked tokens, given the order in which words are visited and the n of each (int64[n, most words]).
+    """Choose the masked tokens bool[n, length], given the order of words and the n of each.
 
-    First all turns that certainly fit are decided at once; then, with few predictions left, one acceptance at a time.
+    Args:
+        maskable, starts, num_predictions: see `choose_masked`.
+        order, ngrams: int64[n, most words in a row], the results of `random_order`.
+        max_ngram: maximum n.
     """
     num_words, word_of = starts.sum(axis=1), np.maximum(starts.cumsum(axis=1) - 1, 0)
     before = maskable.cumsum(axis=1)
@@ -93,6 +105,7 @@ def take_ngrams(
     rows, columns = np.nonzero(starts)
     begins[rows, word_of[rows, columns]] = before[rows, columns] - 1
     covered = np.zeros(begins.shape, bool)
+    # First decide all words that certainly fit, together; then, with few predictions left, one at a time.
     left, turns = _take_while_fitting(begins, num_words, num_predictions, order, ngrams, covered)
     _take_the_rest(begins, num_words, left, turns, order, ngrams, covered)
     return np.take_along_axis(covered, word_of, axis=1) & maskable
@@ -161,20 +174,22 @@ def _take_the_rest(
 
 
 def replace_masked(
-    tokens: np.ndarray, masked: np.ndarray, words: np.ndarray, mask_id: int, vocab_size: int
+    tokens: np.ndarray, masked: np.ndarray, random_bits: np.ndarray, mask_id: int, vocab_size: int
 ) -> np.ndarray:
-    """`tokens` with 80 % of the masked ones replaced by [MASK] and 10 % by any id of the vocabulary.
+    """Replace 80 % of the masked tokens by [MASK] and 10 % by a random id.
 
     Args:
         tokens: int64[n, length], changed in place.
         masked: bool[n, length].
-        words: uint64[at least the most masked tokens of a row, n] random 32-bit numbers, the k-th for a row's k-th
-            masked token.
-        mask_id, vocab_size: of the vocabulary.
+        random_bits: uint64[at least the number of masked tokens in a row, n], uniform on [0, 2**32).
+        mask_id, vocab_size: id of [MASK], and number of ids.
+
+    Returns:
+        `tokens`.
     """
     rows, columns = np.nonzero(masked)
     number = np.cumsum(masked, axis=1)[rows, columns] - 1
-    drawn = words[number, rows].astype(np.int64)
+    drawn = random_bits[number, rows].astype(np.int64)
     mask_below, keep_below, end = int(0.8 * 2**32), int(0.9 * 2**32), 1 << 32
     any_id = (drawn - keep_below) * vocab_size // (end - keep_below)
     kept = np.where(drawn < keep_below, tokens[rows, columns], any_id)

@@ -94,17 +94,17 @@ class PreprocessArgs(EncodingArgs):
 
     @property
     def level(self) -> str:
-        """The kind of a sequence, in the names of the files."""
+        """Kind of a sequence in the names of the files: "sentence" or "document"."""
         return "sentence" if self.split_sentences else "document"
 
     def shard_prefix(self, prefix: str) -> str:
-        """A prefix with the number of this job's shard."""
+        """Add the number of this job's shard to a prefix, if `--shard` is given."""
         shard = parse_shard(self.shard)
         return prefix if shard is None else shard_prefix(prefix, *shard)
 
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
-    """Write the token files; returns the content of their .json files by prefix."""
+    """Write the token files. Returns the content of their .json files by prefix."""
     encoder = SentenceEncoder(args)
     shards, record = _plan(args, encoder)
     _refuse_absent_keys(shards, args, encoder)

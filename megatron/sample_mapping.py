@@ -1,23 +1,21 @@
-"""The sentences of each BERT sample: Megatron's packing of consecutive sentences, vectorised and cached on disk.
+"""Pack consecutive sentences into BERT samples, as Megatron's `build_mapping`, vectorized and cached on disk.
 
-Sentences of one document are packed until they reach a target length, document after document:
+    target length    `max_length`, or with probability `short_seq_prob` uniform on 2 ... max_length
+    end of a sample  the first sentence with which the sample has its target length and at least `min_sentences`
+                     sentences, if more than one sentence follows; otherwise the end of the document
+    dropped          documents with fewer than `min_sentences` sentences; if `max_sentence_length` is set (512 in
+                     Megatron), also documents of several sentences with a longer one
+    unread           tokens of dropped documents, and tokens of a sentence beyond `max_length`
 
-    target      `max_length`, or with probability `short_seq_prob` uniform on 2 ... max_length
-    sample      ends at the first sentence with which it has its target and at least `min_sentences` sentences, if more
-                than one sentence is left over; otherwise with the document
-    left out    documents with fewer than `min_sentences` sentences, and where `max_sentence_length` is set (Megatron's
-                512) documents of several sentences one of which is longer
-    unread      documents that are left out, and the tokens of a sentence beyond `max_length`
+Example with max_length 10, min_sentences 2 and no short samples: two documents with sentences of 4 3 5 6 2 and 7 8
+tokens give the rows [first sentence, end, target length]
 
-One worked example, max_length 10, min_sentences 2, no short targets: two documents with sentences of 4 3 5 6 2 and
-7 8 tokens give the rows [first sentence, end, target]
-
-    [0, 3, 10]   4 + 3 + 5 = 12 reaches 10, two sentences are left
-    [3, 5, 10]   the rest
+    [0, 3, 10]   4 + 3 + 5 = 12 reaches 10, and two sentences follow
+    [3, 5, 10]   the rest of the document
     [5, 7, 10]
 
-With short_seq_prob 0 the rows are those of `build_mapping` in megatron/core/datasets/helpers.cpp. Otherwise the draws
-are keyed by (seed, epoch, document, sample), and a short length is independent of the decision to draw it.
+With short_seq_prob 0 the rows equal those of megatron/core/datasets/helpers.cpp. Short samples are drawn by (seed,
+epoch, document, sample).
 """
 
 from __future__ import annotations
@@ -50,14 +48,15 @@ _HASH_BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class MappingSettings:
-    """Settings that decide the rows besides the data.
+    """Settings of the packing.
 
     Attributes:
-        max_length: most tokens of text in a sample, special tokens not counted; at least 2.
-        min_sentences: 2 where a sample is split in a pair.
-        max_sentence_length: documents with a longer sentence are left out; None keeps them, and the sentence is cut.
-        num_epochs: epochs over the documents, each with its own short targets.
-        max_num_samples: start no further epoch at this number; None sets no limit.
+        max_length: maximum tokens per sample, without special tokens; at least 2.
+        min_sentences: minimum sentences per sample; 2 for pairs.
+        short_seq_prob: probability of a shorter sample.
+        max_sentence_length: drop documents with a longer sentence; None truncates the sentence instead.
+        num_epochs: passes over the documents, each with its own short samples.
+        max_num_samples: stop after the pass that reaches this number; None for no limit.
     """
 
     max_length: int
@@ -86,7 +85,7 @@ class MappingCounts:
 
     @property
     def unread(self) -> float:
-        """The fraction of all tokens that fit in no sample of an epoch."""
+        """Fraction of all tokens that are in no sample."""
         unread = self.few_sentences_tokens + self.long_sentence_tokens + self.overlong_tokens
         return unread / max(self.tokens, 1)
 
@@ -108,9 +107,12 @@ class MappingCounts:
 
 @dataclass
 class SampleMapping:
-    """Rows [first sentence, end sentence, target length] of all samples, and what was left out.
+    """Result of the packing.
 
-    `path` is the file that `rows` is mapped from, None where they are in memory.
+    Attributes:
+        rows: [samples, 3]: first sentence, end sentence and target length of each sample.
+        counts: what was dropped.
+        path: file that `rows` is memory-mapped from; None if in memory.
     """
 
     rows: np.ndarray
@@ -128,7 +130,7 @@ def build_mapping(
         sequence_lengths: int32[sentences], in tokens.
 
     Returns:
-        Rows uint32[n, 3], uint64 where there are more than 2**32 sentences; in the order of the text, by epoch.
+        Rows uint32[n, 3] (uint64 for more than 2**32 sentences), in the order of the text, pass after pass.
     """
     counts, dtype = MappingCounts(), _row_dtype(sequence_lengths)
     rows = [np.empty((0, 3), dtype), *_packed(document_indices, sequence_lengths, settings, counts)]

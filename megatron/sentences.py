@@ -1,15 +1,14 @@
-"""Text -> sentences, by a configurable splitter. The text is not changed; only white space is left out.
+r"""Split text into sentences. The text is not changed, except that white space around sentences is dropped.
 
 | `--sentence-splitter` | splits |
 |---|---|
-| `nupunkt` | English, as nltk's punkt, with a trained model that comes with the package; a newline is a space |
+| `nupunkt` | English, with a trained Punkt model as nltk's; a newline is a space |
 | `sentencex`, `sentencex:de` | 300 languages (two-letter code, English by default); a blank line ends a sentence |
-| `newline` | a line is a sentence |
+| `newline` | each line is a sentence |
 | `module:callable` | a function from a text to a list of its sentences |
 
-Line breaks inside a sentence stay: text wrapped at 80 columns is not unwrapped. One worked example, the text
-"One. Two\\ngoes on.\\n\\nThree" under `nupunkt`: ["One.", "Two\\ngoes on.", "Three"], and with keep_newlines
-["One. ", "Two\\ngoes on.\\n\\n", "Three"].
+Line breaks inside a sentence are kept. Example: with `nupunkt`, the text "One. Two\ngoes on.\n\nThree" gives
+["One.", "Two\ngoes on.", "Three"], and with keep_newlines ["One. ", "Two\ngoes on.\n\n", "Three"].
 """
 
 import hashlib
@@ -24,13 +23,13 @@ from lm_experiments_tools.names import resolve_name
 
 
 class SentenceSplitter:
-    """Callable text -> list of sentences.
+    """Callable that splits a text into a list of sentences. No sentence is blank.
 
-    Sentences are stripped; with `keep_newlines` each keeps the white space after it (and the first one that before
-    it), so that the joined sentences are the text. No sentence is blank.
+    Args:
+        keep_newlines: keep the white space around sentences, so that the joined sentences are the text.
 
     Raises:
-        UserError: a splitter that does not exist or is not installed, or that fails on a text or changes it.
+        UserError: the splitter does not exist, is not installed, fails, or changes the text.
     """
 
     def __init__(self, name: str = "nupunkt", keep_newlines: bool = False):
@@ -45,7 +44,7 @@ class SentenceSplitter:
         return [text[start:end].strip() for start, end in spans]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """(start, end) of each sentence with the white space after it: they cover the text without gaps."""
+        """Return (start, end) of each sentence, with the white space after it. Spans cover the text without gaps."""
         spans: list[tuple[int, int]] = []
         start = 0
         for end in (*self._starts(text), len(text)):
@@ -126,7 +125,7 @@ def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
 
 
 def splitter_version(name: str) -> str:
-    """Version of a splitter: of its package, or a hash of a user's file."""
+    """Return the version of a splitter's package, or a hash of the user's file."""
     package = name.partition(":")[0]
     if package == "newline":
         return ""

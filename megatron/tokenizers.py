@@ -1,13 +1,13 @@
-"""The tokenizers of the BERT pipeline: WordPiece from a vocab.txt, or any fast Hugging Face tokenizer.
+"""Tokenizers for BERT: WordPiece from a vocab.txt, or any fast Hugging Face tokenizer.
 
-| `tokenizer_type` | from | is |
+| `tokenizer_type` | input | tokenizer |
 |---|---|---|
-| `BertWordPieceLowerCase` | `vocab_file`, one piece a line | BERT's uncased tokenizer: lower case, no accents |
+| `BertWordPieceLowerCase` | `vocab_file`, one subword per line | BERT's uncased tokenizer: lower case, no accents |
 | `BertWordPieceCase` | `vocab_file` | BERT's cased tokenizer |
-| `HFTokenizer` | `name_or_path`, a folder or a name on the hub | what AutoTokenizer makes of it |
+| `HFTokenizer` | `name_or_path`, a folder or a name on the hub | the result of AutoTokenizer |
 
-Text cannot forge a special token: a literal "[MASK]" in it is the pieces `[`, `mask`, `]`, as in Google's BERT (in
-transformers this is `split_special_tokens=True`). Apart from that, ids equal those of transformers' tokenizers.
+Special tokens in a text are encoded as ordinary text: "[MASK]" becomes `[`, `mask`, `]`, as in Google's BERT and with
+transformers' `split_special_tokens=True`. Otherwise ids equal those of transformers' tokenizers.
 """
 
 import logging
@@ -40,12 +40,14 @@ _PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
 def build_tokenizer(
     tokenizer_type: str, *, vocab_file: str | os.PathLike | None = None, name_or_path: str | os.PathLike | None = None
 ) -> "BertDataTokenizer":
-    """The tokenizer of a type (table above), from its file, folder or name.
+    """Load a tokenizer of the given type (see the table above).
 
-    `vocab_file` may also be a folder with a vocab.txt in it.
+    Args:
+        vocab_file: a vocab.txt, or a folder that contains one.
+        name_or_path: folder or hub name of an HFTokenizer.
 
     Raises:
-        UserError: it cannot be loaded, or lacks a special token that BERT needs.
+        UserError: the tokenizer cannot be loaded, or lacks a special token that BERT needs.
     """
     if tokenizer_type in WORDPIECE_TYPES:
         if vocab_file is None:
@@ -59,7 +61,7 @@ def build_tokenizer(
 
 
 def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> None:
-    """Refuse token files made with another tokenizer, by the fingerprint in PREFIX.json, if there is one."""
+    """Raise UserError if PREFIX.json records that the tokens were made with another tokenizer."""
     made_with = data.meta.get("vocab_sha256")
     if made_with is not None and made_with != tokenizer.fingerprint:
         if tokenizer.other_case is not None and made_with == tokenizer.other_case().fingerprint:
@@ -109,7 +111,7 @@ class BertDataTokenizer:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """int64[IDs]: UTF-8 bytes of each token's text; None where they are unknown."""
+        """int64[ids]: bytes of each token's text in UTF-8; None if unknown."""
         return self._tokenizer.token_bytes({*self.special_ids.tolist()})
 
     @property
@@ -121,16 +123,20 @@ class BertDataTokenizer:
         return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and only_special
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Return the ids of a text, without special tokens."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`tokenize` for many texts."""
+        """Return the ids of several texts, without special tokens."""
         ids, lengths = self.tokenize_arrays(texts)
         return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
 
     def tokenize_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32[total], lengths int64[len(texts)]): the ids of all texts, one after the other."""
+        """Return the ids of several texts as one array.
+
+        Returns:
+            ids int32[total] of all texts, concatenated, and the number of ids of each text, int64[len(texts)].
+        """
         encode = self._words.encode if self._words is not None else partial(_encode, self._tokenizer)
         parts = [encode(block) for block in _blocks(texts)]
         if not parts:
@@ -139,23 +145,23 @@ class BertDataTokenizer:
         return ids, lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special tokens included."""
+        """Return the text of `ids`, with special tokens."""
         return self._tokenizer.backend.decode([int(index) for index in ids], skip_special_tokens=False)
 
     @property
     def unk(self) -> int | None:
-        """Id of the unknown token; None for a tokenizer without one."""
+        """Id of the unknown token; None if the tokenizer has none."""
         model = self._tokenizer.settings["model"]
         return model["unk_id"] if model["type"] == "Unigram" else self._tokenizer.pieces.get(model["unk_token"])
 
     @property
     def lowercase(self) -> bool:
-        """True if BERT's normalizer makes the text lower case."""
+        """True if the tokenizer converts text to lower case."""
         return bool((self._tokenizer.settings["normalizer"] or {}).get("lowercase"))
 
     @cached_property
     def starts_word(self) -> np.ndarray:
-        """bool[vocab_size]: True where a subword begins a word, and for special tokens."""
+        """bool[vocab_size]: True for subwords that begin a word, and for special tokens."""
         if self._tokenizer.starts_word is None:
             raise UserError(f"{self.name} does not mark where words begin: use WordPiece, SentencePiece or BPE")
         starts = self._tokenizer.starts_word.copy()
@@ -164,11 +170,11 @@ class BertDataTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of everything that determines IDs: subwords, normalization, model, special tokens."""
+        """sha256 of everything that determines ids: subwords, normalization, model, special tokens."""
         return self._tokenizer.digest(sorted(self._special.items()))
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Write the files from which AutoTokenizer, and our `HFTokenizer`, give the same ids."""
+        """Write tokenizer files from which AutoTokenizer gives the same ids."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self._pretrained is not None:

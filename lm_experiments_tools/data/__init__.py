@@ -1,4 +1,4 @@
-"""Numbered training examples: their order, mixtures and loaders; imports config and the top-level files.
+"""Training data as numbered samples: their order, mixtures and loaders; depends on config and the top-level files.
 
 The public names are those of `__init__.pyi`, imported on first use.
 """

@@ -1,21 +1,20 @@
-"""Length grouping: samples of similar length next to each other, so that micro-batches have little padding.
+"""Length grouping: batches of samples with similar lengths have less padding.
 
-The samples of a window (32 buckets or more) are sorted by length and cut into buckets of `bucket_rows`; the buckets
-are then shuffled. One worked example, a window of 8 samples, buckets of 2, lengths below:
+`BucketedDataset` sorts each window of samples by length, cuts it into buckets, and shuffles the buckets. Example with
+a window of 8 samples and buckets of 2:
 
     samples     0  1  2  3  4  5  6  7
     lengths     5  9  2  7  1  8  3  6
-    by length   4  2 | 6  0 | 7  3 | 5  1
-    buckets 2 0 3 1 in this order:   7 3   4 2   5 1   6 0
+    by length   4  2 | 6  0 | 7  3 | 5  1        buckets 0 to 3
+    result      7  3   4  2   5  1   6  0        buckets in the random order 2 0 3 1
 
-`MixedSteps` makes each step of several buckets, one of each part of the window's range, in order of length: steps are
-alike, and micro-batches still have rows of similar length. The same window in steps of 4 rows, 2 buckets each:
+`MixedSteps` builds each training step from buckets of all lengths, sorted by length. All steps then have similar
+lengths, and so do the rows of a micro-batch. The same window in steps of 4 samples, each with 2 buckets:
 
-    parts       4  2  6  0 | 7  3  5  1      shorter half, longer half
-    steps       6  0  7  3   4  2  5  1      each a bucket of each half, drawn at random
+    halves      4  2  6  0 | 7  3  5  1      shorter half, longer half
+    steps       6  0  7  3   4  2  5  1      one random bucket of each half per step
 
-Windows, steps and buckets lie on the grid of global sample numbers and are cut where an epoch ends. The arrangement is
-a pure function of (seed, sample) and of the rows of a bucket or step, which the fingerprint names.
+A window ends where an epoch ends. The result depends only on (seed, sample) and on the size of a bucket or step.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _32 = np.uint64(32)
 
 
 class SizedDataset(SampleDataset, Protocol):
-    """A dataset that knows the lengths of its samples."""
+    """A `SampleDataset` that knows the lengths of its samples."""
 
     def lengths(self, samples: np.ndarray) -> np.ndarray: ...
 
@@ -71,7 +70,7 @@ class BucketedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's fingerprint plus the bucket size, which an error message can then report."""
+        """The dataset's fingerprint and the bucket size."""
         return f"{self.dataset.fingerprint}/bucket_rows={self.bucket_rows}"
 
     def describe(self) -> str:
@@ -79,15 +78,15 @@ class BucketedDataset:
         return f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by global number int64[n], in any order and from any epoch, in the dataset's format."""
+        """Return the samples with these numbers int64[n] in the new order."""
         return self.dataset.batch(self.arranged(samples))
 
     def will_need(self, samples: np.ndarray) -> None:
-        """See `SampleDataset.will_need`."""
+        """Prefetch these samples from the disk."""
         self.dataset.will_need(self.arranged(samples))
 
     def arranged(self, samples: np.ndarray) -> np.ndarray:
-        """Map sample numbers int64[n] of this order to those of the dataset."""
+        """Map sample numbers int64[n] in the new order to sample numbers of the dataset."""
         samples = np.asarray(samples, np.int64)
         begins = np.maximum(samples // len(self) * len(self), samples // self.window * self.window)
         numbers = np.empty_like(samples)
@@ -157,11 +156,12 @@ class MixedSteps(BucketedDataset):
 
 
 class SortedSamples:
-    """Samples of the first epoch, longest first, so that out-of-memory errors occur immediately.
+    """The samples of the first epoch, longest first, so that an out-of-memory error occurs in the first step.
 
     Args:
-        num_samples: number of samples; None, or more than there are, takes all.
-        target_step: as `BucketedDataset`.
+        dataset: the samples.
+        num_samples: number of samples to use; None uses all.
+        target_step: see `BucketedDataset`.
     """
 
     def __init__(self, dataset: SizedDataset, num_samples: int | None = None, target_step: int = 1) -> None:
@@ -181,5 +181,5 @@ class SortedSamples:
         return f"{self.dataset.describe()}; {len(self):,} samples, the longest first"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by their rank in this order int64[n], in the dataset's format."""
+        """Return the samples at these positions int64[n] of the sorted order."""
         return self.dataset.batch(self._samples[samples])

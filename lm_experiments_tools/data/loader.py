@@ -1,7 +1,7 @@
-"""A worker's batches from a dataset of numbered samples; the position is one number, the samples consumed by all.
+"""Load each worker's batches from a dataset of numbered samples.
 
-Row k of rank r in a global batch is global row k * world_size + r, so that each step has the same samples for 8 x 1,
-4 x 2 and 2 workers x (2 x 2), and so does each micro-batch of the last two.
+Row k of rank r in a global batch is global row k * world_size + r. A step thus has the same samples for any number of
+workers and accumulation steps with the same product.
 """
 
 import threading
@@ -21,7 +21,7 @@ LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
 class SampleDataset(Protocol):
-    """Examples by global sample number, epoch after epoch."""
+    """Samples with random access by number. Numbers continue over epochs: `len` samples per epoch."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -33,11 +33,11 @@ class SampleDataset(Protocol):
     def describe(self) -> str: ...
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch samples from the disk; only for data that is larger than memory."""
+        """Prefetch these samples from the disk."""
 
 
 class ValidSource(Protocol):
-    """Finite batches, the same at every iteration and equally many on each rank, such as a `ValidLoader`."""
+    """A finite number of batches, the same in every iteration. All ranks have the same number of batches."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -52,7 +52,7 @@ def _to_torch(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run in a daemon thread, which unlike an executor's does not keep the process alive."""
+    """Run `function(*args)` in a daemon thread, which does not keep the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -71,14 +71,14 @@ def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 class TrainSource:
-    """Endless training batches of one worker at a known position; a subclass makes them.
+    """Base class of endless training batches for one worker.
 
     Args:
-        rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
+        rows_per_worker: rows per step on this worker (micro-batch size x accumulation steps).
 
     Attributes:
         fingerprint: hash of data, objective and seed, independent of the number of workers.
-        samples_per_epoch: None where it is not known before the end.
+        samples_per_epoch: None if unknown.
     """
 
     fingerprint: str
@@ -90,16 +90,16 @@ class TrainSource:
 
     @property
     def global_batch(self) -> int:
-        """Samples of one step over all workers."""
+        """Samples per step over all workers."""
         return self.rows_per_worker * self.world_size
 
     @property
     def consumed_samples(self) -> int:
-        """Samples of the batches yielded so far, over all workers."""
+        """Number of samples in all batches so far, over all workers."""
         return self._consumed
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue as if `consumed_samples` had been yielded."""
+        """Continue after the first `consumed_samples` samples of the run."""
         self._consumed = consumed_samples
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -116,18 +116,18 @@ class TrainSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop the background threads or processes that make batches."""
+        """Stop the background threads or processes."""
 
 
 class TrainLoader(TrainSource):
-    """Batches of a dataset of numbered samples; a seek takes no time, whatever the distance.
+    """Training batches of a `SampleDataset`. `seek` takes constant time.
 
     Args:
-        dataset: samples by global number.
-        rows_per_worker, rank, world_size: as for `TrainSource`.
-        consumed_samples: global position to start from.
+        dataset: the samples.
+        rows_per_worker, rank, world_size: see `TrainSource`.
+        consumed_samples: samples to skip, over all workers.
         prefetch: make the next batches in the background.
-        ahead: announce to the dataset (`will_need`) the 256 rows, or the step, after the batches that are being made.
+        ahead: prefetch the samples of later batches from the disk, with `SampleDataset.will_need`.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class TrainLoader(TrainSource):
         return max(1, min(_ROWS_AT_ONCE // self.rows_per_worker, _CELLS_AT_ONCE // cells))
 
     def close(self) -> None:
-        """Stop the background thread; further batches are made synchronously."""
+        """Stop the background thread. Later batches are made synchronously."""
         self._prefetch = False
         self.seek(self._consumed)
         if self._abandoned is not None:
@@ -204,15 +204,15 @@ class TrainLoader(TrainSource):
 
 
 class ValidLoader:
-    """Each validation sample exactly once over all workers, with the same noise at every iteration.
+    """Validation batches: each sample exactly once over all workers, with the same noise in every iteration.
 
-    All ranks yield the same number of batches. A rank without a sample in the last one yields one row whose labels
+    All ranks yield the same number of batches. A rank without samples in the last batch yields one row whose labels
     and `example` are -100.
 
     Args:
-        dataset: samples by global number; epoch 0 is read.
-        rows_per_batch: rows of one batch on this worker.
-        num_samples: size of a fixed random subset; None, or more than there are, takes all.
+        dataset: the samples; only epoch 0 is read.
+        rows_per_batch: rows per batch on this worker.
+        num_samples: size of a fixed random subset; None uses all samples.
     """
 
     def __init__(

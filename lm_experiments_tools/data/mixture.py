@@ -1,14 +1,15 @@
-"""Several datasets read as one, by weight, in Megatron's order: random access, nothing repeated early.
+"""Mix several datasets by weight, with random access by sample number.
 
-    weights              what `proportional` reads in an epoch       what `megatron` reads in an epoch
-    w_i, lengths l_i     ceil(w_i * l_i) samples of each             about w_i / sum(w) * sum(l) samples of each
+There are two rules for the numbers of samples per epoch, given weights w_i and dataset sizes l_i:
 
-With lengths 2 and 4 and weights 1 and 1, proportional reads every sample once, from members 1 0 1 0 1 1. Megatron's
-rule reads 0 1 0 1 0 1: three samples of each, so one of member 0 twice. T5's examples-proportional and
-temperature-scaled mixing are "proportional" with a maximum and a temperature (`mixing_rates`).
+    proportional     ceil(w_i * l_i) samples of dataset i
+    megatron         about w_i / sum(w) * sum(l) samples of dataset i
 
-Each sample comes from the member with the largest deficit (`blending_order`). A member continues in the next epoch
-where it stopped. The mixture draws no random numbers: shuffling and noise are the members'.
+Example with sizes 2 and 4 and weights 1 and 1: `proportional` reads from datasets 1 0 1 0 1 1, every sample once.
+`megatron` reads from 0 1 0 1 0 1, so one sample of dataset 0 twice. T5's examples-proportional and temperature-scaled
+mixing are `proportional` with `maximum` and `temperature` (`mixing_rates`).
+
+In the next epoch, each dataset continues where it stopped. The mixture itself is not random.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ _WARM_UP = 64  # steps after which the greedy rule has forgotten where it starte
 
 
 def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = None) -> np.ndarray:
-    """Which member each of `size` samples comes from: always the one with the largest deficit.
+    """Choose a dataset for each of `size` samples: always the one that is furthest below its weight, as in Megatron.
 
-    Sample t goes to the first i with the largest weights[i] * max(t, 1) - (samples given to i so far), in float64:
-    equal to `build_blending_indices` and, with quotas, `build_exhaustive_blending_indices` of
-    megatron/core/datasets/helpers.cpp. Here sqrt(size) segments of the sequence advance in parallel, from counts
-    rounded some steps earlier, which the rule soon forgets; a segment that began with wrong counts is computed again.
+    Sample t goes to the first dataset with the largest weights[i] * max(t, 1) - (samples of dataset i so far). The
+    result equals `build_blending_indices` and, with quotas, `build_exhaustive_blending_indices` of
+    megatron/core/datasets/helpers.cpp.
 
     Args:
         weights: float64[k], summing to 1.
         size: number of samples.
-        quotas: int64[k], the maximum of each member; None sets no limit.
+        quotas: int64[k], maximum number of samples per dataset; None for no limit.
 
     Returns:
-        uint8[size] (uint16 for more than 255 weights), for example [0, 1, 0, 1, 0, 0] for weights [.6, .4] and size 6.
+        uint8[size] (uint16 for more than 255 datasets); [0, 1, 0, 1, 0, 0] for weights [.6, .4] and size 6.
     """
+    # sqrt(size) segments advance in parallel, from approximate counts some steps earlier, which the rule soon forgets.
+    # A segment that began with wrong counts is computed again.
     length = isqrt(max(size - 1, 0)) + 1
     starts = np.arange(0, size, length, dtype=np.float64)
     limits = np.full(len(weights), np.inf) if quotas is None else quotas.astype(np.float64)
@@ -95,13 +97,18 @@ def _advance(
 def mixing_rates(
     sizes: Sequence[int], weights: Sequence[float], maximum: float | None = None, temperature: float = 1.0
 ) -> np.ndarray:
-    """Samples of each dataset in an epoch: min(weight * size, maximum) ** (1 / temperature), rescaled to the same sum.
+    """Compute T5's mixing rates: min(weight * size, maximum) ** (1 / temperature), rescaled to the same sum.
 
-    Up to the factor these are seqio's `mixing_rate_num_examples`, with a weight as its `scale` (Raffel et al.,
-    "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 3.5.2).
+    They are proportional to seqio's `mixing_rate_num_examples` (Raffel et al., 2020, section 3.5.2).
+
+    Args:
+        sizes: samples of each dataset.
+        weights: weight of each dataset.
+        maximum: limit of weight * size; None for no limit.
+        temperature: 1 keeps the proportions, larger values make them more equal.
 
     Returns:
-        float64[k]; [2, 2] for sizes [1, 3] and any high temperature.
+        float64[k], samples per epoch of each dataset; near [2, 2] for sizes [1, 3] and a high temperature.
     """
     limited = np.minimum(np.asarray(sizes, np.float64) * np.asarray(weights, np.float64), maximum or np.inf)
     if temperature == 1.0:
@@ -111,20 +118,20 @@ def mixing_rates(
 
 
 class MixtureDataset:
-    """A weighted mixture of datasets, itself a dataset of numbered samples.
+    """A weighted mixture of datasets, itself a `SampleDataset`.
 
-    Memory: one byte a sample of the epoch (two for more than 255 members) and 8 / 512 bytes a sample and member.
+    Memory: one byte per sample of an epoch (two for more than 255 datasets), and 1/64 byte per sample and dataset.
 
     Args:
-        datasets: the members, at most 65,535; their batches have the same names.
-        weights: above 0, one for each; None is 1 for each.
-        blending: "proportional": an epoch has ceil(weight * len) samples of each member. "megatron": an epoch has
-            sum(len) samples, in the proportions of the weights.
-        maximum, temperature: with "proportional", of the rates of members (`mixing_rates`).
-        pad_id: fills `input_ids` where members of different lengths meet (labels get -100, all else 0).
+        datasets: at most 65,535; their batches have the same keys.
+        weights: a positive weight per dataset; None for equal weights.
+        blending: "proportional" takes ceil(weight * len) samples of each dataset per epoch. "megatron" takes sum(len)
+            samples in all, in proportion to the weights.
+        maximum, temperature: see `mixing_rates`; only with "proportional".
+        pad_id: padding of `input_ids` if lengths differ (labels are padded with -100, other keys with 0).
 
     Raises:
-        UserError: an empty member, weights that do not fit, batches of different names.
+        UserError: a dataset is empty, the weights are invalid, or batches have different keys.
     """
 
     def __init__(
@@ -194,7 +201,7 @@ class MixtureDataset:
         return self._num_samples
 
     def describe(self) -> str:
-        """Log text: the members, their fractions of an epoch and their objectives."""
+        """Describe the datasets and their fractions of an epoch, for the log."""
         members = [
             f"{taken:,} of {len(dataset):,} samples (weight {weight:g}) of {dataset.describe()}"
             for taken, dataset, weight in zip(
@@ -206,12 +213,12 @@ class MixtureDataset:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the members' fingerprints and the settings."""
+        """sha256 over the datasets' fingerprints and the settings; equal fingerprints mean equal samples."""
         return self._digest([dataset.fingerprint for dataset in self.datasets])
 
     @property
     def order(self) -> str | None:
-        """sha256 over the members' row orders; None if a member has none."""
+        """sha256 over the datasets' `order` and the settings; None if a dataset has none."""
         orders = [getattr(dataset, "order", None) for dataset in self.datasets]
         return None if None in orders else self._digest(orders)
 
@@ -227,7 +234,7 @@ class MixtureDataset:
         return json_sha256(parts)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Members int64[n] of global sample numbers int64[n], and the sample numbers int64[n] within each."""
+        """Return dataset int64[n] and sample number in it int64[n] for sample numbers int64[n] of the mixture."""
         epochs, positions = np.divmod(np.asarray(samples, np.int64), self._num_samples)
         blocks, offsets = np.divmod(positions, _BLOCK)
         members = self._order[blocks, offsets].astype(np.int64)
@@ -236,7 +243,7 @@ class MixtureDataset:
         return members, epochs * self.samples_per_epoch[members] + in_epoch
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Lengths of inputs and targets, int64[2, n], from members that know them (see data/buckets.py)."""
+        """Return the numbers of input and target tokens, int64[2, n], of the samples with these numbers."""
         members, numbers = self.locate(samples)
         lengths = np.empty((2, len(members)), np.int64)
         for member in np.unique(members).tolist():
@@ -245,13 +252,13 @@ class MixtureDataset:
         return lengths
 
     def will_need(self, samples: np.ndarray) -> None:
-        """See `SampleDataset.will_need`."""
+        """Prefetch these samples from the disk."""
         members, numbers = self.locate(samples)
         for member in np.unique(members).tolist():
             self.datasets[member].will_need(numbers[members == member])
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by global number int64[n], any order, any epochs, padded to the longest member."""
+        """Return the samples with these numbers int64[n], padded to the longest dataset."""
         members, numbers = self.locate(samples)
         parts = [(rows, self.datasets[m].batch(numbers[rows])) for m in np.unique(members) for rows in [members == m]]
         batch = {}

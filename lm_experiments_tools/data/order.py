@@ -1,8 +1,8 @@
-"""Data order and noise as pure functions of (seed, epoch, sample): no state to save, any position reached in O(1).
+"""Shuffling and random numbers as pure functions of (seed, epoch, sample): random access, no state to save.
 
-Random bits come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers:
-As Easy as 1, 2, 3", SC 2011): the n-th word is a function of (key, n), so that samples are independent of batches and
-workers. It needs only 32x32-bit products, which numpy computes for a whole batch.
+Random numbers come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random
+Numbers: As Easy as 1, 2, 3", SC 2011). The n-th number is a function of (key, n), so samples do not depend on batches
+or workers.
 """
 
 from functools import lru_cache
@@ -25,19 +25,19 @@ _FEISTEL_MIN_SIDE = 8
 
 @lru_cache(maxsize=64)
 def stream_key(seed: int, purpose: str) -> int:
-    """A 64-bit key for one use of a seed, so that order, shift and noise never share random numbers."""
+    """Derive a 64-bit key from a seed. Different purposes ("order", "noise", ...) get independent random numbers."""
     return int.from_bytes(blake2b(f"{int(seed)}/{purpose}".encode(), digest_size=8).digest(), "little")
 
 
 def philox_4x32(counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], key: int) -> np.ndarray:
-    """Philox4x32-10 of each counter.
+    """Compute four random numbers for each counter with Philox4x32-10.
 
     Args:
-        counter: four uint64 arrays of one common shape holding 32-bit words (least significant first).
+        counter: four uint64 arrays of the same shape, with 32-bit values (least significant first).
         key: 64 bits.
 
     Returns:
-        uint64[4, *shape]: four random 32-bit words per counter.
+        uint64[4, *shape], uniform on [0, 2**32).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & 0xFFFFFFFF, key >> 32
@@ -50,7 +50,7 @@ def philox_4x32(counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 
 
 
 def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: int) -> np.ndarray:
-    """Random words of samples; word w of a sample depends only on (key, epoch, sample, w).
+    """Draw `num_words` random 32-bit integers per sample. Each depends only on (key, epoch, sample, its index).
 
     Args:
         key: from `stream_key`.
@@ -58,7 +58,7 @@ def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: i
         samples: int64[n].
 
     Returns:
-        uint64[num_words, n], each value uniform on [0, 2**32).
+        uint64[num_words, n], uniform on [0, 2**32).
     """
     num_blocks = -(-num_words // 4)
     shape = (num_blocks, len(samples))
@@ -75,21 +75,21 @@ def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: i
 
 @lru_cache(maxsize=4096)
 def epoch_shift(seed: int, epoch: int, bound: int) -> int:
-    """Position of an epoch's first segment in the token stream: uniform on [0, bound)."""
+    """Draw the token at which an epoch starts in the token stream, uniform on [0, bound)."""
     low, high = sample_words(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
     return (high << 32 | low) % bound
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Images of `indices` under the pseudo-random permutation of [0, size) that belongs to (seed, epoch).
+    """Map each index to its image under the random permutation of [0, size) for (seed, epoch).
 
-    A generalized Feistel network on pairs in Z_a x Z_b, the smallest near-square with a * b >= size, iterated until
-    the image is inside [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a
-    bijection for every size, random access, no memory.
+    The permutation is a generalized Feistel network (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    CT-RSA 2002). It needs no memory, and maps any index in constant time.
 
     Args:
         indices: int64[n] in [0, size).
-        size: number of samples in an epoch, below 2**62.
+        size: number of samples per epoch, below 2**62.
+        seed: seed of the run.
         epochs: int64[n], the epoch of each index.
 
     Returns:

@@ -1,11 +1,11 @@
-"""Worker subprocesses: start, communicate, notice their death and end them.
+"""Worker subprocesses that answer requests and end with their parent.
 
-    caller                              worker process
+    parent                              worker process
     Worker(work, settings)              work(caller), which calls caller.serve(prepare)
     worker.ask(request)    -- pickle -> prepare(settings)(request)
 
-multiprocessing.Process would import the caller's main script, and with it torch, and would leave workers behind when
-the caller is killed. These end with their caller.
+Unlike `multiprocessing.Process`, a worker does not import the parent's main script (and with it torch), and does not
+survive a killed parent.
 """
 
 import os
@@ -37,7 +37,11 @@ def available_cores() -> int:
 
 
 class WorkerEnded(Exception):
-    """Raised if the process ended with this exit code (None: the connection broke) before it answered `request`."""
+    """Raised if a worker process ended before it answered `request`.
+
+    Attributes:
+        returncode: exit code of the process; None if it still runs without a connection.
+    """
 
     def __init__(self, returncode: int | None, request: Any = None):
         super().__init__(f"exit code {returncode}")
@@ -45,13 +49,13 @@ class WorkerEnded(Exception):
 
 
 class Worker:
-    """Parent's handle of a worker process; not thread-safe.
+    """Parent's handle of a worker process. Not thread-safe.
 
     Args:
-        work: a function of a module, run in the process with its `Caller`.
-        settings: sent first; any picklable object.
-        environment: variables in addition to this process's.
-        log: receives the worker's output; None: this process's stderr.
+        work: module-level function that the process runs with its `Caller`.
+        settings: any picklable object, available as `Caller.settings`.
+        environment: additional environment variables.
+        log: file for the worker's output; None for the parent's stderr.
     """
 
     def __init__(
@@ -88,7 +92,12 @@ class Worker:
             self._connection.send(message)
 
     def receive(self) -> Any:
-        """The worker's next message; UserError and OSError as raised there, WorkerEnded if it has died."""
+        """Wait for the worker's next message.
+
+        Raises:
+            UserError, OSError: the worker raised it.
+            WorkerEnded: the worker has died.
+        """
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
@@ -102,7 +111,7 @@ class Worker:
         return message
 
     def ask(self, request: Any) -> Any:
-        """The worker's answer to `request`; raises as `receive`."""
+        """Send a request and wait for the answer. Raises the same errors as `receive`."""
         self._send(request)
         try:
             return self.receive()
@@ -114,7 +123,7 @@ class Worker:
         self.process.kill()
 
     def close(self) -> None:
-        """Disconnect, which ends the worker; one that does not end is killed after some seconds."""
+        """Disconnect and wait until the worker ends. It is killed after some seconds."""
         self._connection.close()
         for patience in (_SECONDS_TO_END, _SECONDS_TO_END):
             with suppress(subprocess.TimeoutExpired):
@@ -132,7 +141,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers with the same settings; each request goes to one that is idle. An exception in the block kills them."""
+    """Several workers with the same settings, as a context manager. An exception in the `with` block kills them."""
 
     def __init__(self, work: Callable[["Caller"], None], settings: Any, num_workers: int):
         self._workers = [Worker(work, settings) for _ in range(num_workers)]
@@ -143,7 +152,7 @@ class WorkerPool:
         self._death: Exception | None = None  # of the first worker, raised by all later requests
 
     def submit(self, request: Any) -> "Future[Any]":
-        """The answer to come; raises as `Worker.ask`."""
+        """Send a request to the next idle worker. The future raises the same errors as `Worker.ask`."""
         return self._threads.submit(self._ask, request)
 
     def _ask(self, request: Any) -> Any:
@@ -170,10 +179,12 @@ class WorkerPool:
 
 
 class Caller:
-    """Worker's handle of its parent process: iterates over the parent's messages until the parent has ended.
+    """Worker's handle of its parent process. Iteration yields the parent's messages until the parent has ended.
 
-    The worker then has some seconds to end. The parent's process id is polled, because a forked child of the caller
-    keeps the connection open. `settings` are those given to `Worker`.
+    The worker process then exits within some seconds.
+
+    Attributes:
+        settings: the object given to `Worker`.
     """
 
     def __init__(self, descriptor: int, parent: int):
@@ -199,11 +210,14 @@ class Caller:
         return iter(self._messages.get, _GONE)
 
     def send(self, message: Any) -> None:
-        """Send a message to the parent; ConnectionError if it has ended."""
+        """Send a message to the parent. Raises ConnectionError if the parent has ended."""
         self._connection.send(message)
 
     def serve(self, prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
-        """Answer requests by `prepare(settings)`; a UserError or OSError is sent to the caller and ends this."""
+        """Answer all requests of the parent with `prepare(settings)(request)`.
+
+        A UserError or OSError is sent to the parent and ends the loop.
+        """
         try:
             answer = prepare(self.settings)
             for request in self:

@@ -13,10 +13,9 @@ def train_vocabulary(model: Path, lines: Iterable[str], size: int, **options: An
     """Train `model` (a path that ends in .model) with T5's special ids: 0 padding, 1 end, 2 unknown."""
     text = model.with_suffix(".txt")
     text.write_text("\n".join(lines))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(model.with_suffix("")), vocab_size=size, pad_id=0, eos_id=1, unk_id=2,
-        bos_id=-1, hard_vocab_limit=False, minloglevel=2, **options,
-    )  # fmt: skip
+    settings = dict(vocab_size=size, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2)
+    files = {"input": str(text), "model_prefix": str(model.with_suffix(""))}
+    sentencepiece.SentencePieceTrainer.train(**files, **{**settings, **options})
     return model
 
 

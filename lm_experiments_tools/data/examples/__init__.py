@@ -1,1 +1,1 @@
-"""Examples of fine-tuning tasks: rows, prompts, encoding, packing; imports data, data.text and data.objectives."""
+"""Examples for fine-tuning: rows, prompts, encoding, packing; depends on data, data.text and data.objectives."""

@@ -1,16 +1,15 @@
-"""Encoded examples as a dataset of numbered samples: rows of a batch are padded to the longest of them.
+"""Encoded fine-tuning examples as a dataset of numbered samples. Batches are padded to their longest row.
 
-One worked example, source ids 5 6 1 and target ids 7 1, padding 0, next to a longer one:
+Example: source ids 5 6 1, target ids 7 1 and padding 0, next to a longer example:
 
     encoder-decoder      input_ids  5 6 1 0      labels     7    1 -100
     decoder              input_ids  5 6 1 7 1    labels  -100 -100 -100 7 1     (the model shifts them itself)
       to evaluate also   prompt_ids 0 5 6 1      prompt_mask 0 1 1 1            (generation continues at the right)
-    encoder              input_ids  5 6 1 0      labels     2                   (the number of the class, or a value)
+    encoder              input_ids  5 6 1 0      labels     2                   (number of the class, or a value)
       several labels                             labels   0. 1. 1.              (1 for each class that applies)
 
-Without targets or labels (test data) all labels are -100. `example` is the number of the example in its split. Global
-sample g is example permutation(seed, e)(i) of epoch e, where e, i = divmod(g, examples). Of several sources (prompts)
-or training targets of an example one is drawn by (seed, e, example).
+Labels are -100 if the data has no targets or labels. `example` is the number of the example in its split. Each epoch
+is shuffled. If an example has several sources (prompts) or targets, each epoch draws one.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _32 = np.uint64(32)
 
 @dataclass
 class EncodedExamples:
-    """Ids of all examples of a split.
+    """Token ids of all examples of a split.
 
     Attributes:
-        sources, first_source: example n has sources first_source[n] to first_source[n + 1] - 1.
+        sources, first_source: example n has the sources first_source[n] to first_source[n + 1] - 1.
         targets, first_target: likewise; None for an encoder.
-        types: `token_type_ids` of each source, where the tokenizer gives them.
-        labels: int64[n] classes, float32[n] values or float32[n, labels] of 0 and 1, for an encoder.
+        types: `token_type_ids` of each source, if the tokenizer returns them.
+        labels: for an encoder: int64[n] classes, float32[n] values, or float32[n, labels] of 0 and 1.
     """
 
     sources: Ragged
@@ -64,8 +63,8 @@ def encode_examples(
     """Tokenize examples.
 
     Args:
-        all_targets: encode all targets, of which one is drawn each time; else the first.
-        num_labels: number of labels of multi-label examples; 0 for one label per example.
+        all_targets: encode all targets of an example instead of the first.
+        num_labels: number of labels if an example may have several; 0 for one label per example.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
     num_sources: list[int] = []
@@ -118,12 +117,12 @@ class ExampleDataset:
     """A `SizedDataset` of encoded examples.
 
     Args:
-        pad_id: fills short rows.
-        seed: fixes order and draws.
+        pad_id: padding of the inputs.
+        seed: determines the order, and the choice of sources and targets.
         limits: maximum widths of inputs and of targets.
-        multiple: widths of batches are multiples of it.
-        with_prompts: decoder: add `prompt_ids` and `prompt_mask`.
-        title: description of the examples for the log.
+        multiple: batch widths are multiples of this.
+        with_prompts: for a decoder, add `prompt_ids` and `prompt_mask`.
+        title: description of the examples, for the log.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class ExampleDataset:
         return len(self.encoded)
 
     def describe(self) -> str:
-        """Log text: kind, number and lengths of the examples."""
+        """Describe the examples, their number and average lengths, for the log."""
         parts = [f"{self.encoded.sources.lengths.mean():.0f} tokens in a source"]
         if self.encoded.targets is not None:
             parts.append(f"{self.encoded.targets.lengths.mean():.0f} in a target")
@@ -165,12 +164,19 @@ class ExampleDataset:
         return digest.hexdigest()
 
     def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and example int64[n] of global sample numbers int64[n]."""
+        """Return the epoch int64[n] and the example int64[n] of sample numbers int64[n]."""
         epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
         return epochs, permute(places, len(self), self.seed, epochs)
 
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Source and target numbers int64[n] drawn for examples int64[n] in epochs int64[n]."""
+        """Draw a source and a target for each example.
+
+        Args:
+            epochs, rows: epochs int64[n] and examples int64[n].
+
+        Returns:
+            Indices of sources and of targets (None for an encoder), int64[n] each.
+        """
         sources = self._draw("source", self.encoded.first_source, epochs, rows)
         if self.encoded.first_target is None:
             return sources, None
@@ -184,7 +190,7 @@ class ExampleDataset:
         return firsts[rows] + (words * counts.astype(np.uint64) >> _32).astype(np.int64)
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """int64[2, n]: tokens of inputs and of targets; for a decoder, of the joint row."""
+        """Return the numbers of input and target tokens, int64[2, n]; a decoder has inputs only."""
         sources, targets = self.draw(*self.rows_of(samples))
         inputs = self.encoded.sources.lengths[sources]
         if targets is None:
@@ -195,14 +201,14 @@ class ExampleDataset:
         return np.stack([inputs, outputs])
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of global sample numbers int64[n], any order, any epochs, as `rows`."""
+        """Return the examples with these sample numbers int64[n], which count over all epochs, see `rows`."""
         return self.rows(*self.rows_of(samples))
 
     def rows(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples int64[n] as these epochs int64[n] draw them; see the top of this file.
+        """Make a batch of these examples int64[n] in these epochs int64[n], as shown at the top of this file.
 
         Returns:
-            int64[n, width] each; `labels` of an encoder int64[n] or float32[n], `example` int64[n].
+            int64[n, width] each, except `labels` of an encoder (int64[n] or float32[n]) and `example` (int64[n]).
         """
         sources, targets = self.draw(epochs, rows)
         if self.kind == "decoder":
@@ -222,7 +228,11 @@ class ExampleDataset:
         return {**batch, "example": rows}
 
     def width(self, lengths: np.ndarray, side: int) -> int:
-        """Width of a batch whose rows have these lengths; `side` 0 for inputs, 1 for targets."""
+        """Return the width of a batch with these row lengths.
+
+        Args:
+            side: 0 for inputs, 1 for targets.
+        """
         longest = max(int(lengths.max()), 1)  # 0: no example has a target
         return min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))
 

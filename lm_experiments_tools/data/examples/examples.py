@@ -1,14 +1,13 @@
-"""Examples of a task from rows of files: sources with their targets, sentences with their labels.
+"""Make fine-tuning examples from rows of files: sources with targets, or sentences with labels.
 
-Sources and targets, one row each, as Hugging Face's translation sets have them, plainly, with several references, and
-as SCROLLS has them:
+These rows are all understood (Hugging Face's translation datasets, plain pairs, several references, SCROLLS):
 
     {"translation": {"s": "a long text", "t": "short"}}
     {"source": "a long text", "target": "short"}        {"source": "a long text", "targets": ["short", "brief"]}
     {"id": "q1", "pid": "q1_0", "input": "a question", "output": "an answer"}
 
-For evaluation, rows with one id are one example with all of their targets as references. For training each row is an
-example, with its first target. Test data may be without targets or labels as a whole.
+In evaluation, rows with the same id form one example, with all targets as references. In training each row is an
+example with its first target. Test data may have no targets or labels at all.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ class Example:
     """A source text with its targets or its label.
 
     Attributes:
-        source: the text, with the prefix.
-        targets: references; the first is trained on.
-        pair: the second sentence, for an encoder.
-        label: its number, the numbers of all that apply, or the value to predict; None in test data.
-        name: its id in predictions, by default the number of its row.
-        group: its task, where one set has many.
-        variants: alternatives to `source`, of which training draws one.
+        source: the text, with prefix.
+        targets: references; training uses the first.
+        pair: second sentence, for an encoder.
+        label: number of the label, numbers of several labels, or the value to predict; None in test data.
+        name: id in predictions, by default the row number.
+        group: name of the task, if a dataset has several.
+        variants: alternatives to `source`; training draws one of them.
     """
 
     source: str
@@ -72,7 +71,7 @@ class Example:
 
 @dataclass(frozen=True)
 class TextFields:
-    """Which fields of a row are source, target and id (None: the usual names), and the prefix of a source."""
+    """Names of the source, target and id fields of a row (None for the usual names), and the prefix of sources."""
 
     source: str | None = None
     target: str | None = None
@@ -80,12 +79,12 @@ class TextFields:
     id: str | None = None
 
     def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
-        """Name and value of the target field in this record."""
+        """Return name and value of the target field of a record."""
         key = self.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
         return key, field_of(record, key)
 
     def has_target(self, row: Row) -> bool:
-        """False if the target field is missing, null or an empty list."""
+        """Return False if the target field is missing, null or an empty list."""
         try:
             return self.target_of(_texts_of(row))[1] not in (None, [])
         except BadRecord:
@@ -95,15 +94,15 @@ class TextFields:
 def text_examples(
     path: str, fields: TextFields, bad: BadRows, *, merge: bool, with_targets: bool = True
 ) -> Iterator[Example]:
-    """Sources with their targets.
+    """Yield sources with their targets.
 
     Args:
-        path: as `rows.read_rows`.
-        merge: put rows of one id together, for evaluation.
-        with_targets: False: do not read targets.
+        path: see `read_rows`.
+        merge: combine rows with the same id, for evaluation.
+        with_targets: False to ignore targets.
 
     Raises:
-        UserError: too many bad rows.
+        UserError: there are too many bad rows.
     """
     examples = converted(read_rows(path, bad), lambda row: _text_example(row, fields, with_targets), bad)
     yield from _merged(examples, bad) if merge else (example for _, example in examples)
@@ -165,12 +164,12 @@ def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
 
 @dataclass(frozen=True)
 class LabelFields:
-    """Which fields of a row are its one or two sentences, its label and its id; empty, None: the names of GLUE.
+    """Names of the sentence, label and id fields of a row; None or empty for the names in GLUE.
 
     Attributes:
-        known: the sentences that the weights were trained on, preferred where a row has them.
-        as_text: sentences are joined to one text with their names.
-        several: any number of labels applies to a row.
+        known: sentence fields that the model was trained on; they are preferred.
+        as_text: join the sentences and their names to one text.
+        several: a row may have any number of labels.
     """
 
     texts: tuple[str, ...] = ()
@@ -182,7 +181,7 @@ class LabelFields:
     several: bool = False
 
     def texts_of(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the sentence fields in this record, in reading order."""
+        """Return the names of the sentence fields of a record."""
         if self.texts:
             return self.texts
         for names in (self.known, *PAIR_FIELDS):
@@ -191,15 +190,15 @@ class LabelFields:
         return (_found(record, SENTENCE_FIELDS, "--text_fields"),)
 
     def label_of(self, record: dict[str, Any]) -> Any:
-        """The raw value of the label field in this record: a label or a list of labels."""
+        """Return the value of the label field of a record."""
         usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
         value = field_of(record, self.label or _found(record, usual, "--label_field"))
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
     def names_in(self, record: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
-        """The names of all labels of this record; text is split at commas.
+        """Return the names of all labels of a record. A text is split at commas.
 
-        A list of as many zeros and ones as there are `known` names is multi-hot, unless 0 or 1 is one of the names.
+        A list of zeros and ones with one item per `known` name is multi-hot, unless 0 or 1 is one of the names.
         """
         value = self.label_of(record)
         if not self.several:
@@ -216,7 +215,7 @@ class LabelFields:
         return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
-        """False if the label field is missing, null or -1 (unless -1 is a label's name)."""
+        """Return False if the label field is missing, null or -1 (unless -1 is one of the label names)."""
         try:
             value = self.label_of(row.fields)
         except BadRecord:
@@ -255,7 +254,7 @@ class SentenceNames:
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Sort labels: numbers by value, words alphabetically ("nan" is a word, because it has no order as a number)."""
+    """Sort labels: numbers by value, words alphabetically. "nan" is a word."""
     labels = sorted(labels)
     try:
         numbers = {name: float(name) for name in labels}
@@ -365,11 +364,11 @@ def _number(value: Any) -> float:
 
 
 def number_text(number: float) -> str:
-    """A number as T5 generates it for STS-B: the nearest multiple of 0.2, with one decimal."""
+    """Format a number as in T5's STS-B: the nearest multiple of 0.2, with one decimal."""
     return f"{round(number * 5) / 5 + 0.0:.1f}"  # no "-0.0"
 
 
 def t5_text(keys: Sequence[str], texts: Sequence[str]) -> str:
-    """ "question: Who? sentence: He." for the fields question and sentence, as t5's preprocessor of GLUE."""
+    """Join sentences and their field names as t5 does for GLUE, such as "question: Who? sentence: He."."""
     names = ("sentence1", "sentence2") if tuple(keys) == MRPC_FIELDS else keys
     return " ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))

@@ -1,8 +1,7 @@
 """Super-Natural-Instructions (Wang et al. 2022, "Benchmarking Generalization via In-Context Instructions on 1,600+
 Language Tasks"): a folder with `tasks/*.json` and `splits/<split>/{train,test}_tasks.txt`, as in its repository.
 
-The prompt is that of Tk-Instruct, to the character. With a definition and one positive example with its explanation
-(a full stop is added where punctuation is missing):
+Prompts equal those of Tk-Instruct. With a definition and one positive example with its explanation:
 
     Definition: Add the numbers.
 
@@ -15,8 +14,8 @@ The prompt is that of Tk-Instruct, to the character. With a definition and one p
     Input: 4 5.
     Output: _                                 (a blank ends it)
 
-Examples are added while the prompt, without the name of the task, is within the limit. A longer prompt without
-examples is cut at its end and counted.
+A full stop is added after texts without punctuation. Examples are added while the prompt (without the name of the
+task) is within the limit. A prompt that is too long without examples is truncated and counted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SLACK = 2  # tokens that joining may add to a text; a generous bound
 
 @dataclass(frozen=True)
 class PromptParts:
-    """Parts of a prompt, by the names of nanoT5's and Tk-Instruct's options."""
+    """Parts of a prompt. The names are those of nanoT5's and Tk-Instruct's options."""
 
     add_task_name: bool = False
     add_task_definition: bool = True
@@ -63,12 +62,12 @@ TK_INSTRUCT = (
 
 
 def prompt_text(task: dict[str, Any], task_input: str, parts: PromptParts, fits: Fits) -> str:
-    """The prompt of one instance.
+    """Build the prompt of one instance.
 
     Args:
-        task: the official JSON of a task, with its name as "Task".
-        task_input: the input of the instance.
-        fits: whether texts are short enough, put one after the other.
+        task: JSON of a task, with its name as "Task".
+        task_input: input of the instance.
+        fits: function that returns True if the concatenation of texts is within the limit.
     """
     question = _question(task_input)
     definition = _definition(task, parts)
@@ -125,7 +124,7 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
 
 
 class LengthLimit:
-    """Callable: True if texts have at most `limit` tokens in total. Lengths are cached."""
+    """Callable that returns True if texts have at most `limit` tokens in total. Lengths are cached."""
 
     def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
         self.num_tokens, self.limit = num_tokens, limit
@@ -139,13 +138,13 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class InstructionData:
-    """Location of the tasks, and how much of them is read.
+    """Which tasks are read, and how.
 
     Attributes:
-        folder: has tasks/ and splits/.
-        split: folder below splits/.
-        max_instances: read only the first ones of each task; None reads all.
-        parts: one, or those that training draws one of.
+        folder: contains tasks/ and splits/.
+        split: folder in splits/.
+        max_instances: number of instances to read from each task; None for all.
+        parts: parts of the prompt; if there are several, training draws one of them.
     """
 
     folder: str
@@ -157,14 +156,14 @@ class InstructionData:
 def instruction_examples(
     data: InstructionData, names_file: str, bad: BadRows, num_tokens: Callable[[str], int], limit: int
 ) -> Iterator[Example]:
-    """The instances of the tasks that `names_file` (train_tasks.txt or test_tasks.txt) lists, in order.
+    """Yield the instances of the tasks that `names_file` (train_tasks.txt or test_tasks.txt) lists, in order.
 
     Args:
         num_tokens: function that returns the number of tokens of a source.
-        limit: most tokens of a source.
+        limit: maximum tokens per source.
 
     Raises:
-        UserError: missing files, damaged tasks, too many bad instances, or a prompt that exceeds the limit.
+        UserError: files are missing, tasks are damaged, too many instances are bad, or a prompt exceeds the limit.
     """
     fits = LengthLimit(num_tokens, limit)
     for path in _task_files(data, names_file):

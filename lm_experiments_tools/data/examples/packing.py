@@ -1,6 +1,6 @@
-"""Several examples in one row, for models with segments.
+"""Pack several examples into one row, for models with segments.
 
-One worked example, sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
+Example: sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
 
     encoder-decoder   input_ids            5 6 1 7 1 0     labels               8 1 9 1
                       segment_ids          1 1 1 2 2 0     decoder_segment_ids  1 1 2 2
@@ -8,13 +8,13 @@ One worked example, sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
     decoder           input_ids            5 6 1 8 1 7 1 9 1 0
                       labels               - - - 8 1 - - 9 1 -       (-: -100)
                       position_ids         0 1 2 3 4 0 1 2 3 0
-    encoder           input_ids            5 6 1 7 1 0     labels               2 0      (a class, value or classes of
+    encoder           input_ids            5 6 1 7 1 0     labels               2 0      (class, value or classes of
                       segment_ids          1 1 1 2 2 0      each example, -100 in rows that have fewer)
                       attention_mask       1 1 1 1 1 0
 
-Tokens attend to their own segment only (0 is padding). A decoder gets no mask: transformers detects sequences by their
-positions, unless `use_cache` is on. Rows are packed once, first fit over the 64 rows last opened, in a random order;
-only the order of rows changes with the epoch. A row is one sample, so --batch_size counts rows.
+Tokens attend only to their own segment (0 is padding). A decoder gets no mask: transformers detects sequences by
+`position_ids`, unless `use_cache` is on. Examples are packed once in random order, each into the first of the last 64
+rows with enough space. Epochs differ in the order of rows. A row counts as one sample in --batch_size.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class PackedDataset:
         return f"{self.dataset.fingerprint}/packed={_VERSION}"
 
     def describe(self) -> str:
-        """Log text: number of examples, packed rows, and how full the rows are."""
+        """Describe the number of examples and rows, and the fraction of padding, for the log."""
         return f"{self.dataset.describe()}; packed in {len(self):,} rows, {1.0 - self._filled:.1%} padding"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of global sample numbers int64[n], any order, any epochs: int64[n, width] each, see above."""
+        """Return the rows with these sample numbers int64[n], int64[n, width] each (see above)."""
         epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
         rows = permute(places, len(self), self.dataset.seed, epochs)
         counts = self.members.lengths[rows]
@@ -154,10 +154,14 @@ def _longest(encoded: EncodedExamples) -> np.ndarray:
 
 
 def first_fit(lengths: np.ndarray, limits: np.ndarray) -> Ragged:
-    """Put items of lengths int64[sides, n] into rows, each into the first open row whose limits int64[sides] allow it.
+    """Pack items into rows: each item goes to the first open row with enough space.
+
+    Args:
+        lengths: int64[sides, n]; the sides of an item are its input and its target.
+        limits: int64[sides], maximum sum of lengths per row.
 
     Returns:
-        The numbers of the items in each row, rows in the order in which they were opened.
+        The items of each row, in the order in which rows were opened.
     """
     room = np.zeros((len(limits), _OPEN_ROWS), np.int64)  # of the open rows, oldest first
     open_rows: list[list[int]] = []

@@ -1,6 +1,6 @@
-"""Rows in memory of a program, used like the path of a file.
+"""Rows in memory that can be used like the path of a file.
 
-`PythonRows` is a string (its name), so that settings and records of a run can hold it; `rows.read_rows` reads it.
+`PythonRows` is a string (its name), so that settings and logs of a run can contain it. `read_rows` reads it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from lm_experiments_tools.errors import UserError
 
 
 class PythonRows(str):
-    """Rows as dicts, or several splits of them by name.
+    """Rows as dicts, or several splits of them.
 
-    `rows` can be iterated repeatedly, or maps names of splits to such objects.
+    `rows` is an iterable that can be repeated, or maps names of splits to such iterables.
     """
 
     rows: Any
@@ -39,15 +39,15 @@ class PythonRows(str):
 
     @property
     def splits(self) -> Mapping[str, Any] | None:
-        """Rows by split, for an object with several splits (a `datasets.DatasetDict`)."""
+        """Rows by split, if there are several splits (as in a `datasets.DatasetDict`); else None."""
         return self.rows if isinstance(self.rows, Mapping) else None
 
     def of_split(self, name: str) -> PythonRows:
-        """The rows of one of the splits."""
+        """Return the rows of one split."""
         return PythonRows(f"{self}[{name!r}]", self.splits[name])
 
     def dicts(self) -> Iterator[dict[str, Any]]:
-        """The rows; UserError for one that is no dict."""
+        """Yield the rows. Raises UserError if one is not a dict."""
         for number, row in enumerate(self.rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"{self}, row {number} is of type {type(row).__name__}, not a dict.")
@@ -59,7 +59,7 @@ def is_path(value: Any) -> bool:
 
 
 def as_source(value: Any, name: str) -> str:
-    """Data given for the setting `name` (a path or rows) as a string. Raises UserError for anything else."""
+    """Convert the value of the setting `name` (a path or rows) to a string. Raises UserError for other types."""
     if isinstance(value, PythonRows):
         return value
     if is_path(value):
@@ -70,7 +70,7 @@ def as_source(value: Any, name: str) -> str:
 
 
 def as_sources(value: Any, name: str) -> tuple[str, ...]:
-    """As `as_source`, for a setting that accepts several paths or data sets, or the rows of one."""
+    """Convert the value of the setting `name` (one or several paths, or rows) to strings. Raises as `as_source`."""
     if is_path(value) or not isinstance(value, list | tuple) or any(isinstance(item, Mapping) for item in value):
         return (as_source(value, name),)
     several = len(value) > 1

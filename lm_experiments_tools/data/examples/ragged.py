@@ -1,4 +1,4 @@
-"""Rows of different lengths in one flat array, and batches cut out of it."""
+"""Rows of different lengths in one flat array."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ class Ragged:
         return len(self.lengths)
 
     def flat(self, rows: np.ndarray) -> np.ndarray:
-        """Concatenated values of rows int64[n]."""
+        """Concatenate the values of these rows int64[n]."""
         lengths = self.lengths[rows]
         shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
         return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
 
     def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Padded rows int64[n, width] and their mask bool[n, width], True for values, of rows int64[n].
+        """Pad these rows int64[n] to `width`.
 
         Args:
             left: pad on the left instead of the right.
+
+        Returns:
+            Values int64[n, width], and mask bool[n, width], False for padding.
         """
         columns, lengths = np.arange(width), self.lengths[rows][:, None]
         real = columns >= width - lengths if left else columns < lengths
@@ -45,7 +48,7 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """Builds a `Ragged` row by row, with about the memory of the result."""
+    """Builds a `Ragged` row by row, in about the memory of the result."""
 
     def __init__(self, dtype: type[np.integer] = np.int32) -> None:
         self.dtype = dtype
@@ -61,7 +64,7 @@ class RaggedBuilder:
         self._lengths.append(lengths)
 
     def build(self) -> Ragged:
-        """All rows that have been appended."""
+        """Return all appended rows."""
         return Ragged(
             np.concatenate([np.empty(0, self.dtype), *self._values]),
             np.concatenate([np.empty(0, np.int64), *self._lengths]),

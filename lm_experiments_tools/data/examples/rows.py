@@ -1,16 +1,16 @@
-"""Rows of files of examples: JSON lines, csv, tsv, and Hugging Face datasets, as dicts with their position.
+"""Read rows of fine-tuning data as dicts with their position.
 
 | input | a row is |
 |---|---|
-| `.jsonl`, `.json`, `.ndjson` | one line: an object |
-| `.json` with one list, or with an object that has a list called data | an object of the list |
-| `.csv` | a record by RFC 4180: quotation marks may hold commas and line ends; the first one names columns |
-| `.tsv` | one line, cut at tabs, no quotation (as GLUE's files are); the first one names columns |
+| `.jsonl`, `.json`, `.ndjson` | one line: a JSON object |
+| `.json` with one list, or an object with a list "data" | an object of the list |
+| `.csv` | a record (RFC 4180: quoted fields may contain commas and line ends); the first one names the columns |
+| `.tsv` | one line, split at tabs, without quoting (as GLUE's files); the first one names the columns |
 | `.parquet`, `.arrow`, `name[:config][:split]` | a row of a Hugging Face dataset, of files or of the hub |
-| rows of a program (`PythonRows`) | a dict |
+| `PythonRows` | a dict |
 
-Each file may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's tables are recognised by their shape; rows of MNLI's
-tables also have the names premise and hypothesis.
+Files may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's files, which have no column names, are recognized. Rows
+of MNLI's files also have the names premise and hypothesis.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ _LOGGED = 10  # bad rows that are named one by one
 
 @dataclass(frozen=True)
 class Row:
-    """Named values and their position (`file:line`)."""
+    """Fields of a row, and its position (`file:line`)."""
 
     where: str
     fields: dict[str, Any]
 
     def rejected(self, error: BadRecord) -> Rejected:
-        """The row with the reason why it cannot be used."""
+        """Return the row as rejected, with the reason."""
         return Rejected(self.where, 0, str(error))
 
 
 class NamedClass(int):
-    """A value of a `ClassLabel` column: the number of a class, with its name."""
+    """A value of a `ClassLabel` column: number and name of the class."""
 
     name: str
 
@@ -105,8 +105,8 @@ class BadRows(RejectedRecords):
     """Counts and logs bad rows.
 
     Args:
-        limit: maximum number of bad rows; None: as `RejectedRecords`.
-        quiet: do not log them, for data that is read again.
+        limit: maximum number of bad rows; None: see `RejectedRecords`.
+        quiet: do not log them, because the data was read before.
     """
 
     names_key_flag = False
@@ -131,7 +131,7 @@ class BadRows(RejectedRecords):
 
 
 def resolve(path: str, split: str) -> str:
-    """`path`, or in a folder the file of the split. Raises UserError where it cannot be read."""
+    """Return `path`, or for a folder the file of the split. Raises UserError if it cannot be read."""
     if isinstance(path, PythonRows):
         return _split_of_rows(path, split)
     if os.path.isdir(path):
@@ -177,7 +177,7 @@ def _file_in(folder: str, split: str) -> str:
 
 
 def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
-    """All rows of a resolved path in order; bad ones are counted in `bad`. Raises UserError for a damaged file."""
+    """Yield all rows of a path that `resolve` returned. Bad rows go to `bad`. Raises UserError for a damaged file."""
     if isinstance(path, PythonRows):
         classes = hf_datasets.class_names(getattr(path.rows, "features", None))
         for number, fields in enumerate(path.dicts()):

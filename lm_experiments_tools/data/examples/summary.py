@@ -1,4 +1,4 @@
-"""Encoded examples in lines for the log: labels, lengths, the first example as tokens."""
+"""Summaries of encoded examples for the log: labels, lengths, first example."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TOKENS = 48  # shown of an example
 def summary(
     encoded: EncodedExamples, label_names: Sequence[str] = (), counts: Mapping[int, int] | None = None
 ) -> list[str]:
-    """Lines about examples: labels with their counts (of a classification), and percentiles of lengths in tokens.
+    """Return lines with the counts of labels (for classification) and percentiles of lengths in tokens.
 
     Args:
-        counts: examples of each label, by its number in `label_names`.
+        counts: number of examples of each label, by index in `label_names`.
     """
     sides = {"sources": encoded.sources, "targets": encoded.targets}
     parts = [f"{side} {_lengths(ragged.lengths)}" for side, ragged in sides.items() if ragged is not None]
@@ -32,7 +32,7 @@ def summary(
 
 
 def first_example(encoded: EncodedExamples, tokenizer: Any, label_names: Sequence[str] = ()) -> str:
-    """A line with the tokens of the first example and its target or label."""
+    """Return a line with the tokens of the first example, and its target or label."""
     if encoded.labels is None:
         target = _first(encoded.targets, tokenizer)
     else:
@@ -49,7 +49,7 @@ def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Exa
 
 
 def label_text(label: Any, names: Sequence[str]) -> str:
-    """Names of the labels that apply in a value of `EncodedExamples.labels`, or its number."""
+    """Return the names of the labels in a value of `EncodedExamples.labels`, or the number itself without `names`."""
     if np.ndim(label):
         return ", ".join(names[number] for number in np.flatnonzero(label > 0)) or "none"
     return names[int(label)] if names else f"{label:g}"

@@ -1,7 +1,6 @@
-"""Texts of examples to ids by a Hugging Face tokenizer, with counts of what is truncated.
+"""Tokenize fine-tuning examples with a Hugging Face tokenizer, and count what is truncated.
 
-transformers' warning of texts longer than `model_max_length` is silenced (`verbose=False`), because T5's positions are
-relative; truncation to --input_seq_len is reported here.
+transformers' warning for texts longer than `model_max_length` is silenced, because truncation is reported here.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MANY_UNKNOWN = 0.05  # of the tokens; SciTLDR has 0.009 in an English vocabulary
 
 
 class TokenCounts:
-    """Counts of truncated and unknown tokens of texts with at most `limit` tokens."""
+    """Counts truncated and unknown tokens of texts with at most `limit` tokens."""
 
     def __init__(self, tokenizer: Any, limit: int = 0) -> None:
         self.limit = limit
@@ -37,7 +36,12 @@ class TokenCounts:
         self._unknown_token = tokenizer.unk_token
 
     def add(self, rows: Sequence[Sequence[int]], lengths: Sequence[tuple[int, int]] = ()) -> None:
-        """Count encoded texts: their IDs and (length before truncation, length)."""
+        """Count encoded texts.
+
+        Args:
+            rows: ids of each text.
+            lengths: for each text, number of tokens before and after truncation.
+        """
         self.tokens += sum(map(len, rows))
         self.unknown += sum(row.count(self._unknown_id) for row in rows)
         self.texts += len(lengths)
@@ -54,14 +58,14 @@ class TokenCounts:
         return self.unknown > MANY_UNKNOWN * self.tokens
 
     def describe_unknown(self, what: str) -> str:
-        """A clause of the report on `what` ("sources" or "targets"); empty without unknown tokens."""
+        """Describe the unknown tokens of `what` ("sources" or "targets"); "" if there are none."""
         if not self.unknown:
             return ""
         advice = "; is it the tokenizer of these weights and this language?" if self.has_many_unknown else ""
         return f"{self.unknown / self.tokens:.2%} of the tokens of {what} are {self._unknown_token}, unknown{advice}"
 
     def describe(self, what: str, flag: str) -> str:
-        """The report on `what`, which `flag` limits."""
+        """Describe truncated and unknown tokens of `what` ("sources" or "targets"), which `flag` limits."""
         unknown = f", {self.describe_unknown(what)}" if self.unknown else ""
         if not self.num_truncated:
             return (
@@ -74,14 +78,22 @@ class TokenCounts:
         )
 
     def loses(self) -> bool:
-        """True if truncation removes a notable part of the text."""
+        """Return True if texts were truncated or many tokens are unknown."""
         return self.num_truncated > 0 or self.has_many_unknown
 
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.ndarray:
-    """int32[total]: documents of `inputs` (see data/text/sources.py), each followed by the token that ends a text.
+    """Tokenize documents and append the end-of-text token to each.
 
-    Raises UserError without text.
+    Args:
+        inputs: files, folders and datasets (see data/text/sources.py).
+        bad: receives rejected records.
+
+    Returns:
+        int32[total], all documents concatenated.
+
+    Raises:
+        UserError: there is no text.
     """
     end = end_id(tokenizer)
     builder = RaggedBuilder()
@@ -101,15 +113,16 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.nda
 
 
 class TextEncoder:
-    """Sources and targets as ids, as the tokenizer's own call with `truncation=True` gives them.
+    """Encodes sources and targets as the tokenizer itself does with `truncation=True`.
 
     Args:
-        source_limit, target_limit: most tokens, special ones included; None without targets.
-        decoder: sources are continued by targets, so no special tokens are put between them.
-        suffix: text after every (truncated) source, tokenized separately.
+        source_limit: maximum tokens per source, with special tokens.
+        target_limit: maximum tokens per target, with special tokens; None without targets.
+        decoder: True if the target continues the source, so that no special tokens separate them.
+        suffix: text to append to every source after truncation.
 
     Raises:
-        UserError: no token ends a text, or `source_limit` is too small.
+        UserError: the tokenizer has no end-of-text token, or `source_limit` is too small.
     """
 
     def __init__(
@@ -129,7 +142,7 @@ class TextEncoder:
         self._target_end = [] if ends[-1:] == end and not decoder else end
 
     def encode_sources(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, list[list[int]]]:
-        """Tokenizer output without the attention mask: `input_ids`, and `token_type_ids` where it gives them."""
+        """Return `input_ids` and, if the tokenizer returns them, `token_type_ids`."""
         drop = self._cut - len(self._put)
         entries = self._call(texts, pairs, self.sources.limit + drop, self.sources, drop=drop)
         for name, rows in entries.items() if self._cut or self._put else ():
@@ -138,7 +151,7 @@ class TextEncoder:
         return entries
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids that end in the token that ends a text."""
+        """Return ids that end with the end-of-text token."""
         added = len(self._target_end)
         options = {"add_special_tokens": not self.decoder}
         rows = self._call(texts, None, self.targets.limit - added, self.targets, drop=-added, target=True, **options)
@@ -176,18 +189,18 @@ class TextEncoder:
         return entries
 
     def num_tokens(self, source: str) -> int:
-        """Number of tokens of a source without truncation."""
+        """Return the number of tokens of a source without truncation."""
         return len(self.tokenizer(source, verbose=False)["input_ids"]) - self._cut + len(self._put)
 
     def check_prefix(self, prefix: str, what: str) -> None:
-        """Refuse a prefix that leaves no room for a source."""
+        """Raise UserError if the prefix is as long as the maximum length of a source."""
         length = self.num_tokens(prefix)
         if length >= self.sources.limit:
             raise UserError(f"{what} has {length} tokens: shorten it, or raise --input_seq_len.")
 
 
 def added_end(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer appends to a text, such as eos (T5) or sep (BERT)."""
+    """Return the ids that the tokenizer appends to a text, such as eos (T5) or sep (BERT)."""
     text = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     whole = tokenizer("a", verbose=False)["input_ids"]
     before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
@@ -195,7 +208,7 @@ def added_end(tokenizer: Any) -> list[int]:
 
 
 def end_id(tokenizer: Any) -> int:
-    """The token that ends a text: eos, else sep (BERT)."""
+    """Return the id of the end-of-text token: eos, else sep (BERT)."""
     for token_id in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token_id is not None:
             return token_id
@@ -203,5 +216,5 @@ def end_id(tokenizer: Any) -> int:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """Id that fills short rows: pad, else the end of a text (GPT-2), which the mask hides all the same."""
+    """Return the padding id: pad, else the end-of-text token (GPT-2)."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_id(tokenizer)

@@ -1,6 +1,6 @@
-"""Causal language modelling: blocks of text in which each token is predicted from those before it.
+"""Causal language modelling: predict each token of a block of text from the tokens before it.
 
-One worked example on the stream 10 11 12 13 14 15 16 17 18 19 (end joined to beginning) from token 14 on:
+Example with the token stream 10 11 ... 19, which continues at 10 after 19. The epoch starts at token 14:
 
     decoder, blocks of 6                     encoder-decoder, blocks of 5, EOS 1
     inputs   13 14 15 16 17 18               inputs   1
@@ -8,9 +8,9 @@ One worked example on the stream 10 11 12 13 14 15 16 17 18 19 (end joined to be
     inputs   18 19 10 11 12 13               inputs   1
     labels -100 19 10 11 12 13               labels   19 10 11 12 13
 
-A decoder of Hugging Face shifts labels itself and never predicts the first token of a block. Blocks therefore overlap
-by that token, labelled -100, so that each token is predicted exactly once an epoch. An encoder-decoder predicts all of
-its labels, from an input that is only EOS.
+Hugging Face's decoders shift the labels themselves and never predict the first token of a block. Consecutive blocks
+therefore overlap by one token, whose label is -100. An encoder-decoder gets EOS as its input and predicts all labels.
+Both predict every token once per epoch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> CausalLMDataset:
-    """`--task causal_lm`, for the kind of model that is trained."""
+    """Build the dataset of `--task causal_lm`."""
     return CausalLMDataset(
         tokens,
         context.args.input_seq_len,
@@ -40,13 +40,16 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
 
 
 class CausalLMDataset(TokenStreamDataset):
-    """Blocks of the token stream. Documents are separated only if they were tokenized with an EOS each.
+    """Causal LM examples: blocks of `length` tokens of the token stream.
+
+    Document boundaries are visible only if the documents were tokenized with `append_eos`.
 
     Args:
-        tokens, vocab_size, seed: as `TokenStreamDataset`.
-        length: tokens of a block, at least 2.
-        eos_id, pad_id: special ids.
-        encoder_decoder: True if the labels are a decoder's own sequence.
+        tokens, vocab_size, seed: see `TokenStreamDataset`.
+        length: tokens per block, at least 2.
+        eos_id: input of an encoder-decoder.
+        pad_id: fills the short last block of an epoch.
+        encoder_decoder: True for encoder-decoder models, False for decoders.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class CausalLMDataset(TokenStreamDataset):
         self.length, self.eos_id, self.pad_id, self.encoder_decoder = length, eos_id, pad_id, encoder_decoder
 
     def describe(self) -> str:
-        """The objective and the size of the data, for the log."""
+        """Describe the objective and the size of the data, for the log."""
         kind = "encoder-decoder" if self.encoder_decoder else "decoder"
         return f"causal LM ({kind}), blocks of {self.length} tokens; {self.num_tokens:,} training tokens"
 
@@ -76,11 +79,11 @@ class CausalLMDataset(TokenStreamDataset):
         return {"task": "causal_lm", "length": self.length, "encoder_decoder": self.encoder_decoder, "ids": ids}
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of global sample numbers int64[n], any order, any epochs.
+        """Make the examples with these sample numbers int64[n], which count over all epochs.
 
         Returns:
-            `input_ids` and `attention_mask` int64[n, length] and `labels` int64[n, length]; for an encoder-decoder
-            the first two are int64[n, 1].
+            `input_ids`, `attention_mask` and `labels`, int64[n, length]; the first two are int64[n, 1] for an
+            encoder-decoder.
         """
         epochs, rows = self.rows_of(samples)
         starts = (self.starts_of(epochs, rows) - self.context) % self.num_tokens

@@ -1,20 +1,15 @@
-"""Denoising examples from a token stream: random access, no shuffling, no storage.
+"""T5's span corruption (Raffel et al., 2020, section 3.1.4), computed for a batch of rows at a time.
 
-A denoiser makes inputs and targets of rows: `draw` chooses a split of each row from `words_per_sample` random words,
-`lengths` are those that follow, `write` makes the examples. Here it is T5's span corruption (Raffel et al., 2020,
-section 3.1.4), computed for a whole batch at once.
-
-One worked example. Spans alternate non-noise, noise, ..., starting with non-noise and ending with noise; sentinels are
-99, 98, ... and EOS 1:
+Example. Non-noise and noise spans alternate, beginning with non-noise. Sentinels are 99, 98, ... and EOS is 1:
 
     tokens      10 11 12 13 14 15 16 17 18 19
     noise mask   .  .  .  N  N  .  .  .  .  N
     inputs      10 11 12 99 15 16 17 18 98  1
     targets     99 13 14 98 19  1
 
-Lengths: `tokens - noise + spans + 1` inputs and `noise + spans + 1` targets (the 1 is EOS), the same for every row of
-one length. Examples equal those of the `t5` package token for token; this module raises where t5 is silently wrong
-(more spans than sentinels, targets that do not fit).
+A row of `tokens` tokens gives `tokens - noise + spans + 1` inputs and `noise + spans + 1` targets (1 for EOS). Given
+the same noise mask, examples equal those of the `t5` package. This module raises an error in two cases where t5 makes
+wrong examples: more spans than sentinels, and targets longer than the maximum.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -32,7 +27,6 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser
     from lm_experiments_tools.data.objectives.registry import ObjectiveContext
 
 logger = logging.getLogger(__name__)
@@ -42,7 +36,7 @@ _POSITIONS = np.arange(1 << 16, dtype=np.int32)  # 0, 1, 2, ...: as many as a bl
 
 @dataclass(frozen=True)
 class SpanCounts:
-    """Numbers of tokens and spans in a segment of `tokens_length` tokens, all fixed by that length alone."""
+    """Numbers of tokens, noise tokens and noise spans in a row. They are equal for rows of equal length."""
 
     tokens_length: int
     num_noise_tokens: int
@@ -62,18 +56,17 @@ class SpanCounts:
 
     @property
     def words_per_sample(self) -> int:
-        """Random words that `random_span_lengths` takes per row: one for each cut between two spans."""
+        """Number of random integers that `random_span_lengths` needs per row."""
         return 2 * (self.num_spans - 1)
 
 
 def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length: float) -> SpanCounts:
-    """Noise tokens and spans in a segment of `tokens_length` tokens.
+    """Compute the numbers of noise tokens and noise spans in a row of `tokens_length` tokens.
 
-    Rounds half to even in float32 as t5's `random_spans_noise_mask` does. Each span needs a non-noise token before it,
-    so a short segment may get fewer spans than rounding gives (t5 fails there).
+    Rounds to even in float32, as t5's `random_spans_noise_mask`. There are never more spans than non-noise tokens.
 
     Raises:
-        UserError: a density outside (0, 1), or a mean span length below 1.
+        UserError: `noise_density` is outside (0, 1), or `mean_noise_span_length` is below 1.
     """
     if not 0 < noise_density < 1:
         raise UserError(f"noise_density is {noise_density}, but it is a fraction of the tokens: choose 0 < d < 1.")
@@ -90,14 +83,14 @@ def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length
 def random_spans_lengths(
     inputs_length: int, noise_density: float, mean_noise_span_length: float
 ) -> tuple[int, int, int]:
-    """The segment length that fills `inputs_length` exactly, as t5's `random_spans_helper` (one extra token a span).
+    """Find the longest row whose inputs fit into `inputs_length`; the result is that of t5's `random_spans_helper`.
 
     Returns:
-        (tokens_length, targets_length, num_spans), lengths with sentinels and EOS; (568, 114, 28) for (512, 0.15,
-        3.0).
+        (tokens_length, targets_length, num_spans): tokens per row, tokens per target with sentinels and EOS, and
+        noise spans per row; (568, 114, 28) for (512, 0.15, 3.0).
 
     Raises:
-        UserError: as `count_spans`, `inputs_length` below 3, or too many spans to be separated.
+        UserError: `inputs_length` is below 3, the noise settings are invalid, or spans outnumber the other tokens.
     """
     if inputs_length < 3:
         raise UserError(f"inputs_length (--input_seq_len) is {inputs_length}, but a token, a sentinel and EOS need 3.")
@@ -127,13 +120,12 @@ def random_spans_lengths(
 def plan_spans(
     inputs_length: int, noise_density: float, mean_noise_span_length: float, num_sentinels: int
 ) -> SpanCounts:
-    """Counts of the longest segments whose inputs fit into `inputs_length`, checked against the vocabulary.
+    """Compute the counts of the longest row whose inputs fit into `inputs_length`.
 
-    In the few settings where t5's two roundings disagree by one token, t5 truncates an example; here the segment is
-    one token shorter.
+    The row is one token shorter than t5's in the few settings where t5 would truncate the inputs.
 
     Raises:
-        UserError: as `random_spans_lengths`, or more spans than sentinels, where t5 uses real vocabulary ids.
+        UserError: `random_spans_lengths` refuses the settings, or a row has more than `num_sentinels` spans.
     """
     tokens_length, _, _ = random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)
     counts = count_spans(tokens_length, noise_density, mean_noise_span_length)
@@ -148,25 +140,26 @@ def plan_spans(
     return counts
 
 
-def random_span_lengths(counts: SpanCounts, words: np.ndarray) -> np.ndarray:
-    """Lengths of alternating non-noise and noise spans, every arrangement equally likely.
+def random_span_lengths(counts: SpanCounts, random_bits: np.ndarray) -> np.ndarray:
+    """Draw the lengths of alternating non-noise and noise spans. All combinations are equally likely, as in t5.
 
-    Noise and other tokens are each cut into `num_spans` positive parts at `num_spans - 1` distinct points, uniformly
-    (Floyd's sampling: Bentley and Floyd, "A Sample of Brilliance", CACM 1987). The distribution is t5's.
+    The cut points between spans are sampled without replacement by Floyd's algorithm (Bentley and Floyd, "A Sample of
+    Brilliance", CACM 1987).
 
     Args:
-        words: uint64[counts.words_per_sample, n], uniform on [0, 2**32).
+        counts: numbers of tokens and spans of a row.
+        random_bits: uint64[counts.words_per_sample, n], uniform on [0, 2**32).
 
     Returns:
-        int64[n, num_spans, 2]: span k of a row is `[k, 0]` non-noise tokens followed by `[k, 1]` noise tokens.
+        int64[n, num_spans, 2]: `[i, k]` has the lengths of non-noise span k of row i and of the noise span after it.
     """
-    num_rows, num_cuts = words.shape[1], counts.num_spans - 1
+    num_rows, num_cuts = random_bits.shape[1], counts.num_spans - 1
     # Non-noise in the first half of the columns and noise in the second: one pass of Floyd's algorithm serves both.
     parts = np.repeat(np.array([counts.num_nonnoise_tokens, counts.num_noise_tokens]), num_rows)
     narrow = np.int16 if counts.tokens_length < 1 << 15 else np.int32
     chosen = np.empty((num_cuts, 2 * num_rows), narrow)
     last = (parts - 1 - num_cuts + np.arange(num_cuts)[:, None]).astype(narrow)  # the newest gap at each step
-    picks = words.reshape(num_cuts, 2 * num_rows) * (last.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
+    picks = random_bits.reshape(num_cuts, 2 * num_rows) * (last.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
     for step, pick in enumerate(picks.astype(narrow)):
         taken = np.logical_or.reduce(chosen[:step] == pick, axis=0)
         chosen[step] = np.where(taken, last[step], pick)
@@ -183,15 +176,15 @@ def corrupt(
 
     Args:
         tokens: int64[n, length].
-        span_lengths: int64[n, num_spans, 2] as from `random_span_lengths`; all rows with equally many noise tokens.
-        sentinel_ids: ids of sentinel 0, 1, ..., at least `num_spans`.
-        eos_id: closes both sequences.
+        span_lengths: int64[n, num_spans, 2] from `random_span_lengths`. All rows have the same number of noise tokens.
+        sentinel_ids: at least `num_spans` ids.
+        eos_id: appended to inputs and targets.
 
     Returns:
         (inputs, targets): int64[n, inputs_length] and int64[n, targets_length].
 
     Raises:
-        ValueError: too few sentinels, or span lengths that do not sum to the length of every row.
+        ValueError: there are too few sentinels, or the span lengths of a row do not sum to `length`.
     """
     num_spans = span_lengths.shape[1]
     sums = span_lengths.sum(axis=1)
@@ -234,16 +227,55 @@ def _copy_runs(
     return output
 
 
+class Denoiser(Protocol):
+    """Makes inputs and targets from rows of `tokens_length` tokens.
+
+    Attributes:
+        inputs_length, targets_length: maximum lengths, with EOS and mode token.
+        words_per_sample: number of random integers that `draw` needs per row.
+        varies: True if inputs or targets differ in length between rows.
+    """
+
+    @property
+    def tokens_length(self) -> int: ...
+
+    @property
+    def inputs_length(self) -> int: ...
+
+    @property
+    def targets_length(self) -> int: ...
+
+    @property
+    def words_per_sample(self) -> int: ...
+
+    @property
+    def varies(self) -> bool: ...
+
+    def for_length(self, tokens_length: int) -> Denoiser:
+        """Return the denoiser with the same settings for rows of another length."""
+
+    def draw(self, random_bits: np.ndarray) -> np.ndarray:
+        """Choose the noise of n rows from uint64[words_per_sample, n], uniform on [0, 2**32)."""
+
+    def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lengths of inputs and of targets, int64[n] each, for the noise that `draw` chose."""
+
+    def write(
+        self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
+    ) -> None:
+        """Write the examples of rows int64[n, tokens_length] into `input_ids`, `mask` and `labels`, with padding."""
+
+
 @dataclass(frozen=True)
 class SpanDenoiser:
-    """Span corruption.
+    """A `Denoiser` for span corruption.
 
     Attributes:
         counts: tokens, noise tokens and spans of a row.
-        noise_density, mean_noise_span_length: the settings of `counts`.
-        sentinel_ids: int64, at least one for each span.
-        mode_id: prepended to the inputs, if not None.
-        varies: True if lengths differ between rows.
+        noise_density: fraction of tokens to corrupt.
+        mean_noise_span_length: average tokens per noise span.
+        sentinel_ids: int64, at least one per span.
+        mode_id: UL2's mode token, prepended to the inputs; None for none.
     """
 
     counts: SpanCounts
@@ -272,21 +304,17 @@ class SpanDenoiser:
         return self.counts.words_per_sample
 
     def for_length(self, tokens_length: int) -> SpanDenoiser:
-        """The same noise for rows of another length."""
         return replace(self, counts=count_spans(tokens_length, self.noise_density, self.mean_noise_span_length))
 
-    def draw(self, words: np.ndarray) -> np.ndarray:
-        """Span lengths int64[n, spans, 2] from words uint64[words_per_sample, n]."""
-        return random_span_lengths(self.counts, words)
+    def draw(self, random_bits: np.ndarray) -> np.ndarray:
+        return random_span_lengths(self.counts, random_bits)
 
     def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of inputs and targets, int64[n] each."""
         return np.full(len(drawn), self.inputs_length), np.full(len(drawn), self.targets_length)
 
     def write(
         self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
     ) -> None:
-        """Fill rows of a batch with the examples of tokens int64[n, tokens_length]."""
         mode, end = int(self.mode_id is not None), self.inputs_length
         inputs, targets = corrupt(tokens, drawn, self.sentinel_ids, self.eos_id)
         input_ids[:, mode:end], labels[:, : self.targets_length] = inputs, targets
@@ -299,7 +327,7 @@ class SpanDenoiser:
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> SpanCorruptionDataset:
-    """`--task span_corruption`."""
+    """Build the dataset of `--task span_corruption`."""
     args, vocabulary = context.args, context.vocabulary
     return SpanCorruptionDataset(
         tokens,
@@ -314,20 +342,16 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
     )
 
 
-if TYPE_CHECKING:
-    Denoiser = SpanDenoiser | PrefixDenoiser
-
-
 class DenoisingDataset(TokenStreamDataset):
-    """Denoising examples from rows of a token stream, by one denoiser or by several in round robin.
+    """Examples that one or several denoisers make from rows of the token stream.
 
-    The noise of a row is keyed by (seed, epoch, row).
+    The noise depends only on (seed, epoch, row).
 
     Args:
-        tokens, vocab_size, seed: as `TokenStreamDataset`.
-        denoisers: each reads rows of its own length.
-        schedule: the denoiser of each row, repeated.
-        pad_id: fills inputs; labels are filled with -100.
+        tokens, vocab_size, seed: see `TokenStreamDataset`.
+        denoisers: each may read rows of another length.
+        schedule: index into `denoisers` for each row, repeated after the last one.
+        pad_id: padding of the inputs; labels are padded with -100.
     """
 
     def __init__(
@@ -365,19 +389,19 @@ class DenoisingDataset(TokenStreamDataset):
         return parts
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Tokens of inputs and of targets, int64[2, n], of global sample numbers."""
+        """Return the numbers of input and target tokens, int64[2, n], of the samples with these numbers."""
         epochs, rows = self.rows_of(samples)
         lengths = np.empty((2, len(rows)), np.int64)
         for denoiser, part in self._parts(rows):
             if not denoiser.varies:
                 lengths[:, part] = [[denoiser.inputs_length], [denoiser.targets_length]]
                 continue
-            words = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
-            lengths[0, part], lengths[1, part] = denoiser.lengths(denoiser.draw(words))
+            random_bits = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
+            lengths[0, part], lengths[1, part] = denoiser.lengths(denoiser.draw(random_bits))
         return lengths
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of global sample numbers int64[n], any order, any epochs.
+        """Make the examples with these sample numbers int64[n], which count over all epochs.
 
         Returns:
             `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
@@ -387,8 +411,8 @@ class DenoisingDataset(TokenStreamDataset):
         widths = {"input_ids": self.inputs_length, "attention_mask": self.inputs_length, "labels": self.targets_length}
         batch = {name: np.empty((len(rows), width), np.int64) for name, width in widths.items()}
         for denoiser, part in self._parts(rows):
-            words = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
-            self._fill(batch, part, denoiser, starts[part], denoiser.draw(words))
+            random_bits = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
+            self._fill(batch, part, denoiser, starts[part], denoiser.draw(random_bits))
         return batch
 
     def _fill(
@@ -413,20 +437,21 @@ class DenoisingDataset(TokenStreamDataset):
 
 
 class SpanCorruptionDataset(DenoisingDataset):
-    """T5 pre-training examples.
+    """Span corruption examples, T5's pre-training objective.
 
     Args:
-        tokens, vocab_size, seed: as `TokenStreamDataset`.
-        inputs_length: tokens of an input, sentinels and EOS included.
-        targets_length: maximum length of the targets, which are as long as they need; None sets no limit.
-        sentinel_ids: ids of sentinel 0, 1, ...
-        eos_id, pad_id: special ids; labels are padded with -100.
+        tokens, vocab_size, seed: see `TokenStreamDataset`.
+        inputs_length: tokens per input, with sentinels and EOS.
+        targets_length: maximum tokens per target, with sentinels and EOS; None for no limit.
+        sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ...
+        eos_id: appended to inputs and targets.
+        pad_id: padding of the inputs; labels are padded with -100.
         noise_density: fraction of tokens to corrupt.
         mean_noise_span_length: average tokens per corrupted span.
-        quiet: do not log that.
+        quiet: do not log the lengths that follow from the settings.
 
     Raises:
-        UserError: targets that do not fit, or settings that `plan_spans` refuses.
+        UserError: the targets are longer than `targets_length`, or `plan_spans` refuses the settings.
     """
 
     def __init__(
@@ -460,7 +485,7 @@ class SpanCorruptionDataset(DenoisingDataset):
         self.inputs_length = inputs_length
 
     def describe(self) -> str:
-        """The objective and the size of the data, for the log."""
+        """Describe the objective and the size of the data, for the log."""
         return (
             f"span corruption, {self.tokens_length} tokens -> {self.inputs_length} inputs + {self.targets_length} "
             f"targets; {self.num_tokens:,} training tokens"

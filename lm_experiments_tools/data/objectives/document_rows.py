@@ -1,18 +1,18 @@
-"""Rows of whole documents for encoders, packed by lengths: random access, no state.
+"""Rows for encoders that contain whole documents, several documents per row if packed.
 
-One worked example, rows of 8, [CLS] 1, [SEP] 2, padding 0, documents 11 ... 19, 21 22, 31 and 41 42 43. A row has room
-for 6 tokens of one document, so the first becomes two chunks:
+Example with rows of 8 tokens, [CLS] 1, [SEP] 2, padding 0, and the documents 11 ... 19, 21 22, 31 and 41 42 43. A row
+has 6 tokens besides [CLS] and [SEP], so the first document is cut into two chunks:
 
     chunks               11 ... 16    17 18 19    21 22    31    41 42 43
     with [CLS] and [SEP]         8           5        4     3           5
-    patterns of lengths  (8) once, (5 3) once, (5) once, (4) once
+    rows, by lengths     (8) once, (5 3) once, (5) once, (4) once
 
     input_ids      1 17 18 19  2  1 31  2        attention_mask  1 1 1 1 1 1 1 1
     segment_ids    1  1  1  1  1  2  2  2
 
-Which lengths share a row is decided once, by best-fit decreasing on the histogram of lengths (Krell et al., "Efficient
-Sequence Packing without Cross-contamination", https://arxiv.org/abs/2107.02027, section 3). Chunks of one length are
-interchangeable: every epoch rotates them among the places of that length, and permutes the rows.
+The lengths that share a row are computed once, by best-fit decreasing on the histogram of lengths (Krell et al.,
+"Efficient Sequence Packing without Cross-contamination", https://arxiv.org/abs/2107.02027, section 3). Each epoch
+permutes the rows, and exchanges chunks of equal length.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ _VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
 
 
 class Patterns(NamedTuple):
-    """Kinds of rows: `lengths` int64[places] of the chunks, pattern after pattern, `sizes` int64[patterns], the number
-    of chunks in a row of each, and `counts` int64[patterns], the number of its rows."""
+    """Result of packing. A pattern is a combination of chunk lengths in one row.
+
+    Attributes:
+        lengths: int64, the chunk lengths of all patterns, one pattern after the other.
+        sizes: int64[patterns], number of chunks of each pattern.
+        counts: int64[patterns], number of rows of each pattern.
+    """
 
     lengths: np.ndarray
     sizes: np.ndarray
@@ -42,11 +47,11 @@ class Patterns(NamedTuple):
 
 
 def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
-    """Best-fit decreasing on a histogram: the fullest rows that have room take the next longest chunks.
+    """Pack chunks into rows by best-fit decreasing: long chunks first, each into the fullest row with enough space.
 
     Args:
         counts: int64[width + 1], number of chunks of each length.
-        width: tokens of a row.
+        width: tokens per row.
     """
     open_rows: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(width + 1)]  # by free tokens
     for length in range(width, 0, -1):
@@ -72,26 +77,26 @@ def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
 
 
 class DocumentRows:
-    """Rows of documents or chunks of them between [CLS] and [SEP], addressed by a global sample number.
+    """Rows of documents between [CLS] and [SEP], with random access by sample number.
 
-    Global sample g is row permutation(seed, e)(i) of epoch e with e, i = divmod(g, len(self)). Every token of every
-    document that is long enough is in one row of each epoch.
+    Each epoch reads the documents in another order, and each token once. Documents longer than a row are cut.
 
     Args:
         tokens: token file; the sequences of a document are read as one text.
-        width: tokens of a row, special tokens included.
-        cls_id, sep_id, pad_id: special tokens.
-        vocab_size: ids at or above it are refused.
-        packed: several chunks in a row; False puts each in a row of its own.
-        min_length: shorter documents are left out, in tokens.
-        has_end: documents end with a token that is no text (EOS), which is left out.
+        width: tokens per row, with special tokens.
+        cls_id, sep_id, pad_id: ids of special tokens.
+        vocab_size: larger ids are refused.
+        packed: True to put several documents into a row.
+        min_length: shorter documents are dropped, in tokens.
+        has_end: documents end with an EOS token, which is dropped.
+        seed: determines the order.
 
     Attributes:
-        fill: part of the cells of all rows that holds tokens.
-        fingerprint: sha256 over data, settings and seed: equal ones give equal rows for equal numbers.
+        fill: fraction of all positions that are not padding.
+        fingerprint: sha256 over data, settings and seed; equal fingerprints mean equal rows.
 
     Raises:
-        UserError: no document that is long enough, or a token id outside the vocabulary.
+        UserError: all documents are too short, or a token id is outside the vocabulary.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class DocumentRows:
         return int(self._row_ends[-1])
 
     def describe(self) -> str:
-        """Log text: the rows and the size of the data."""
+        """Describe the rows and the size of the data, for the log."""
         kind = "packed rows" if self.packed else "rows of one document"
         return (
             f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self._documents}; "
@@ -157,13 +162,13 @@ class DocumentRows:
         )
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of global sample numbers int64[n], any order, any epochs.
+        """Make the rows with these sample numbers int64[n], which count over all epochs.
 
         Returns:
-            int64[n, width] `input_ids`, `attention_mask` and, of packed rows, `segment_ids` (from 1 on, 0: padding).
+            int64[n, width]: `input_ids`, `attention_mask` and, if packed, `segment_ids` (1, 2, ...; 0 for padding).
 
         Raises:
-            UserError: a token id outside the vocabulary.
+            UserError: a token id is outside the vocabulary.
         """
         sizes, begins, lengths = self._chunks_of(samples)
         row, first = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
@@ -184,11 +189,11 @@ class DocumentRows:
         return {**batch, "segment_ids": segments.reshape(shape)} if self.packed else batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Memory-mapped arrays."""
+        """Return the memory-mapped arrays that samples are read from."""
         return self.tokens.maps()
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the tokens of samples from the disk."""
+        """Prefetch these samples from the disk."""
         _, begins, lengths = self._chunks_of(samples)
         self.tokens.will_need(begins, begins + lengths - 2)
 

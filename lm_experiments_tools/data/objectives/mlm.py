@@ -1,14 +1,14 @@
-"""Masked language modelling for encoders, on any rows: some tokens are masked, the model predicts them.
+"""Masked language modelling for encoders.
 
-Of the tokens chosen, 80 % become the mask token, 10 % a random token, 10 % stay as they are (Devlin et al., "BERT",
-NAACL 2019, section 3.1). One 32-bit word u decides about a token, with probability 0.15::
+Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay unchanged (Devlin et al., "BERT",
+NAACL 2019, section 3.1). Each token has one random number u in [0, 1) that decides this. With probability 0.15::
 
-    u / 2**32 below 0.12      mask token
-                    0.135     random token: the position of u between the two bounds picks it
-                    0.15      itself
-                    1         not chosen, label -100
+    u below 0.12      mask token
+            0.135     random token, selected by the position of u between 0.12 and 0.135
+            0.15      unchanged
+            1         not chosen, label -100
 
-One worked example, mask token 99, ordinary tokens 10 ... 19, EOS 1 (never chosen), u / 2**32 below each token:
+Example with the mask token 99, ordinary tokens 10 ... 19, and EOS 1, which is never chosen:
 
     tokens    10    11     12     13    1    14
     u         0.5   0.1    0.13   0.14  0.1  0.9
@@ -43,7 +43,7 @@ REPLACE = (0.8, 0.1, 0.1)  # of the chosen tokens: mask token, random token, unc
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> MaskedLMDataset:
-    """Builder of `--task mlm`. Special tokens (padding, EOS, unknown, sentinels) are never masked."""
+    """Build the dataset of `--task mlm`. Special tokens (padding, EOS, unknown, sentinels) are never masked."""
     vocabulary = context.vocabulary
     return MaskedLMDataset(
         tokens,
@@ -56,7 +56,7 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
 
 
 def mask_id(vocabulary: Vocabulary) -> int:
-    """The id of the mask token, else of sentinel 0. Raises UserError where there is neither."""
+    """Return the id of the mask token, else of sentinel 0. Raises UserError if the vocabulary has neither."""
     if vocabulary.mask_id is not None:
         return vocabulary.mask_id
     if vocabulary.num_sentinels == 0:
@@ -68,7 +68,11 @@ def mask_id(vocabulary: Vocabulary) -> int:
 
 
 def special_and_ordinary(special_ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mask of the special ids, bool[vocab_size], and all other ids: arguments of `mask_tokens`."""
+    """Split a vocabulary into special and ordinary ids, as `mask_tokens` takes them.
+
+    Returns:
+        bool[vocab_size], True for special ids, and int64[m], all other ids.
+    """
     special = np.zeros(vocab_size, bool)
     special[special_ids] = True
     return special, np.flatnonzero(~special)
@@ -76,7 +80,7 @@ def special_and_ordinary(special_ids: Sequence[int], vocab_size: int) -> tuple[n
 
 def mask_tokens(
     tokens: np.ndarray,
-    words: np.ndarray,
+    random_bits: np.ndarray,
     probability: float | np.ndarray,
     mask_id: int,
     ordinary_ids: np.ndarray,
@@ -84,27 +88,29 @@ def mask_tokens(
     replace: Sequence[float] = REPLACE,
     starts: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask tokens int64[...], each by its own random bits.
+    """Mask random tokens and return inputs and labels.
 
     Args:
-        words: uint64[...], uniform on [0, 2**32).
-        probability: masking rate; a number or an array [rows, 1].
+        tokens: int64[...].
+        random_bits: uint64[...], one number per token, uniform on [0, 2**32).
+        probability: masking rate; a number, or an array [rows, 1].
+        mask_id: id of the mask token.
         ordinary_ids: int64[m], candidates for a random token.
-        special: bool[vocabulary], ids that are never chosen.
-        replace: parts of the chosen tokens that become the mask token, a random token, or stay.
-        starts: bool[...], first tokens of words; the random bits of such a token choose its whole word.
+        special: bool[vocabulary], ids that are never masked.
+        replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
+        starts: bool[...], True at the first token of each word, to mask whole words; None masks single tokens.
 
     Returns:
-        inputs and labels int64[...]; labels are -100 where nothing was chosen.
+        inputs and labels int64[...]; the label of a token that was not chosen is -100.
     """
     parts = (replace[0], replace[0] + replace[1], 1.0)
     bounds = [np.rint(np.multiply(part, probability) * 2**32).astype(np.uint64) for part in parts]
     if starts is not None:
-        words = _by_words(words, starts, bounds[2])
-    chosen = (words < bounds[2]) & ~special[tokens]
+        random_bits = _by_words(random_bits, starts, bounds[2])
+    chosen = (random_bits < bounds[2]) & ~special[tokens]
     inputs, labels = tokens.copy(), np.full_like(tokens, IGNORED_LABEL)
     places = np.nonzero(chosen)
-    picked, drawn = tokens[places], words[places]
+    picked, drawn = tokens[places], random_bits[places]
     masked, replaced, _ = (np.broadcast_to(bound, tokens.shape)[places] for bound in bounds)
     labels[places] = picked
     replacement = np.where(drawn < masked, mask_id, picked)
@@ -115,19 +121,19 @@ def mask_tokens(
     return inputs, labels
 
 
-def _by_words(words: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.ndarray:
+def _by_words(random_bits: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.ndarray:
     """Random bits that are below `bound` in all tokens of a word or in none; how far below is each token's own."""
-    columns = np.arange(words.shape[-1])
+    columns = np.arange(random_bits.shape[-1])
     first = np.maximum.accumulate(np.where(starts, columns, 0), axis=-1)
-    is_chosen = np.take_along_axis(words < bound, first, axis=-1)
-    return np.where(starts, words, np.where(is_chosen, words * bound >> _32, _LAST))
+    is_chosen = np.take_along_axis(random_bits < bound, first, axis=-1)
+    return np.where(starts, random_bits, np.where(is_chosen, random_bits * bound >> _32, _LAST))
 
 
 @dataclass(frozen=True)
 class MaskingRate:
-    """Probability of a token to be chosen: `start` at sample 0, linear to `end` at `num_samples`; None is constant.
+    """Masking rate that changes linearly from `start` to `end` over the first `num_samples` samples.
 
-    It depends on the global sample number alone, so a resumed run and any number of workers agree.
+    With `end=None` the rate is constant.
     """
 
     start: float
@@ -135,22 +141,25 @@ class MaskingRate:
     num_samples: int = 1
 
     def at(self, samples: np.ndarray) -> np.ndarray:
-        """float64[n] of global sample numbers int64[n]."""
+        """Return the rates float64[n] for sample numbers int64[n]."""
         end = self.start if self.end is None else self.end
         return self.start + (end - self.start) * np.minimum(samples / self.num_samples, 1.0)
 
 
 class MaskedRows:
-    """A `SampleDataset` that masks the rows of another one, at a rate that may change over the run.
+    """A `SampleDataset` that masks tokens in the rows of another dataset.
 
-    The noise is a pure function of (seed, global sample number).
+    The mask depends only on (seed, sample number).
 
     Args:
-        rows: its batches have `input_ids` [n, length].
-        mask_id: replaces chosen tokens.
-        special_ids: ids that are neither chosen nor used as random tokens, padding included; `mask_id` is added.
-        replace: parts of the chosen tokens that become the mask token, a random token, or stay.
-        starts_word: bool[vocab_size], subwords that begin a word, to choose whole words; None chooses tokens.
+        rows: dataset whose batches have `input_ids` [n, length].
+        rate: masking rate.
+        mask_id: id of the mask token.
+        special_ids: ids that are never masked and never used as random tokens, with padding.
+        vocab_size: number of ids.
+        replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
+        starts_word: bool[vocab_size], subwords that begin a word, to mask whole words; None masks single tokens.
+        seed: determines the mask.
     """
 
     def __init__(
@@ -166,7 +175,7 @@ class MaskedRows:
         return len(self.rows)
 
     def describe(self) -> str:
-        """The objective and the rows, for the log."""
+        """Describe the objective and the data, for the log."""
         rate, unit = self.rate, "tokens" if self.starts_word is None else "words"
         end = "" if rate.end is None else f" to {rate.end:g} at sample {rate.num_samples:,}"
         parts = "/".join(f"{100 * part:g}" for part in self.replace)
@@ -174,7 +183,7 @@ class MaskedRows:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the rows and the settings."""
+        """sha256 over data and settings; equal fingerprints mean equal samples."""
         words = None if self.starts_word is None else np.flatnonzero(self.starts_word).tolist()
         special = np.flatnonzero(self._special).tolist()
         ids = [self.mask_id, special, words, len(self._special)]
@@ -183,40 +192,46 @@ class MaskedRows:
 
     @property
     def order(self) -> str | None:
-        """sha256 over what decides the text of a sample, whatever is masked in it."""
+        """sha256 over data and row order, without the masks; None if the rows have none."""
         return getattr(self.rows, "order", None)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows of global sample numbers int64[n], masked, and `labels` int64[n, length]: -100 where not chosen."""
+        """Make the masked rows with these sample numbers int64[n], which count over all epochs.
+
+        Returns:
+            The batch of `rows` with masked `input_ids`, and `labels` int64[n, length], -100 for tokens not chosen.
+        """
         samples = np.asarray(samples, np.int64)
         epochs, numbers, batch = self._keyed_rows(samples)
         ids = batch["input_ids"]
         labels = np.empty_like(ids)
         for begin in range(0, len(samples), BLOCK):
             here = slice(begin, begin + BLOCK)
-            words = sample_words(self._noise_key, epochs[here], numbers[here], ids.shape[1]).T
-            ids[here], labels[here] = self._masked(samples[here], words, ids[here])
+            random_bits = sample_words(self._noise_key, epochs[here], numbers[here], ids.shape[1]).T
+            ids[here], labels[here] = self._masked(samples[here], random_bits, ids[here])
         return {**batch, "labels": labels}
 
     def will_need(self, samples: np.ndarray) -> None:
-        """See `SampleDataset.will_need`."""
+        """Prefetch these samples from the disk."""
         self.rows.will_need(samples)
 
     def _keyed_rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """Epochs and numbers that key the noise of rows, int64[n] each, and the rows."""
         return np.zeros_like(samples), samples, self.rows.batch(samples)
 
-    def _masked(self, samples: np.ndarray, words: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _masked(self, samples: np.ndarray, random_bits: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         starts = None
         if self.starts_word is not None:
             starts = self.starts_word[ids]
             starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token
         rate = self.rate.start if self.rate.end is None else self.rate.at(samples)[:, None]  # a number is faster
-        return mask_tokens(ids, words, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts)
+        return mask_tokens(
+            ids, random_bits, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts
+        )
 
 
 class TokenBlocks(TokenStreamDataset):
-    """Full blocks of `length` tokens of the token stream; no token is added, and `pad_id` fills the short last one."""
+    """Blocks of `length` tokens of the token stream, without special tokens. `pad_id` fills the short last block."""
 
     def __init__(
         self, tokens: TokenSource | Sequence[TokenSource], length: int, *, pad_id: int, vocab_size: int, seed: int = 0
@@ -225,22 +240,22 @@ class TokenBlocks(TokenStreamDataset):
         self.length, self.pad_id = length, pad_id
 
     def describe(self) -> str:
-        """The size of the data, for the log."""
+        """Describe the size of the data, for the log."""
         return f"blocks of {self.length} tokens; {self.num_tokens:,} training tokens"
 
     def settings(self) -> dict[str, Any]:
         return {"length": self.length, "pad_id": self.pad_id}
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Arrays that may be memory-mapped."""
+        """Return the arrays, possibly memory-mapped, that samples are read from."""
         return tuple(source.tokens for source in self.sources)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Blocks of global sample numbers int64[n]: `input_ids` and `attention_mask`, int64[n, length]."""
+        """Make `input_ids` and `attention_mask`, int64[n, length], of sample numbers int64[n]."""
         return self.blocks(*self.rows_of(samples))
 
     def blocks(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """As `batch`, of epochs and rows int64[n]."""
+        """Make `input_ids` and `attention_mask`, int64[n, length], of epochs int64[n] and rows int64[n] in them."""
         ids = self.read(self.starts_of(epochs, rows), self.length)
         mask = np.ones_like(ids)
         mask[self.is_short(rows), self.last_row_length :] = 0
@@ -248,12 +263,15 @@ class TokenBlocks(TokenStreamDataset):
 
 
 class MaskedLMDataset(MaskedRows):
-    """`TokenBlocks` with some tokens masked; the noise of a row is keyed by (seed, epoch, row).
+    """Masked LM examples from the token stream. The mask depends only on (seed, epoch, row).
 
     Args:
-        tokens, length, pad_id, vocab_size, seed: as `TokenBlocks`.
-        mask_id, special_ids: as `MaskedRows`; `pad_id` is special too.
-        probability: of a token to be chosen.
+        tokens, vocab_size, seed: see `TokenStreamDataset`.
+        length: tokens per block.
+        mask_id: id of the mask token.
+        special_ids: ids that are never masked and never used as random tokens; `pad_id` is added.
+        pad_id: fills the short last block of an epoch.
+        probability: masking rate.
     """
 
     rows: TokenBlocks

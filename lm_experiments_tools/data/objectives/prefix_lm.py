@@ -1,12 +1,12 @@
-"""Prefix LM (Raffel et al., 2020, section 3.1.4): the beginning of a row is the input, the rest the target.
+"""Prefix LM (Raffel et al., 2020, section 3.1.4): the beginning of a row is the input, the rest is the target.
 
-One worked example with a prefix of 3, EOS 1, padding 0 and -100, without and with a mode token 98:
+Example with a prefix of 3 tokens, EOS 1 and padding 0, without and with the mode token 98:
 
     tokens     10 11 12 13 14
     inputs     10 11 12  1  0          98 10 11 12  1  0
     targets    13 14  1 -100 -100      13 14  1 -100 -100
 
-Given the same prefixes, examples equal those of the `t5` package.
+Given the same prefix lengths, examples equal those of the `t5` package.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _32 = np.uint64(32)
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> PrefixLMDataset:
-    """`--task prefix_lm`."""
+    """Build the dataset of `--task prefix_lm`."""
     lengths = context.args.input_seq_len, context.args.target_seq_len
     return PrefixLMDataset(tokens, *lengths, eos_id=context.vocabulary.eos_id, **context.stream_options())
 
 
 @dataclass(frozen=True)
 class PrefixDenoiser:
-    """The beginning of a row is the input, the rest the target: prefix LM, and UL2's S-denoiser.
+    """A `Denoiser` for prefix LM and for UL2's S-denoiser.
 
-    The prefix is uniform on [shortest, tokens_length - 1]. `shortest` follows t5's `random_prefix_noise_mask`: the
-    target has `noise_density` of the tokens on average, at most `max_targets` with EOS.
+    The prefix length is uniform on [shortest, tokens_length - 1]. The minimum follows t5's `random_prefix_noise_mask`.
 
     Attributes:
-        noise_density: in (0, 0.5]; 0.5 is prefix LM.
-        mode_id: prepended to the inputs, if not None.
+        noise_density: average fraction of tokens in the target, in (0, 0.5]; 0.5 for prefix LM.
+        max_targets: maximum tokens per target, with EOS.
+        mode_id: UL2's mode token, prepended to the inputs; None for none.
     """
 
     tokens_length: int
@@ -57,7 +57,7 @@ class PrefixDenoiser:
 
     @property
     def shortest(self) -> int:
-        """The shortest prefix."""
+        """Minimum prefix length in tokens."""
         longest = self.tokens_length - 1
         by_density = int(np.rint(np.float32(1 - 2 * self.noise_density) * np.float32(longest)))  # t5 rounds in float32
         return min(longest, max(1, by_density, self.tokens_length + 1 - self.max_targets))
@@ -71,22 +71,19 @@ class PrefixDenoiser:
         return self.tokens_length - self.shortest + 1
 
     def for_length(self, tokens_length: int) -> PrefixDenoiser:
-        """This denoiser for rows of another length."""
         return replace(self, tokens_length=tokens_length)
 
-    def draw(self, words: np.ndarray) -> np.ndarray:
-        """Lengths of prefixes int64[n] from words uint64[1, n]."""
+    def draw(self, random_bits: np.ndarray) -> np.ndarray:
+        """Return prefix lengths int64[n]."""
         choices = np.uint64(self.tokens_length - self.shortest)
-        return self.shortest + (words[0] * choices >> _32).astype(np.int64)
+        return self.shortest + (random_bits[0] * choices >> _32).astype(np.int64)
 
     def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of inputs and targets, int64[n] each."""
         return drawn + 1 + (self.mode_id is not None), self.tokens_length - drawn + 1
 
     def write(
         self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
     ) -> None:
-        """Fill rows of a batch with the examples of tokens int64[n, tokens_length]."""
         rows, (_, length), mode = np.arange(len(tokens)), tokens.shape, int(self.mode_id is not None)
         if mode:
             input_ids[:, 0] = self.mode_id
@@ -103,15 +100,14 @@ class PrefixDenoiser:
 
 
 class PrefixLMDataset(DenoisingDataset):
-    """Prefixes of rows and the rest of them.
-
-    Rows have `inputs_length - 1` tokens, as in t5, but are cut from the token stream: none is short.
+    """Prefix LM examples from rows of `inputs_length - 1` tokens.
 
     Args:
-        tokens, eos_id, pad_id, vocab_size, seed: as `SpanCorruptionDataset`.
-        inputs_length: tokens of an input, EOS included; at least 3.
-        targets_length: longest target, EOS included; at least 2. Prefixes are longer where it is less than
-            `inputs_length - 1`.
+        tokens, vocab_size, seed: see `TokenStreamDataset`.
+        inputs_length: maximum tokens per input, with EOS; at least 3.
+        targets_length: maximum tokens per target, with EOS; at least 2. A smaller maximum makes prefixes longer.
+        eos_id: appended to inputs and targets.
+        pad_id: padding of the inputs; labels are padded with -100.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class PrefixLMDataset(DenoisingDataset):
         super().__init__(tokens, [self.denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed)
 
     def describe(self) -> str:
-        """The objective and the size of the data, for the log."""
+        """Describe the objective and the size of the data, for the log."""
         longest = self.denoiser.tokens_length - 1
         return (
             f"prefix LM, {longest + 1} tokens -> a prefix of {self.denoiser.shortest} to {longest} and the rest; "

@@ -1,4 +1,4 @@
-"""From `--task` and token streams to a dataset of numbered examples, by the builders that `OBJECTIVES` names."""
+"""Build the dataset of `--task` with the builder that `OBJECTIVES` names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectiveContext:
-    """Arguments of an objective's builder, besides the tokens.
+    """Arguments of an objective's builder, in addition to the tokens.
 
-    `quiet`: do not log derived lengths, for example because a dataset with the same settings has logged them.
+    Attributes:
+        args: arguments of the run.
+        vocabulary: vocabulary of the tokens.
+        model_kind: kind of the model, such as "encoder-decoder".
+        seed: determines order and noise.
+        quiet: do not log the lengths that follow from the settings.
     """
 
     args: T5PretrainingArgs
@@ -35,22 +40,22 @@ class ObjectiveContext:
     quiet: bool = False
 
     def stream_options(self) -> dict[str, int]:
-        """Keyword arguments common to all datasets over a token stream."""
+        """Return `pad_id`, `vocab_size` and `seed`, the arguments common to all datasets over a token stream."""
         return {"pad_id": self.vocabulary.pad_id, "vocab_size": self.vocabulary.size, "seed": self.seed}
 
 
 def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> SampleDataset:
-    """The dataset of `--task` over the given tokens, read as one stream, without length grouping.
+    """Build the dataset of `--task` over these tokens, without length grouping.
 
     Raises:
-        UserError: settings that the objective refuses, or tokens of another vocabulary.
+        UserError: the objective refuses the settings, or the tokens have ids outside the vocabulary.
     """
     args = context.args
     return resolve_name(args.objective().builder)(context, tokens, **args.checked_task_options())
 
 
 def check_objective(context: ObjectiveContext) -> None:
-    """Raise UserError for settings and vocabularies that an objective refuses, before there are any tokens."""
+    """Raise UserError if an objective refuses the settings or the vocabulary. This needs no training data."""
     if context.args.objective().builder.startswith(f"{__package__}."):
         example_dataset(replace(context, quiet=True), TokensInMemory(np.broadcast_to(np.uint16(0), 1 << 20)))
 
@@ -58,7 +63,12 @@ def check_objective(context: ObjectiveContext) -> None:
 def mixed_dataset(
     context: ObjectiveContext, tokens: Sequence[TokenSource | Sequence[TokenSource]], world_size: int = 1
 ) -> SampleDataset:
-    """`example_dataset` of each of `tokens`, mixed by `--data_weights`; varying examples are grouped by length."""
+    """Mix several token data sets by `--data_weights` and group the samples by length if they differ in length.
+
+    Args:
+        tokens: one item per member of the mixture: a token file, or several that are read as one.
+        world_size: number of workers.
+    """
     if len(tokens) == 1:
         return grouped_by_length(context, example_dataset(context, tokens[0]), world_size)
     # A seed for each: equal ones would give members of equal size the same order and noise.
@@ -73,9 +83,11 @@ def mixed_dataset(
 def grouped_by_length(
     context: ObjectiveContext, dataset: SampleDataset, world_size: int, stream: int = 0, num_streams: int = 1
 ) -> SampleDataset:
-    """The dataset, its samples in another order where their lengths vary; `world_size` decides the rows of a group.
+    """Group the samples by length if the examples of `--task` differ in length; else return the dataset unchanged.
 
-    `dataset` may be one of `num_streams` streams, whose rows make a group together.
+    Args:
+        world_size: number of workers; the size of a group depends on it.
+        stream, num_streams: index of this stream and number of streams, for `--streaming`.
     """
     args = context.args
     if not args.objective().varies_in_length:
@@ -86,5 +98,5 @@ def grouped_by_length(
 
 
 def mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
-    """`--mix_rows`; by default the rows of a step, which then holds the same samples however it is split."""
+    """Return `--mix_rows`, by default the rows of one step over all workers."""
     return args.mix_rows or args.global_batch_size(world_size)

@@ -1,14 +1,14 @@
-"""One endless token stream, cut into rows that every objective numbers, shuffles and reads in the same way.
+"""One endless token stream, cut into rows. All objectives number, shuffle and read the rows in the same way.
 
-Eight tokens in rows of 3, in an epoch that starts at token 5 (`epoch_shift`):
+Example with eight tokens and rows of 3 tokens, in an epoch that starts at token 5 (see `epoch_shift`):
 
-    stream   0 1 2 3 4 5 6 7 | 0 1 2 ...        end joined to beginning
+    stream   0 1 2 3 4 5 6 7 | 0 1 2 ...        continues at the beginning
     row 0    5 6 7
     row 1    0 1 2
-    row 2    3 4                                the rest: shorter, never dropped
+    row 2    3 4                                the short last row is not dropped
 
-Several row lengths are used in round robin: with lengths (3, 1) the rows are 5 6 7, 0, 1 2 3, 4. Global sample g is
-row permutation(seed, e)(i) of epoch e, where e, i = divmod(g, rows).
+Several row lengths alternate: with lengths (3, 1) the rows are 5 6 7, 0, 1 2 3, 4. Samples are numbered over all
+epochs: with R rows per epoch, sample g is a row of epoch g // R, and `permute` maps g % R to its number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprin
 
 
 class TokenSource(Protocol):
-    """Interface of a token file, as far as a token stream reads it."""
+    """Token ids that a token stream reads, such as an `IndexedDataset`."""
 
     tokens: np.ndarray
     fingerprint: str
@@ -39,30 +39,29 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True)
 class TokensInMemory:
-    """An in-memory `TokenSource`."""
+    """A `TokenSource` of an array in memory."""
 
     tokens: np.ndarray
     fingerprint: str = ""
 
     def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Nothing to prefetch."""
+        """Do nothing: the tokens are in memory."""
 
 
 class TokenStreamDataset:
-    """Base of all objectives: rows of a token stream, addressed by a global sample number.
+    """Base class of objectives: rows of a token stream with random access by sample number.
 
-    Epoch e starts at a token drawn from (seed, e), so that cut points differ between epochs while every token is read
-    exactly once in each. A subclass makes examples of rows and draws its noise from (seed, epoch, row): an example is
-    a pure function of (seed, g), whatever batch it is in.
+    Every token is read once per epoch. Each epoch starts at a random token, so that rows differ between epochs.
+    Subclasses make an example of each row. Their noise must depend only on (seed, epoch, row).
 
     Args:
-        tokens: an `IndexedDataset` or several, read one after the other and then from the beginning again.
-        vocab_size: ids at or above it are refused.
-        row_lengths: tokens of a row; several are used in round robin.
-        seed: fixes order, cut points and noise.
+        tokens: an `IndexedDataset`, or several that are read one after the other.
+        vocab_size: larger ids are refused.
+        row_lengths: tokens per row; several lengths alternate.
+        seed: determines order, row boundaries and noise.
 
     Raises:
-        UserError: no tokens, or a token id outside the vocabulary.
+        UserError: there are no tokens, or a token id is outside the vocabulary.
     """
 
     def __init__(
@@ -91,12 +90,12 @@ class TokenStreamDataset:
         self.last_row_is_short = self.last_row_length < row_lengths[last % len(row_lengths)]
 
     def __len__(self) -> int:
-        """Samples in an epoch, the same in each."""
+        """Samples per epoch."""
         return self._num_samples
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over data, objective and seed: equal fingerprints give equal samples for equal numbers."""
+        """sha256 over data, objective and seed; equal fingerprints mean equal samples."""
         parts = {
             "version": _VERSION,
             "sources": [source.fingerprint for source in self.sources],
@@ -107,33 +106,36 @@ class TokenStreamDataset:
 
     @property
     def order(self) -> str:
-        """sha256 over everything that determines a sample's tokens, independent of the objective."""
+        """sha256 over data, row lengths and seed, which determine the tokens of each sample before noise."""
         parts = [_VERSION, [s.fingerprint for s in self.sources], self.seed, self._row_ends.tolist()]
         return json_sha256(parts)
 
     def settings(self) -> dict[str, Any]:
-        """Settings besides data and seed that determine a sample, as JSON values."""
+        """Return the objective's settings that determine a sample, as JSON values, without data and seed."""
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and row, int64[n] each, of global sample numbers int64[n]."""
+        """Return the epoch int64[n] and the row in that epoch int64[n] of each sample number int64[n]."""
         epochs, indices = np.divmod(np.asarray(samples, np.int64), self._num_samples)
         return epochs, permute(indices, self._num_samples, self.seed, epochs)
 
     def starts_of(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Positions in the stream where rows begin, int64[n]."""
+        """Return the index of the first token of each row, int64[n]."""
         shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
         return (shifts + self._offsets(rows)) % self.num_tokens
 
     def is_short(self, rows: np.ndarray) -> np.ndarray:
-        """bool[n]: True for the short last row of an epoch."""
+        """Return bool[n]: True for the last row of an epoch if it is shorter than the others."""
         return (rows == self._num_samples - 1) & self.last_row_is_short
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Tokens int64[n, length] from each of `starts` int64[n] on, wrapping around at the end.
+        """Read `length` tokens from each start index int64[n]; the stream continues at its beginning.
+
+        Returns:
+            int64[n, length].
 
         Raises:
-            UserError: a token id outside the vocabulary.
+            UserError: a token id is outside the vocabulary.
         """
         if len(self._arrays) == 1 and int(starts.max()) <= self.num_tokens - length:
             if length not in self._windows:
@@ -154,7 +156,7 @@ class TokenStreamDataset:
         return tokens
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the tokens of samples from the disk."""
+        """Prefetch these samples from the disk."""
         epochs, rows = self.rows_of(samples)
         starts = self.starts_of(epochs, rows)
         lengths = (self._row_ends - self._row_begins)[rows % len(self._row_ends)]
@@ -174,7 +176,7 @@ class TokenStreamDataset:
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise UserError for an id of tokens integer[any shape] that is outside the vocabulary."""
+    """Raise UserError if a token id is outside [0, vocab_size)."""
     worst = int(tokens.max())
     if worst < vocab_size and tokens.dtype.kind == "i":
         worst = min(worst, int(tokens.min()))

@@ -1,17 +1,17 @@
 """UL2's mixture of denoisers (Tay et al., "UL2: Unifying Language Learning Paradigms", ICLR 2023, section 3.1).
 
-R-denoisers corrupt short spans, X-denoisers long or many ones, the S-denoiser cuts the end off (prefix LM). A mode
-token in front of the input says which it was: the paper's [NLU] for R, [NLG] for X, [S2S] for S.
+R-denoisers corrupt short spans. X-denoisers corrupt long spans or many of them. The S-denoiser is prefix LM. A mode
+token at the start of the input names the denoiser: the paper's [NLU] for R, [NLG] for X, [S2S] for S.
 
-One worked example: denoisers R:2:0.4 and S:0.5 in round robin over the tokens 10 ... 18, 6 inputs and 4 targets, mode
-tokens 90 (R) and 92 (S), sentinel 99, EOS 1; R masks the tokens 13 14, S has drawn a prefix of 2:
+Example with the denoisers R:2:0.4 and S:0.5 in alternation, tokens 10 ... 18, 6 inputs and 4 targets, mode tokens 90
+(R) and 92 (S), sentinel 99, EOS 1. R masks the tokens 13 14, and S has a prefix of 2 tokens:
 
     row 0 (R)   10 11 12 13 14     inputs 90 10 11 12 99  1     targets 99 13 14  1
     row 1 (S)   15 16 17 18        inputs 92 15 16  1  0  0     targets 17 18  1 -100
 
-Each denoiser reads the longest rows whose inputs and targets fit and whose spans do not outnumber the sentinels. A
-fixed schedule assigns denoisers to rows, so that their shares are exact and every token is read once an epoch. Epochs
-cut the token stream at different positions, so that a token meets all denoisers.
+Each denoiser reads the longest rows whose inputs, targets and sentinels fit. A fixed schedule assigns denoisers to
+rows, so that the weights of denoisers are exact. Every token is read once per epoch, by a denoiser that differs
+between epochs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 from lm_experiments_tools.config.objectives import DenoiserSpec
 from lm_experiments_tools.data.mixture import blending_order
 from lm_experiments_tools.data.objectives.denoising import (
+    Denoiser,
     DenoisingDataset,
     SpanCounts,
     SpanDenoiser,
@@ -39,7 +40,6 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.objectives.denoising import Denoiser
     from lm_experiments_tools.data.objectives.registry import ObjectiveContext
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _LONGEST_SCHEDULE = 10_000  # rows
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> UL2Dataset:
-    """Builder of `--task ul2`. Sentinels that serve as mode tokens do not mark spans."""
+    """Build the dataset of `--task ul2`. Sentinels that serve as mode tokens are not used for spans."""
     args, vocabulary = context.args, context.vocabulary
     modes = mode_ids(vocabulary) if args.mode_tokens else {}
     return UL2Dataset(
@@ -66,10 +66,10 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
 
 
 def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
-    """Ids of the mode tokens R, X and S: [NLU], [NLG] and [S2S], else the last three sentinels, the last one first.
+    """Return the ids of the mode tokens of R, X and S: [NLU], [NLG] and [S2S], or else the last three sentinels.
 
     Raises:
-        UserError: neither these tokens nor four sentinels.
+        UserError: the vocabulary has neither these tokens nor four sentinels.
     """
     found = {mode: vocabulary.find(piece) for mode, piece in MODE_PIECES.items()}
     if all(index is not None for index in found.values()):
@@ -83,9 +83,16 @@ def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def build_schedule(weights: Sequence[Any]) -> np.ndarray:
-    """The denoiser of each row in one round of the schedule, int64[rows]: exact weights, evenly spread.
+    """Assign denoisers to rows in proportion to their weights, evenly spread.
 
-    The weights are fractions: (1, 1, 1/2) gives 5 rows, 0 1 2 0 1. Raises UserError for more than 10,000 rows.
+    Args:
+        weights: fractions.
+
+    Returns:
+        int64[rows], the index of the denoiser of each row in one period: 0 1 2 0 1 for the weights (1, 1, 1/2).
+
+    Raises:
+        UserError: the period is longer than 10,000 rows.
     """
     common = lcm(*(weight.denominator for weight in weights))
     counts = np.array([int(weight * common) for weight in weights], np.int64)
@@ -99,10 +106,13 @@ def build_schedule(weights: Sequence[Any]) -> np.ndarray:
 def fit_span_denoiser(
     name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
 ) -> SpanDenoiser:
-    """`denoiser` for the longest rows whose inputs, targets (EOS and mode token included) and sentinels fit.
+    """Return `denoiser` for the longest rows that it can read.
+
+    The inputs and targets, with EOS and mode token, must fit into their maximum lengths. The denoiser must have a
+    sentinel for each span.
 
     Raises:
-        UserError: no row of 2 tokens fits.
+        UserError: even a row of 2 tokens does not fit.
     """
     available, sentinels = inputs_length - (denoiser.mode_id is not None), len(denoiser.sentinel_ids)
     noise = denoiser.noise_density, denoiser.mean_noise_span_length
@@ -121,14 +131,16 @@ def fit_span_denoiser(
 
 
 class UL2Dataset(DenoisingDataset):
-    """Examples of several denoisers.
+    """Examples of UL2's denoisers.
 
     Args:
-        tokens, eos_id, pad_id, vocab_size, seed: as `SpanCorruptionDataset`.
-        inputs_length, targets_length: maximum lengths, EOS and mode token included.
-        specs: the denoisers.
-        modes: id of the mode token of R, X and S; empty for none.
-        sentinel_ids: ids of sentinel 0, 1, ...; a mode token must not be one.
+        tokens, vocab_size, seed: see `TokenStreamDataset`.
+        inputs_length, targets_length: maximum tokens per input and target, with EOS and mode token.
+        specs: the denoisers with their weights.
+        modes: id of the mode token of "R", "X" and "S"; empty for none.
+        sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., without mode tokens.
+        eos_id: appended to inputs and targets.
+        pad_id: padding of the inputs; labels are padded with -100.
         quiet: do not log the lengths that follow from the settings.
     """
 
@@ -170,7 +182,7 @@ class UL2Dataset(DenoisingDataset):
         return fit_span_denoiser(str(spec), inputs_length, targets_length, denoiser, quiet=quiet)
 
     def describe(self) -> str:
-        """The denoisers with their shares, and the size of the data, for the log."""
+        """Describe the denoisers, their fractions of the rows, and the size of the data, for the log."""
         shares = np.bincount(self._schedule, minlength=len(self.specs)) / len(self._schedule)
         members = [
             f"{spec} {share:.1%} of {denoiser.tokens_length} tokens -> up to {denoiser.inputs_length} + "

@@ -1,1 +1,1 @@
-"""Google's t5 and seqio, in a process that owns TensorFlow; imports data, data.text, data.tokens, data.objectives."""
+"""Google's t5 and seqio, in their own process; depends on data, data.text, data.tokens and data.objectives."""

@@ -1,7 +1,7 @@
-"""The training side of seqio: starts the process that owns TensorFlow and reads batches from it.
+"""The training side of seqio: starts a process that runs TensorFlow, and reads batches from it.
 
-One worker process (worker.py) serves all training processes of a machine, so that text is tokenized once. Each process
-reads rows k * world_size + rank of one global stream, which depends on the seed only.
+One worker process (worker.py) serves all training processes of a machine, so that text is tokenized once. Each
+training process reads rows k * world_size + rank of a global stream, which depends only on the seed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,13 @@ _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
 def seqio_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[SeqioLoader, ValidSource | None, str]:
-    """This process's training batches of `--task` through seqio, validation data of a registered task, and a title.
+    """Build training and validation data of `--task` with seqio. All ranks must call it.
 
-    Collective. Raises UserError for a missing package, settings that t5 treats wrongly, or a task without examples.
+    Returns:
+        Training batches of this rank, validation data of a registered task (or None), and a description for the log.
+
+    Raises:
+        UserError: a package is missing, t5 would make wrong examples with these settings, or the task has no examples.
     """
     check_possible(args, vocabulary)
     targets_length = _targets_length(args, vocabulary)
@@ -85,7 +89,7 @@ def seqio_data(
 
 
 def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
-    """Refuse settings that cannot work, before TensorFlow is started."""
+    """Raise UserError for settings that cannot work, before TensorFlow is started."""
     if ":" not in args.task and not isinstance(vocabulary, SentencePieceVocabulary):
         raise UserError(f"--data_pipeline seqio needs a SentencePiece .model file, not --vocab {vocabulary.path}.")
     for path in args.data_path:
@@ -148,16 +152,16 @@ def _job(
 
 
 class WorkerProcess:
-    """The process that owns TensorFlow, as its parent sees it.
+    """Parent's handle of the process that runs TensorFlow.
 
     Args:
-        log_file: receives the output of TensorFlow and the user's module.
+        log_file: file for the output of TensorFlow and of the user's module.
 
     Attributes:
-        answer: sent when the worker is ready: `fingerprint`, `title`, `validation` (rows written, or None).
+        answer: the worker's first message: `fingerprint`, `title` and `validation` (number of rows, or None).
 
     Raises:
-        UserError: the job cannot be done.
+        UserError: the worker refuses the job.
         RunError: the process ended for another reason.
     """
 
@@ -190,7 +194,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._worker.process.pid
 
     def close(self) -> None:
@@ -201,7 +205,10 @@ class WorkerProcess:
 
 
 def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
-    """Batches of the model from the worker's rows int32[n, inputs_length + targets_length], padded with `PADDING`.
+    """Convert rows of the worker to a batch of the model.
+
+    Args:
+        rows: int32[n, inputs_length + targets_length], padded with `PADDING`.
 
     Returns:
         `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
@@ -215,17 +222,16 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
 
 
 class SeqioLoader(TrainSource):
-    """Batches that the worker process makes, some of them ahead.
+    """Training batches that the worker process makes ahead of time.
 
-    They are requested at the first `next` and after a `seek`, which makes all batches before the position again. All
-    training processes of a machine must seek to the same position.
+    `seek` makes all earlier batches again. All training processes of a machine must seek to the same position.
 
     Args:
         folder: folder of the worker process.
         fingerprint: hash of data, task and seed.
-        lengths: (inputs, targets).
-        rows_per_worker, rank, world_size: as for `TrainSource`.
-        worker: the worker process, on the one training process that started it.
+        lengths: (inputs_length, targets_length).
+        rows_per_worker, rank, world_size: see `TrainSource`.
+        worker: the worker process, in the training process that started it; None in others.
     """
 
     def __init__(
@@ -274,14 +280,14 @@ class SeqioLoader(TrainSource):
             self._connection = None
 
     def close(self) -> None:
-        """End the worker process, where this process started it."""
+        """End the worker process if this process started it."""
         self._disconnect()
         if self._worker is not None:
             self._worker.close()
 
 
 class WrittenExamples:
-    """A `SampleDataset` of examples that the worker wrote to a file; every epoch is the same."""
+    """A `SampleDataset` of examples that the worker wrote to a file. All epochs are equal."""
 
     def __init__(self, path: Path, fingerprint: str, lengths: tuple[int, int], pad_id: int) -> None:
         if not path.stat().st_size:
@@ -293,7 +299,7 @@ class WrittenExamples:
         return len(self._rows)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples by number: `input_ids` and `attention_mask` int64[n, inputs], `labels` int64[n, targets]."""
+        """Return the examples with these numbers int64[n], as `to_batch`."""
         return to_batch(self._rows[samples], self._lengths[0], self._pad_id)
 
     def describe(self) -> str:

@@ -10,16 +10,16 @@ SOCKET, VALIDATION = "socket", "validation.int32"  # files in the job's folder
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The worker's task.
+    """Work of the process that runs TensorFlow.
 
     Attributes:
-        task: span_corruption or prefix_lm over `data_path`, or module:name.
+        task: "span_corruption" or "prefix_lm" over `data_path`, or "module:name" of a registered task.
         inputs_length, targets_length: seqio's `task_feature_lengths`.
-        rejected_path: file for rejected records.
-        validation: make the examples of the validation split, at most `valid_samples`, before training.
+        rejected_path: file that lists rejected records.
+        validation: make the validation examples too, at most `valid_samples`.
         threads: number of TensorFlow's threads.
-        clients: training processes on this machine.
-        folder: private to this worker and its clients; the worker removes it.
+        clients: number of training processes on this machine.
+        folder: temporary folder of the worker; the worker deletes it.
     """
 
     task: str
@@ -41,7 +41,7 @@ class Job:
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an exception and the first line of its message, without TensorFlow's name of the failing node."""
+    """Return the type of an exception and the first line of its message."""
     first = next((line for line in str(error).splitlines() if line.strip()), "no message").strip()
     if first.startswith("{{") and "}}" in first:
         first = first.partition("}}")[2].strip() or first

@@ -1,7 +1,7 @@
-"""seqio Tasks and Mixtures, and the stream of examples that a seed makes of them. Imports TensorFlow.
+"""seqio Tasks and Mixtures, and their stream of examples. Imports TensorFlow.
 
-Tasks are t5's `span_corruption` and `prefix_lm` over the user's raw text, or registered by the user's module. Examples
-are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`, whatever the number of
+A task is t5's `span_corruption` or `prefix_lm` over the user's raw text, or is registered by the user's module. Its
+examples are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`, for any number of
 training processes and threads.
 """
 
@@ -54,16 +54,16 @@ Log = Callable[[int, str], None]
 
 
 def limit_threads(num_threads: int) -> None:
-    """Limit TensorFlow's threads in this process. Call it before TensorFlow computes anything."""
+    """Limit the number of TensorFlow's threads. Must be called before TensorFlow computes anything."""
     tf.config.threading.set_inter_op_parallelism_threads(num_threads)
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
 
 
 class TaskExamples:
-    """The examples of a job: training's endless stream, and the validation split.
+    """Training and validation examples of a job.
 
     Raises:
-        UserError: a task that does not exist, has no example, other features or another vocabulary than the run.
+        UserError: the task does not exist, has no examples, or has other features or another vocabulary than the run.
     """
 
     def __init__(self, job: Job, log: Log) -> None:
@@ -85,15 +85,15 @@ class TaskExamples:
 
     @property
     def title(self) -> str:
-        """The task in a few words, for the log."""
+        """Short description of the task, for the log."""
         if self._text is not None:
             return f"{self.job.task} by t5 {version('t5')}"
         return f"seqio {type(self.task).__name__} {self.task.name}"
 
     def batches(self, start: int, rows: int) -> Iterator[np.ndarray]:
-        """Global batches int32[rows, inputs_length + targets_length] from example `start` on, without end.
+        """Yield endless global batches int32[rows, inputs_length + targets_length], beginning with example `start`.
 
-        All examples before `start` are made too: the order of seqio's shuffle buffers depends on their content.
+        Earlier examples are made and skipped, because seqio's shuffle buffers depend on them.
         """
         used, rest = divmod(start, rows)
         batches = self._padded(self._dataset("train", num_epochs=None).skip(rest), rows)
@@ -108,7 +108,7 @@ class TaskExamples:
         yield from batches
 
     def validation(self) -> Iterator[np.ndarray]:
-        """The validation split once, in batches as above; its first `valid_samples` where that is given."""
+        """Yield the validation examples once, at most `valid_samples`, in batches as `batches` does."""
         with self._user_errors():
             dataset = self._dataset("validation", num_epochs=1)
             if self.job.valid_samples is not None:
@@ -116,7 +116,7 @@ class TaskExamples:
             yield from self._padded(dataset, _VALIDATION_ROWS)
 
     def fingerprint(self) -> str:
-        """sha256 over data, task (not the code of its steps), lengths, vocabulary, seed and versions."""
+        """sha256 over data, task (without the code of its steps), lengths, vocabulary, seed and versions."""
         job = self.job
         parts = {
             "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
@@ -229,10 +229,10 @@ def _token_ids(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def registered_task(name: str) -> seqio.Task | seqio.Mixture:
-    """The Task or Mixture `task` that importing `module` registers, for the name module:task.
+    """Import `module` and return its registered Task or Mixture, for a name "module:task".
 
     Raises:
-        UserError: no such module, or none of that name in seqio's registries.
+        UserError: the module cannot be imported, or does not register this task.
     """
     module, _, task_name = name.partition(":")
     try:
@@ -271,7 +271,7 @@ def _accept_seed(source: seqio.FunctionDataSource) -> None:
 
 
 def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seqio.Task:
-    """t5's span corruption or prefix LM over `source`, with the steps of t5's own tasks for C4."""
+    """Build t5's span corruption or prefix LM task over `source`, with the steps of t5's own tasks for C4."""
     from t5.data import preprocessors
 
     objectives = {
@@ -298,10 +298,10 @@ def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seq
 
 
 def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePieceVocabulary:
-    """The same ids for seqio, with sentinels as unused pieces, which text cannot forge.
+    """Convert a vocabulary to seqio's class. Ids are the same, and text cannot contain sentinels.
 
     Raises:
-        UserError: padding that is not 0, or sentinels that are not the last ids, as t5 requires.
+        UserError: the padding id is not 0, or the sentinels are not the last ids. t5 requires both.
     """
     model = sentencepiece_model_pb2.ModelProto.FromString(Path(vocabulary.path).read_bytes())
     if len(model.pieces) < vocabulary.size:
@@ -323,10 +323,10 @@ def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePiec
 
 
 class TextSource:
-    """The documents of raw text as a seqio source of shards, which seqio shuffles in each epoch, 16 at a time.
+    """The documents of raw text as a seqio data source.
 
     Attributes:
-        failure: the error that stopped reading.
+        failure: the error that stopped reading, or None.
     """
 
     def __init__(self, job: Job, log: Log) -> None:
@@ -341,10 +341,7 @@ class TextSource:
         return no_documents(self._job.data_path, self._rejected)
 
     def source(self) -> seqio.FileDataSource:
-        """The source; a small text is kept in memory, and its only shard is repeated, which is the same stream.
-
-        TensorFlow needs milliseconds for each epoch, and a shuffle buffer needs thousands of epochs over a few lines.
-        """
+        """Build the seqio source. A small text is kept in memory, since TensorFlow is slow to start an epoch."""
         files = {"train": [str(k) for k in range(len(self.shards))]}
         size = sum(shard.num_bytes * (_COMPRESSION if shard.end is None else 1) for shard in self.shards)
         if size > _SMALL_TEXT or any(shard.kind == "dataset" for shard in self.shards):
@@ -388,7 +385,7 @@ class TextSource:
 
 
 def step_name(step: Any) -> list[str]:
-    """A preprocessor's name and, where it is a `functools.partial`, the plain values bound in it."""
+    """Return a preprocessor's name and, for a `functools.partial`, its plain arguments."""
     bound: list[str] = []
     while isinstance(step, functools.partial):
         values = [*enumerate(step.args), *sorted(step.keywords.items())]

@@ -59,7 +59,7 @@ class Hub:
                     receiver.send(message)
 
     def accept(self, listener: Listener, clients: int) -> dict[str, int]:
-        """Wait for that many clients with the same request, ranks aside, and return the request."""
+        """Wait for `clients` clients and return their request. All must send the same request, except for the rank."""
         with self._lock:
             for client, _ in self._clients:
                 client.close()
@@ -81,7 +81,7 @@ class Hub:
 
 
 def import_triton() -> None:
-    """Load triton, if it works, before TensorFlow: loaded after it, triton aborts the process."""
+    """Import triton, if it works. It aborts the process if imported after TensorFlow."""
     if not importlib.util.find_spec("triton"):
         return
     try:
@@ -91,7 +91,7 @@ def import_triton() -> None:
 
 
 def serve(job: Job, hub: Hub) -> None:
-    """Build the task, then serve its endless batches."""
+    """Build the task, then serve endless batches."""
     import_triton()
     from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 
@@ -108,7 +108,7 @@ def serve(job: Job, hub: Hub) -> None:
 
 
 def write_validation(examples: Any, path: Path) -> int:
-    """Write the validation split as int32[n, inputs_length + targets_length]; returns n."""
+    """Write the validation examples as int32[n, inputs_length + targets_length]. Returns n."""
     rows = 0
     with open(path, "wb") as file:
         for batch in examples.validation():
@@ -126,7 +126,7 @@ def end_with_caller(caller: Caller, folder: str) -> None:
 
 
 def work(caller: Caller) -> None:
-    """Main function of the process: receives its `Job` and makes examples until its parent has ended."""
+    """Main function of the worker process."""
     job, hub = caller.settings, Hub(caller)
     threading.Thread(target=end_with_caller, args=(caller, job.folder), daemon=True).start()
     sys.path.insert(0, os.getcwd())  # where the user's module may lie

@@ -1,1 +1,1 @@
-"""Training while the text is still being tokenized; imports data, data.text, data.tokens, data.objectives."""
+"""Training while the text is still being tokenized; depends on data, data.text, data.tokens and data.objectives."""

@@ -1,8 +1,8 @@
-"""Examples of streams, from chunks of tokens that worker processes make ahead of training.
+"""Examples of a stream of text. Worker processes tokenize the text in chunks, ahead of training.
 
-The examples of a stream are numbered from 0: those of chunk 0, then those of chunk 1, ... `stream-00003.jsonl` has a
-line for each chunk (number of examples, position in the text at its end), so that any example is found without reading
-the text before its chunk. Without this index a stream is read from the beginning, with the same examples.
+The examples of a stream are numbered from 0, chunk after chunk. The file `stream-00003.jsonl` records the number of
+examples and the end position of each chunk of stream 3, so that a resumed run does not read the text again. Without
+this file the stream is read from its beginning and gives the same examples.
 """
 
 import json
@@ -43,14 +43,14 @@ class ChunkRecord:
 
 
 class ExampleStream:
-    """Examples of one stream by number, as an endless dataset.
+    """The examples of one stream, an endless dataset with access by number.
 
     Args:
-        folder: holds the indices of all streams.
-        number: number of this stream.
+        folder: contains the indices of all streams.
+        number: index of this stream.
 
     Attributes:
-        pending: chunks that are being made, by number.
+        pending: chunks that are being made, by their numbers.
     """
 
     def __init__(self, folder: Path, number: int):
@@ -84,7 +84,7 @@ class ExampleStream:
         return 1 << 62
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """int64[2, n]: tokens of inputs and targets of examples that are available."""
+        """Return the numbers of input and target tokens, int64[2, n], of these examples, which must be in memory."""
         lengths = np.empty((2, len(samples)), np.int64)
         for here, dataset, numbers in self.locate(samples):
             lengths[:, here] = dataset.lengths(numbers)
@@ -92,7 +92,7 @@ class ExampleStream:
 
     @property
     def num_known(self) -> int:
-        """Number of examples in all chunks made so far."""
+        """Number of examples in all chunks so far."""
         return self._begins[-1]
 
     @property
@@ -102,17 +102,17 @@ class ExampleStream:
         return end["rejected"], end["lines"]
 
     def drop_before(self, sample: int) -> None:
-        """Drop the chunks before that of an example."""
+        """Free the memory of all chunks before the one that contains example `sample`."""
         with self._lock:
             self._low, first = sample, self.chunk_of(sample)
             self._open = {number: dataset for number, dataset in self._open.items() if number >= first}
 
     def chunk_of(self, sample: int) -> int:
-        """The chunk of an example; for unknown ones, the first that does not exist."""
+        """Return the number of the chunk with this example, or of the next chunk to make if no chunk has it yet."""
         return bisect_right(self._begins, sample) - 1
 
     def missing(self, low: int, high: int) -> int | None:
-        """The next chunk to make for examples `low` to `high`; None where all are available."""
+        """Return the number of the next chunk to make for examples `low` to `high`, or None if all are in memory."""
         if high >= self.num_known:
             return len(self._records)
         wanted = range(self.chunk_of(low), self.chunk_of(high) + 1)
@@ -124,7 +124,7 @@ class ExampleStream:
         return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:
-        """Add a chunk and its examples. Raises UserError if it differs from an earlier version of the chunk."""
+        """Add a chunk and its examples. Raises UserError if the chunk was made before and has changed."""
         record = ChunkRecord(len(dataset), len(chunk.tokens), chunk.end)
         with self._lock:
             if number == len(self._records):
@@ -139,7 +139,11 @@ class ExampleStream:
                 self._open[number] = dataset
 
     def locate(self, samples: np.ndarray) -> Iterable[tuple[np.ndarray, SampleDataset, np.ndarray]]:
-        """For each chunk: indices into `samples` of those it holds, its dataset, and their numbers in it."""
+        """Find the chunks that contain these examples.
+
+        Returns:
+            For each chunk: indices into `samples`, the chunk's dataset, and the sample numbers in that dataset.
+        """
         chunks = np.searchsorted(self._begins, samples, side="right") - 1
         for number in np.unique(chunks).tolist():
             here = np.flatnonzero(chunks == number)
@@ -157,13 +161,13 @@ def _append_line(path: Path, line: str) -> None:
 
 
 class ChunkFeed:
-    """Makes the chunks of streams in worker processes; each stream always uses the same one.
+    """Makes the chunks of several streams in worker processes. A stream always uses the same process.
 
     Args:
-        streams: all that this process reads.
+        streams: the streams that this training process reads.
         settings: settings for the workers.
-        build: (chunk, stream, number of the chunk) -> its examples.
-        num_workers: processes.
+        build: function (chunk, stream number, chunk number) -> dataset of the chunk's examples.
+        num_workers: number of processes.
     """
 
     def __init__(
@@ -177,10 +181,13 @@ class ChunkFeed:
         self._worker_of = {s.number: locked_workers[k % len(locked_workers)] for k, s in enumerate(streams)}
 
     def wait_for(self, wanted: dict[int, tuple[int, int]]) -> None:
-        """Wait until the wanted examples exist, {stream number: (first, last)}, and start the chunks after them.
+        """Wait until the examples are in memory, then start to make the next chunks in the background.
+
+        Args:
+            wanted: {stream number: (first example, last example)}.
 
         Raises:
-            UserError, OSError: a worker cannot read or encode the text.
+            UserError, OSError: a worker cannot read or tokenize the text.
         """
         ranges = [(self.streams[number], *bounds) for number, bounds in wanted.items()]
         for stream, low, _ in ranges:
@@ -238,7 +245,7 @@ class ChunkFeed:
             )
 
     def close(self) -> None:
-        """Stop the workers, which are killed after some seconds."""
+        """Stop the workers. They are killed after some seconds."""
         self._errors = dict.fromkeys(self._workers, OSError("the streams are closed"))
         pending = [future for stream in self.streams.values() for future in list(stream.pending.values())]
         is_stuck = bool(futures.wait(pending, _SECONDS_TO_STOP).not_done)

@@ -3,18 +3,17 @@
     text -> V streams of documents -> chunks of tokens -> examples -> batches of this worker
             (text.py)                 (worker.py)         (chunks.py)
 
-Global sample g is example g // V of stream g % V, shuffled within its chunk: the order depends on the seed alone, not
-on the number of workers or the speed of the source. Worker r of W needs the streams v with v = r modulo the greatest
-common divisor of W and V; where W divides V no two workers read the same document. Two workers and four streams:
+Sample g is example g // V of stream g % V. Examples are shuffled within their chunk. The order depends only on the
+seed. Worker r of W reads every n-th stream, beginning with stream r % n, where n is the greatest common divisor of W
+and V. If W divides V, no two workers read the same document. Two workers and four streams:
 
     g          0  1  2  3  4  5  6  7
     stream     0  1  2  3  0  1  2  3
     worker     0  1  0  1  0  1  0  1
 
-Each stream starts its next epoch when its text is read, so there is no common epoch. Several texts are mixed document
-by document within each stream. The last example of a chunk is short and padded; the next chunk begins with
-the next document. `datasets.IterableDataset` is not used: its order depends on the number of workers, and its state
-restores no shuffle buffer (benchmarks/log.md).
+Each stream has its own epochs. Several texts are mixed document by document within each stream. The last example of a
+chunk is short and padded. `datasets.IterableDataset` is not used because its order depends on the number of workers
+and its state does not restore the shuffle buffer (benchmarks/log.md).
 """
 
 from __future__ import annotations
@@ -64,11 +63,13 @@ _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 
 
 class StreamedDataset:
-    """Samples by global number, of the streams that this worker reads.
+    """Samples of the streams that this worker reads, by sample number.
 
     Args:
-        feed: its chunks.
-        buckets: the examples of each stream by its number, grouped by length; {} where all are of one length.
+        feed: makes the chunks of the streams.
+        fingerprint: hash of text, settings and seed.
+        num_streams: number of streams over all workers.
+        buckets: by stream number, the examples grouped by length; empty if all have the same length.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class StreamedDataset:
         self.feed, self.fingerprint, self.num_streams, self._buckets = feed, fingerprint, num_streams, buckets
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of global samples int64[n] of this worker's streams, each [n, length]; waits until they are ready."""
+        """Return the samples with these numbers int64[n]. Waits until the text is tokenized."""
         streams, numbers = samples % self.num_streams, samples // self.num_streams
         wanted = {}
         for stream in np.unique(streams).tolist():
@@ -106,7 +107,7 @@ class StreamedDataset:
 
 
 class StreamLoader(TrainLoader):
-    """Batches of a `StreamedDataset`. Raises RunError for a source that cannot be read, a full disk, a lost worker."""
+    """Training batches of a `StreamedDataset`. Raises RunError if the text cannot be read or a worker process dies."""
 
     samples_per_epoch = None
 
@@ -127,10 +128,12 @@ class StreamLoader(TrainLoader):
 def streaming_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, model_kind: ModelKind
 ) -> tuple[StreamLoader, str]:
-    """The loader of `--streaming` and its description. Collective; the first text is read and tokenized here.
+    """Build the loader of `--streaming` and its description for the log. All ranks must call it.
+
+    It reads and tokenizes the first text.
 
     Raises:
-        UserError: an input that does not exist, cannot be read or is empty, or settings that the objective refuses.
+        UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
     plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
     streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
@@ -146,7 +149,7 @@ def streaming_data(
 
 
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:
-    """Numbers of the streams that one worker reads."""
+    """Return the numbers of the streams that a worker reads."""
     step = gcd(world_size, num_streams)
     return range(rank % step, num_streams, step)
 

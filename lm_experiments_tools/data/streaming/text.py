@@ -99,7 +99,7 @@ class StreamPlan:
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
-        """The plan with this machine's file times, since files may be copies. Raises UserError if sizes differ."""
+        """Replace the recorded file times by those on this machine. Raises UserError if file sizes differ."""
         planned = {shard.path: shard.stamp for shard in self.shards if shard.stamp is not None}
         stamps = {path: file_stamp(path) if os.path.exists(path) else (-1, 0) for path in planned}
         for path, stamp in planned.items():
@@ -112,7 +112,7 @@ class StreamPlan:
         return replace(self, shards=tuple(replace(shard, stamp=stamps.get(shard.path)) for shard in self.shards))
 
     def shards_of(self, stream: int, epoch: int) -> list[Shard]:
-        """Shards of a stream in an epoch, in reading order."""
+        """Return the shards that a stream reads in an epoch, in order."""
         return [self.shards[number] for number in _assign(self, epoch)[stream]]
 
 
@@ -270,7 +270,11 @@ class MixedPlan:
         maximum: float | None,
         temperature: float,
     ) -> "MixedPlan":
-        """Plan each of the inputs; the other arguments are those of `MixtureDataset`, with sizes in bytes of files."""
+        """Plan a run over several texts that are mixed.
+
+        Args:
+            weights, blending, maximum, temperature: see `MixtureDataset`; sizes are bytes of files.
+        """
         seeds = [stream_key(seed, f"text {number}") for number in range(len(inputs))]
         plans = [StreamPlan.make([path], num_streams, s, True) for path, s in zip(inputs, seeds, strict=True)]
         rates = np.array(weights or [1.0] * len(plans), np.float64)
@@ -281,7 +285,7 @@ class MixedPlan:
         return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
 
     def on_this_machine(self) -> "MixedPlan":
-        """See `StreamPlan.on_this_machine`."""
+        """Replace the recorded file times by those on this machine. Raises UserError if file sizes differ."""
         return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
 
     def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
@@ -290,11 +294,11 @@ class MixedPlan:
         return MixedText(self, stream, MixedPosition(**{**begin, "texts": texts}), **options)
 
     def identity(self) -> list[Any]:
-        """Content of the shards, number of streams and seed of each text, and the fractions."""
+        """Return JSON values that identify the texts, their weights, the number of streams and the seeds."""
         return [[content_of(plan.shards), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:
-        """Log text: fractions and size of the texts."""
+        """Describe the texts and their weights, for the log."""
         shares = " : ".join(f"{share:.2%}" for share in self.shares)
         mixed = f"mixed {shares} of their bytes, " if len(self.plans) > 1 else ""
         return f"{mixed}{sum(len(plan.shards) for plan in self.plans)} shards in {self.num_streams} streams"

@@ -1,7 +1,4 @@
-"""Worker process of a streamed run: tokenizes the requested streams into chunks, without importing torch.
-
-A chunk ends at a recorded position of its stream, from which the next one can be made.
-"""
+"""Worker process of a streamed run: tokenizes streams into chunks. It does not import torch."""
 
 import json
 import os
@@ -23,16 +20,19 @@ _BATCH_BYTES = 1 << 16  # text per call into the vocabulary: small, so that the 
 
 
 def chunk_tokens(number: int) -> int:
-    """Minimum size of chunk `number` of a stream: 32,768 tokens, doubled for each chunk up to a million.
-
-    A chunk ends with the document that fills it.
-    """
+    """Minimum size in tokens of chunk `number` of a stream: 32,768, doubled with each chunk up to about a million."""
     return min(FIRST_CHUNK << min(number, 30), LARGEST_CHUNK)
 
 
 @dataclass(frozen=True)
 class ChunkRequest:
-    """Request for chunk `number` of `stream`, from `begin` on; `again`: its rejected records are listed already."""
+    """Request for one chunk of a stream.
+
+    Attributes:
+        stream, number: index of the stream, and of the chunk in it.
+        begin: `MixedPosition` as JSON where the chunk starts.
+        again: True if the chunk was made before, so that its rejected records are listed already.
+    """
 
     stream: int
     number: int
@@ -42,9 +42,11 @@ class ChunkRequest:
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """Settings that determine the content of chunks, and the `folder` for lists of rejected records.
+    """Settings of a worker process.
 
-    `max_bad_lines` is the limit of one stream; the caller adds them up over streams.
+    Attributes:
+        folder: folder for the list of rejected records.
+        max_bad_lines: maximum number of rejected records per stream.
     """
 
     plan: MixedPlan
@@ -62,7 +64,11 @@ class Chunk:
 
 
 class StreamTokens:
-    """Token ids of the documents of one stream; `position` is after the last document returned."""
+    """Token ids of the documents of one stream.
+
+    Attributes:
+        position: position after the last document that was returned.
+    """
 
     def __init__(self, text: MixedText, encoder: TextEncoder):
         self.text, self._encoder = text, encoder
@@ -70,7 +76,7 @@ class StreamTokens:
         self.position = text.position
 
     def next_document(self) -> np.ndarray:
-        """Ids of the next document. Raises as `StreamText`."""
+        """Return the ids of the next document. Raises the same errors as iterating a `StreamText`."""
         ids, self.position = next(self._encoded)
         return ids
 
@@ -83,14 +89,14 @@ class StreamTokens:
 
 
 class ChunkMaker:
-    """Makes chunks; consecutive chunks of a stream are read without reopening the text."""
+    """Makes chunks. Keeps the streams open between consecutive chunks."""
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings
         self._streams: dict[int, StreamTokens] = {}
 
     def make(self, request: ChunkRequest) -> Chunk:
-        """The chunk. Raises as `StreamText`."""
+        """Make the requested chunk. Raises the same errors as iterating a `StreamText`."""
         stream, documents, size = self._stream_at(request), [], 0
         rejected, before, finished = stream.text.rejected, stream.position.rejected, False
         try:
@@ -128,10 +134,10 @@ class ChunkMaker:
 
 
 def rejected_path(folder: str | os.PathLike) -> Path:
-    """The list of rejected records."""
+    """Return the path of the list of rejected records."""
     return Path(folder) / "bad_lines.jsonl"
 
 
 def work(caller: Caller) -> None:
-    """A worker process: answers each ChunkRequest with a Chunk."""
+    """Main function of the worker process: answer each ChunkRequest with a Chunk."""
     caller.serve(lambda settings: ChunkMaker(settings).make)

@@ -1,1 +1,1 @@
-"""Raw text and vocabularies: readers of documents, training and using a vocabulary; imports data."""
+"""Raw text and vocabularies: reading documents, training and using a vocabulary; depends on data."""

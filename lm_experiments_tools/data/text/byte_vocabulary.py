@@ -1,6 +1,6 @@
-"""The vocabulary of ByT5 (Xue et al., "ByT5", TACL 2022): each byte of UTF-8 is a token.
+"""ByT5's vocabulary (Xue et al., "ByT5", TACL 2022): each byte of UTF-8 is a token.
 
-<pad> 0   </s> 1   <unk> 2 (which no text has)   byte b: 3 + b   <extra_id_k>: 259 + k, as in transformers
+Ids: <pad> 0, </s> 1, <unk> 2 (unused), byte b 3 + b, <extra_id_k> 259 + k, as in transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BYT5_SENTINELS = 125
 
 
 class ByteVocabulary(Vocabulary):
-    """A vocabulary of bytes and `num_sentinels` sentinels. `path` is None for ByT5's own, which has no file."""
+    """A vocabulary of 256 bytes and `num_sentinels` sentinels. `path` is None for ByT5's original vocabulary."""
 
     pad_id, eos_id, unk_id, mask_id = 0, 1, 2, None
     num_pieces = _END
@@ -40,7 +40,7 @@ class ByteVocabulary(Vocabulary):
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> ByteVocabulary:
-        """The vocabulary of a ByT5Tokenizer. Raises UserError where it has tokens besides bytes and sentinels."""
+        """Convert a ByT5Tokenizer. Raises UserError if it has other tokens than bytes and sentinels."""
         number = len(pretrained) - _END
         names = [*_SPECIAL, *map(sentinel_piece, range(number))]
         if pretrained.convert_tokens_to_ids(names) != [*range(_FIRST), *range(_END, _END + number)]:

@@ -1,4 +1,4 @@
-"""The wrapper of Hugging Face's Rust `tokenizers`, shared by T5's vocabularies and BERT's tokenizers."""
+"""Wrapper of Hugging Face's Rust tokenizers, for T5's vocabularies and BERT's tokenizers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class FastTokenizer:
     """A Rust tokenizer that encodes special tokens in a text as ordinary text.
 
     Args:
-        content: text of a tokenizer.json.
+        content: content of a tokenizer.json.
 
     Attributes:
         settings: `content`, parsed.
-        kind: kind of model: BPE, WordPiece, Unigram, WordLevel.
+        kind: BPE, WordPiece, Unigram or WordLevel.
         pieces: subword -> id.
-        size: every id is below this (a vocabulary may have unused ids).
-        special_ids: IDs of special tokens.
+        size: all ids are smaller.
+        special_ids: ids of special tokens.
     """
 
     def __init__(self, content: str):
@@ -50,11 +50,11 @@ class FastTokenizer:
         self.special_ids = {token["id"] for token in self.settings["added_tokens"] if token["special"]}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text; by several threads unless TOKENIZERS_PARALLELISM is "false", as in workers."""
+        """Return the ids of each text. Uses several threads unless TOKENIZERS_PARALLELISM is "false"."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self, *facts: Any) -> str:
-        """sha256 of everything that determines IDs (subwords, normalization, model) and of `facts`."""
+        """Hash everything that determines ids (subwords, normalization, model), and `facts`, with sha256."""
         parts = {part: self.settings[part] for part in ("normalizer", "pre_tokenizer", "model")}
         if isinstance(parts["model"].get("vocab"), dict):  # in arbitrary order; the pieces are listed below
             parts["model"] = {key: value for key, value in parts["model"].items() if key != "vocab"}
@@ -64,9 +64,9 @@ class FastTokenizer:
 
     @cached_property
     def starts_word(self) -> np.ndarray | None:
-        """bool[size]: True where a subword begins a word, and for unused ids; None where that is not marked.
+        """bool[size]: True for subwords that begin a word, and for unused ids; None if words are not marked.
 
-        WordPiece marks the other subwords with "##"; SentencePiece and byte-level BPE mark the space before a word.
+        WordPiece marks the other subwords with "##". SentencePiece and byte-level BPE mark the space before a word.
         """
         is_wordpiece, starts = self.kind == "WordPiece", np.ones(self.size, bool)
         mark = self.settings["model"]["continuing_subword_prefix"] if is_wordpiece else self.word_mark
@@ -77,20 +77,22 @@ class FastTokenizer:
         return starts
 
     def token_bytes(self, special_ids: set[int]) -> np.ndarray | None:
-        """int64[IDs]: UTF-8 bytes of the text of each token, the denominator of bits per byte; None where unknown.
+        """Return the number of bytes of each token's text in UTF-8, for bits per byte.
 
-        - Bytes, byte-level BPE and byte fallback (`<0x0A>`): the bytes that the token encodes.
-        - SentencePiece and its copies in `tokenizers`: the bytes of the piece, one for each mark of a space.
-        - WordPiece: the bytes of the piece without `##`. A piece without `##` that is no single punctuation character
-          counts one byte more, for the lost space in front of it.
-        - Special tokens, sentinels, padding and the unknown token: 0.
-        - Tokenizers that do not mark spaces: unknown, so there are no bits per byte.
+        - SentencePiece: bytes of the subword; a space mark counts as one byte.
+        - Byte-level BPE and byte fallback (`<0x0A>`): the bytes that the token encodes.
+        - WordPiece: bytes of the subword without `##`, and one byte for the space before a word. Single punctuation
+          characters have no space.
+        - Special tokens: 0.
 
-        The sum over a document is `len(text.encode())` if the tokenizer is lossless. Otherwise it is the length of the
-        normalized text. A vocabulary that puts a space in front of each text counts one byte more.
+        The sum over a document is `len(text.encode())` for a lossless tokenizer, else the length of the normalized
+        text. Vocabularies that put a space before each text count one byte more.
 
         Args:
-            special_ids: IDs without text, in addition to the tokenizer's own special tokens.
+            special_ids: additional ids that count 0.
+
+        Returns:
+            int64[ids]; None for tokenizers that do not mark spaces.
         """
         replaced = [part.get("content") for part in components(self.settings["normalizer"])]
         mark, model = self.word_mark or (WORD_MARKS[0] if WORD_MARKS[0] in replaced else ""), self.settings["model"]
@@ -113,7 +115,7 @@ class FastTokenizer:
 
     @property
     def word_mark(self) -> str:
-        """The character with which subwords mark the space before a word; "" if there is none."""
+        """The character that marks the space before a word in subwords; "" if there is none."""
         marks = {"Metaspace": "replacement", "Prepend": "prepend"}
         for part in (*components(self.settings["normalizer"]), *components(self.settings["pre_tokenizer"])):
             if part["type"] == "ByteLevel":
@@ -132,7 +134,7 @@ def _wordpiece_bytes(piece: str, prefix: str) -> int:
 
 
 def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
-    """`FastTokenizer.token_bytes` of a transformers tokenizer."""
+    """Return `FastTokenizer.token_bytes` of a transformers tokenizer."""
     if tokenizer.__class__.__name__ == "ByT5Tokenizer":
         from lm_experiments_tools.data.text.byte_vocabulary import ByteVocabulary
 
@@ -143,7 +145,7 @@ def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | N
 
 
 def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
-    """The result of `load()`; UserError for whatever a library raises there. `what` names it in messages."""
+    """Return `load()`. Any exception becomes a UserError that names `what` and `remedy`."""
     try:
         return load()
     except UserError:
@@ -154,7 +156,11 @@ def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
 
 
 def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], remedy: str) -> PreTrainedTokenizerBase:
-    """The fast tokenizer that `load` returns, as `load_pretrained`. Raises UserError too if it is slow or empty."""
+    """Return the tokenizer that `load` loads.
+
+    Raises:
+        UserError: it cannot be loaded, is not a fast tokenizer, or has only special tokens.
+    """
     pretrained = load_pretrained(what, load, remedy)
     if pretrained.__class__.__name__ == "ByT5Tokenizer":
         return pretrained
@@ -168,7 +174,7 @@ def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], reme
 
 
 def components(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A normalizer or pre-tokenizer, or the parts of a sequence of them."""
+    """Yield a normalizer or pre-tokenizer, or the members of a sequence of them."""
     if settings is None:
         return
     if settings["type"] == "Sequence":

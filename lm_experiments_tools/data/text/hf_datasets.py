@@ -1,7 +1,7 @@
-"""Hugging Face datasets as a source of text, streamed: shards, their rows from any position, and their identity.
+"""Hugging Face datasets as streamed text: their shards, rows and identity.
 
-`name[:config][:split]` is a dataset of the hub, or a local folder of files that the `datasets` package reads
-(Parquet, Arrow, ...); the split is `train` unless given. A single .parquet or .arrow file is one too.
+`name[:config][:split]` is a dataset of the hub, or a local folder that the `datasets` package can read (Parquet,
+Arrow, ...). The default split is `train`. A single .parquet or .arrow file is a dataset too.
 """
 
 import os
@@ -19,29 +19,30 @@ _PARQUET_ROWS = 1000  # read together; the default, the rows of the first row gr
 
 
 def is_data_file(path: str) -> bool:
-    """True for file names that only the `datasets` package can read."""
+    """Return True for file names that only the `datasets` package can read."""
     return path.lower().endswith(DATA_SUFFIXES)
 
 
 def split_name(item: str) -> tuple[str, str | None, str]:
-    """Name, configuration (None: the dataset's own default) and split of `name[:config][:split]`."""
+    """Split `name[:config][:split]` into name, configuration (None for the default) and split."""
     name, _, rest = item.partition(":")
     config, _, split = rest.partition(":")
     return name, config or None, split or "train"
 
 
 def class_names(features: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Names of the classes of each `ClassLabel` column, also of a list of them."""
+    """Return the class names of each `ClassLabel` column, and of each list of them."""
     columns = {name: getattr(feature, "feature", feature) for name, feature in (features or {}).items()}
     return {name: feature.names for name, feature in columns.items() if getattr(feature, "names", None)}
 
 
 @lru_cache(maxsize=16)  # to find the files of a dataset on the hub takes seconds, and each shard would pay for it
 def load_streaming(item: str, column: str = "") -> Any:
-    """The `datasets.IterableDataset`; of Parquet files only `column` where one is named, so that others may differ.
+    """Load a `datasets.IterableDataset`. From Parquet files, read only `column` if it is given.
 
     Raises:
-        UserError: the package is not installed, or there is no such dataset, configuration or split, or no network.
+        UserError: the package is not installed, the dataset, configuration or split does not exist, or there is no
+            network.
     """
     if find_spec("datasets") is None:
         raise UserError(
@@ -72,16 +73,16 @@ def _builder(item: str) -> Any:
 
 
 def num_shards(item: str) -> int:
-    """Number of files that can be read independently."""
+    """Return the number of files that can be read independently."""
     return load_streaming(item).num_shards
 
 
 def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[dict[str, Any]]:
-    """Rows of one shard in order, from row `skip` on; only `column` where the dataset has it.
+    """Yield the rows of one shard in order, from row `skip` on; only `column` if the dataset has it.
 
     Raises:
         UserError: the shard is damaged.
-        OSError: the network, after the package's own retries.
+        OSError: the network failed, after the retries of the `datasets` package.
     """
     dataset = load_streaming(item)
     if column in (dataset.column_names or ()):
@@ -98,7 +99,11 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
 
 
 def identity(item: str, *, with_times: bool = False) -> list[str]:
-    """Files of the split: with their revision on the hub; local ones with size, ends and, if requested, times."""
+    """Identify the files of the split: on the hub by revision, local ones by size, first and last bytes.
+
+    Args:
+        with_times: include the times of local files.
+    """
     builder = _builder(item)
     files = (builder.config.data_files or {}).get(split_name(item)[2])
     if files is None:

@@ -1,9 +1,9 @@
-"""Records of text: `records` reads them from any input, `RejectedRecords` counts, lists and limits unusable ones.
+"""Read records of text, and count and limit those that cannot be used.
 
-A record is a line of a JSON-lines file, a block of lines of a text file (blank lines separate them), or a row of a
-Hugging Face dataset (sources.py lists the inputs). Unusable ones (broken JSON, a missing key, invalid UTF-8, ...) come
-out as `Rejected`. By default 100 may be rejected, or 0.1 % of those read if that is more. Records with an empty text
-are left out without a limit.
+A record is a line of a JSON-lines file, a block of lines between blank lines of a text file, or a row of a Hugging
+Face dataset. A record with broken JSON, without the text key, with invalid UTF-8, or the like, becomes a `Rejected`.
+By default 100 records may be rejected, or 0.1 % of the records read if that is more. Records with an empty text are
+dropped and not limited.
 """
 
 import json
@@ -36,7 +36,7 @@ _EXCERPT = 1000  # characters of a rejected record in the list, enough to recogn
 
 
 class BadRecord(Exception):
-    """The reason why a record cannot be used."""
+    """Raised with the reason why a record cannot be used."""
 
     def __init__(self, reason: str, is_empty: bool = False):
         super().__init__(reason)
@@ -44,7 +44,11 @@ class BadRecord(Exception):
 
 
 class Rejected(NamedTuple):
-    """A record that could not be used; `line` counts from 1 at the start of its shard (0: `path` says where it is)."""
+    """A record that cannot be used.
+
+    Attributes:
+        line: line number in the shard, from 1; 0 if `path` contains the position.
+    """
 
     path: str
     line: int
@@ -54,18 +58,19 @@ class Rejected(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Its position, for messages."""
+        """Position of the record, for messages."""
         return f"{self.path}:{self.line}" if self.line else self.path
 
     def to_json(self) -> str:
-        """Its line in a list of rejected records."""
+        """Return the record's line in a list of rejected records."""
         return json.dumps({"file": self.path, "line": self.line, "reason": self.reason, "content": self.content})
 
 
 class Record(NamedTuple):
-    """Text, or all fields of a record, with the file and line where it starts (for a dataset: row of the shard).
+    """The text or all fields of a record, with its position.
 
-    `raw` is the JSON line, empty for other kinds.
+    Attributes:
+        raw: the JSON line; empty for other kinds of files.
     """
 
     value: Any
@@ -74,7 +79,7 @@ class Record(NamedTuple):
     raw: bytes = b""
 
     def rejected(self, error: BadRecord) -> Rejected:
-        """The record with the reason why it cannot be used."""
+        """Return the record as rejected, with the reason."""
         return _rejected(self.path, self.line, self.raw, error)
 
 
@@ -83,18 +88,18 @@ def _rejected(path: str, line: int, raw: bytes, error: BadRecord) -> Rejected:
 
 
 def allowed(limit: int | None, lines: int) -> int:
-    """Number of rejected records allowed among `lines`; `limit` None: the larger of 100 and 0.1 %."""
+    """Return the number of records that may be rejected among `lines`: `limit`, or by default max(100, 0.1 %)."""
     return max(_MIN_ALLOWED, lines // _LINES_PER_REJECTED) if limit is None else limit
 
 
 def too_many(limit: int | None, rejected: int, lines: int) -> str:
-    """Beginning of the error message."""
+    """Return the beginning of the error message for too many rejected records."""
     rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
     return f"more than {allowed(limit, lines)} bad lines{rate}: {rejected} so far"
 
 
 class TooManyRejected(UserError):
-    """More records than allowed cannot be used."""
+    """Raised if more records than allowed cannot be used."""
 
 
 class RejectedRecords:
@@ -137,7 +142,7 @@ class RejectedRecords:
             raise self.error()
 
     def reject(self, rejected: Rejected) -> None:
-        """List and count a record; an empty one is only counted. Raises TooManyRejected above the limit."""
+        """List and count a rejected record; only count an empty one. Raises TooManyRejected above the limit."""
         if rejected.is_empty:
             self.num_empty += 1
             return
@@ -149,7 +154,7 @@ class RejectedRecords:
         self.add(rejected.where, rejected.reason)
 
     def error(self) -> TooManyRejected:
-        """The error for too many of them."""
+        """Build the error for too many rejected records."""
         message = f"{too_many(self.limit, self.count, self.lines)}, the first is {self.first}"
         if self.path is None:
             return TooManyRejected(message)
@@ -168,7 +173,7 @@ class RejectedRecords:
 
 
 def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
-    """The error for inputs without a single document."""
+    """Build the error for inputs without documents."""
     listed = f"; see {rejected.path}" if rejected.path else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
@@ -179,15 +184,15 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
 
 
 def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
-    """All records of all inputs, in order.
+    """Yield all records of all inputs, in order.
 
     Args:
         paths: files, folders and datasets (see sources.py).
-        key: field that holds the text; None returns a dict of all fields.
+        key: key of the text; None returns all fields as a dict.
         rejected: counts the records that cannot be used.
 
     Raises:
-        UserError: an input cannot be read, no record of it can be used, or too many are rejected.
+        UserError: an input cannot be read, has no usable record, or too many records are rejected.
     """
     found = False
     for shard in plan_shards(paths, shard_bytes=sys.maxsize):
@@ -203,7 +208,7 @@ def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) ->
 
 
 def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: RejectedRecords) -> Iterator[T]:
-    """Results of `convert` for each record or row; `rejected` gets those that cannot be used (Rejected, BadRecord)."""
+    """Yield `convert(item)` for each item. Add items that are Rejected or raise BadRecord to `rejected`."""
     for item in items:
         if isinstance(item, Rejected):
             rejected.reject(item)
@@ -220,9 +225,11 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
 def read_shard(
     shard: Shard, key: str | None = "text", skip: int = 0, max_bytes: int | None = None
 ) -> Iterator[Record | Rejected]:
-    """The records of a shard in order, from item `skip` on. Lines count from 1 at the start of the shard.
+    """Yield the records of a shard in order, from record `skip` on.
 
-    `key` is as in `records`; longer records than `max_bytes` (None: MAX_DOCUMENT_BYTES) are rejected.
+    Args:
+        key: key of the text; None returns all fields as a dict.
+        max_bytes: longer records are rejected; None for MAX_DOCUMENT_BYTES.
     """
     if shard.kind == "dataset":
         return _dataset_records(shard, key, skip)
@@ -244,7 +251,7 @@ def _json_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
 
 
 def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
-    """The object on a JSON line. Raises BadRecord."""
+    """Parse a line that contains a JSON object. Raises BadRecord."""
     try:
         fields = json.loads(decoded(line, max_bytes))
     except RecursionError:
@@ -257,7 +264,7 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
 
 
 def decoded(line: bytes, max_bytes: int | None = None) -> str:
-    """The text of a line. Raises BadRecord."""
+    """Decode a line from UTF-8. Raises BadRecord."""
     if reason := too_long(len(line), max_bytes):
         raise BadRecord(reason)
     try:
@@ -267,13 +274,13 @@ def decoded(line: bytes, max_bytes: int | None = None) -> str:
 
 
 def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
-    """The reason to reject a document of this size, or ""."""
+    """Return the reason to reject a document of this size, or ""."""
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     return f"a document of more than {human_bytes(limit)}: cut it into several" if num_bytes > limit else ""
 
 
 def field_of(fields: dict[str, Any], key: str) -> Any:
-    """The value under a key. Raises BadRecord, which names the keys there are."""
+    """Return the value of a key. Raises BadRecord, which lists the existing keys."""
     if key not in fields:
         keys = ", ".join(repr(name) for name in list(fields)[:8])
         raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
@@ -281,7 +288,7 @@ def field_of(fields: dict[str, Any], key: str) -> Any:
 
 
 def text_of(fields: dict[str, Any], key: str) -> str:
-    """The text under a key. Raises BadRecord."""
+    """Return the text of a key. Raises BadRecord."""
     text = field_of(fields, key)
     if not isinstance(text, str):
         raise BadRecord(f"{key!r} is of type {type(text).__name__}, not a string")
@@ -293,7 +300,7 @@ def text_of(fields: dict[str, Any], key: str) -> str:
 
 
 def unusable_characters(text: str) -> str:
-    """The reason why no tokenizer can encode a text, or ""."""
+    """Return the reason why no tokenizer can encode a text, or ""."""
     if "\0" in text:
         return "contains a NUL character"
     if not text.isascii() and _SURROGATE.search(text):
@@ -353,9 +360,12 @@ def _dataset_records(shard: Shard, key: str | None, skip: int) -> Iterator[Recor
 
 
 def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) of a byte range or of a whole compressed file.
+    """Yield (line number, bytes) of the lines of a shard.
 
-    A line longer than `max_bytes` is cut one byte after that. Raises UserError for a damaged or changed file.
+    A line longer than `max_bytes` is cut to one byte more.
+
+    Raises:
+        UserError: the file is damaged or was changed.
     """
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     number, position = 0, shard.start
@@ -386,7 +396,7 @@ def lines_before(shard: Shard) -> int:
 
 
 def locate(shard: Shard, rejected: Rejected) -> Rejected:
-    """A rejected record of a shard with its line in the file (in a large file, or a dataset: in its shard)."""
+    """Replace the line number in the shard by that in the file (not in large files and datasets)."""
     if shard.kind == "dataset":
         return rejected._replace(path=f"{shard.path}, shard {shard.start}")
     if shard.start > _MAX_COUNTED_BYTES:
@@ -405,10 +415,10 @@ def count_lines(path: str, start: int, end: int) -> int:
 
 
 def excerpt(line: bytes) -> str:
-    """The beginning of a line, for error messages."""
+    """Return the beginning of a line, for error messages."""
     return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
 
 
 def utf8_length(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())

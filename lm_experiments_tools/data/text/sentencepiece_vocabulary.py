@@ -1,9 +1,9 @@
-"""A SentencePiece vocabulary with T5's conventions: `<pad>` 0, `</s>` 1, `<unk>` 2, sentinels down from the last id.
+"""SentencePiece vocabularies with T5's special tokens: `<pad>` 0, `</s>` 1, `<unk>` 2, and sentinels at the end.
 
-Two kinds of `.model` file exist and both give the same ids:
+There are two kinds of `.model` files:
 
-    Google's (t5_32k)     32,000 pieces, none of them a sentinel; 100 extra ids go on top, <extra_id_k> = 32099 - k
-    `lmtools vocab`       the sentinels are user-defined pieces inside the model, <extra_id_k> = size - 1 - k
+    Google's (t5_32k)     32,000 subwords without sentinels; 100 sentinels are added, <extra_id_k> = 32099 - k
+    `lmtools vocab`       the sentinels are user-defined symbols in the file, <extra_id_k> = size - 1 - k
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ _SAMPLE_TEXTS = (  # what a saved tokenizer has to encode as the model does, bes
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A `.model` file.
+    """A vocabulary of a `.model` file.
 
     Attributes:
-        num_pieces: pieces in the model file; ids from here to `size` are the extra ids we add.
-        sha256: hash of the file's content; `identity` is that of the ids it gives.
+        num_pieces: number of subwords in the file; ids from here to `size` are added sentinels.
+        sha256: hash of the file.
+        identity: hash of everything that determines ids.
     """
 
     def __init__(self, path: Path, content: bytes, extra_ids: int):
@@ -83,7 +84,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     @classmethod
     def read(cls, path: Path, extra_ids: int | None = None) -> SentencePieceVocabulary:
-        """Read a `.model` file, or one of `MODEL_NAMES` in a folder; see `Vocabulary.load`."""
+        """Read a `.model` file, or a folder that contains one of `MODEL_NAMES`; see `Vocabulary.load`."""
         if path.is_dir():
             path = next(path / name for name in MODEL_NAMES if (path / name).is_file())
         extra_ids = _extra_ids_beside(path) if extra_ids is None else extra_ids
@@ -98,16 +99,13 @@ class SentencePieceVocabulary(Vocabulary):
 
     @cached_property
     def encode_by(self) -> str:
-        """ "document" if newlines are encoded (as Gemma's, Llama's) or lines begin without a mark, else "line".
-
-        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined.
-        """
+        """Either "line", if newlines are encoded as spaces and lines thus separately (as in T5), or "document"."""
         keeps_newlines = "\n" in self._processor.decode(self._processor.encode("a\nb"))
         marks_words = "\u2581" in "".join(self._processor.encode("a", out_type=str))
         return "line" if marks_words and not keeps_newlines else "document"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts in one call into C++, on the calling thread."""
+        """Return the ids of several texts, in one call and one thread."""
         return self._processor.encode(list(texts), num_threads=1)
 
     def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
@@ -142,10 +140,12 @@ class SentencePieceVocabulary(Vocabulary):
         return hashlib.sha256(json.dumps(parts).encode() + model.normalizer_spec.SerializeToString()).hexdigest()
 
     def save_tokenizer(self, directory: str | os.PathLike) -> None:
-        """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids.
+        """Write Hugging Face tokenizer files from which `AutoTokenizer.from_pretrained(directory)` gives the same ids.
 
-        A T5Tokenizer where that encodes as the model does, else a plain fast tokenizer (BPE, byte fallback, other
-        normalization). Raises UserError if neither does, or the sentinels are not the last ids in descending order.
+        This is a T5Tokenizer if that gives the same ids, else a plain fast tokenizer.
+
+        Raises:
+            UserError: neither gives the same ids, or the sentinels are not the last ids in descending order.
         """
         from transformers import T5Tokenizer
 

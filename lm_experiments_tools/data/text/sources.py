@@ -1,14 +1,14 @@
-"""Named inputs -> files -> shards, the units of parallel work.
+"""Find the files of named inputs, and cut them into shards for parallel work.
 
-| input | is read as |
+| input | read as |
 |---|---|
 | `.jsonl`, `.json`, `.ndjson` | JSON lines |
-| `.txt` | text, blank lines between documents |
-| the same with `.gz`, `.bz2`, `.xz`, `.zst` | as above (`.zst` with pyarrow); in capitals too |
+| `.txt` | text, with blank lines between documents |
+| the same with `.gz`, `.bz2`, `.xz`, `.zst` | the same, decompressed (`.zst` needs pyarrow) |
 | a folder | all of the above in it, recursively, in sorted order; links are followed, no file is read twice |
 | `.parquet`, `.arrow`, a folder of these, `name[:config][:split]` | a Hugging Face dataset, streamed |
 
-Hidden files and this program's own output are never input.
+Suffixes may be in upper case. Hidden files and files that this program wrote are ignored.
 """
 
 import bz2
@@ -49,9 +49,11 @@ _SKIP_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset.
+    """A unit of parallel work: bytes start:end of a file, or shard number `start` of a dataset.
 
-    `stamp` is the `file_stamp` of the file when the shard was planned; None disables the comparison.
+    Attributes:
+        end: None for a complete compressed file.
+        stamp: result of `file_stamp` when the shard was planned; None to allow changes of the file.
     """
 
     path: str
@@ -62,19 +64,19 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes on disk (compressed where the file is); 0 for a dataset, whose size is not known."""
+        """Size on disk in bytes; 0 for a dataset, whose size is unknown."""
         if self.kind == "dataset":
             return 0
         return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
 
     def check_unchanged(self) -> None:
-        """Raise UserError where the file has changed since the shard was planned."""
+        """Raise UserError if the file has changed since the shard was planned."""
         if self.stamp is not None and file_stamp(self.path) != self.stamp:
             raise UserError(f"{self.path} was changed while it was being read; wait until nothing writes to it.")
 
 
 def file_stamp(path: str) -> tuple[int, int]:
-    """(size in bytes, time of the last change in ns) of a file."""
+    """Return size in bytes and modification time in ns of a file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
@@ -86,9 +88,11 @@ def whole_file(path: str) -> Shard:
 
 
 def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shards: int | None = None) -> list[Shard]:
-    """Cut the inputs into shards of about `shard_bytes` (None: a 64th of all, from 2 to 64 MB), in reading order.
+    """Cut the inputs into shards, in reading order. Plain files are cut between documents.
 
-    Shards are larger where there would be more than `max_shards`. Plain files are cut at document boundaries.
+    Args:
+        shard_bytes: approximate size of a shard; None for 1/64 of the total, from 2 to 64 MB.
+        max_shards: maximum number of shards; None for no limit.
     """
     files = find_files(inputs)
     stamps = {path: file_stamp(path) for path, kind in files if kind != "dataset"}
@@ -108,14 +112,14 @@ def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shard
 
 
 def content_of(shards: Sequence[Shard]) -> list[Any]:
-    """Identity of the text: names, bounds, sizes and ends of files, and files of datasets; no folders or times."""
+    """Identify the text, whatever its folder and times: file names, sizes, first and last bytes, shard bounds."""
     bounds = [(os.path.basename(s.path), s.kind, s.start, s.end, s.num_bytes) for s in shards]
     files = dict.fromkeys(shard.path for shard in shards if shard.kind != "dataset")
     return [bounds, list(map(hash_of_ends, files)), list(map(hf_datasets.identity, datasets_of(shards)))]
 
 
 def datasets_of(shards: Sequence[Shard]) -> list[str]:
-    """Names of the datasets among the inputs of shards."""
+    """Return the names of the datasets among the inputs of shards."""
     return list(dict.fromkeys(shard.path for shard in shards if shard.kind == "dataset"))
 
 
@@ -135,7 +139,7 @@ def _boundaries(path: str, kind: str, size: int, shard_bytes: int) -> list[int]:
 
 
 def skip_line(file: BinaryIO) -> bool:
-    """Skip a line of any length; True if it was not blank."""
+    """Skip a line of any length. Returns True if it was not blank."""
     filled = False
     while block := file.readline(_SKIP_BYTES):
         filled = filled or bool(block.strip())
@@ -148,20 +152,20 @@ def skip_line(file: BinaryIO) -> bool:
 
 
 def endings(path: str) -> tuple[str, str]:
-    """The suffix of a name and that of its compression, in lower case: (".jsonl", ".gz") of data.JSONL.gz."""
+    """Return the suffix of a file name and of its compression, in lower case: (".jsonl", ".gz") of data.JSONL.gz."""
     stem, last = os.path.splitext(os.path.basename(path).lower())
     return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
 
 
 def check_readable(path: str) -> None:
-    """Refuse a zstd file where pyarrow is missing."""
+    """Raise UserError for a zstd file if pyarrow is not installed."""
     if endings(path)[1] == ".zst" and find_spec("pyarrow") is None:
         raise UserError(f"{path} is compressed by zstd, which pyarrow reads: pip install pyarrow, or decompress it")
 
 
 @contextmanager
 def open_decompressed(path: str) -> Iterator[BinaryIO]:
-    """Bytes of a file, decompressed by its suffix. Raises EOFError for damaged compressed data."""
+    """Open a file and decompress it according to its suffix. Raises EOFError if the compressed data are damaged."""
     compression = endings(path)[1]
     try:
         if compression == ".zst":
@@ -184,10 +188,10 @@ def open_decompressed(path: str) -> Iterator[BinaryIO]:
 
 
 def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, kind) of all files and of the datasets by name, which are not opened; kind: json, text or dataset.
+    """Return (path, kind) of all files and datasets of the inputs; kind is "json", "text" or "dataset".
 
     Raises:
-        UserError: an input that does not exist, is unreadable, empty or named twice.
+        UserError: an input does not exist, is unreadable or empty, or is given twice.
     """
     found = [_resolve(os.fspath(item)) for item in inputs]
     _check_disjoint(inputs, found)
@@ -203,7 +207,7 @@ def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def list_inputs(inputs: Sequence[str]) -> str:
-    """Inputs as a message names them."""
+    """Format inputs for a message."""
     return ", ".join(map(str, inputs)) or "an empty list of inputs"
 
 

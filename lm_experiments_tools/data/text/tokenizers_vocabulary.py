@@ -1,10 +1,10 @@
-"""The vocabulary of a Hugging Face tokenizer: BPE, WordPiece, Unigram, ..., as AutoTokenizer reads it.
+"""Vocabularies of Hugging Face tokenizers: BPE, WordPiece, Unigram and others.
 
-Special ids come from the roles that its files name; a `tokenizer.json` without the files next to it names none, so
-there they are looked for by the names in `_NAMES`. Sentinels are its tokens <extra_id_0>, <extra_id_1>, ..., else the
-most numerous of <unused0>, ..., [unused0], ... and its additional special tokens in their order.
+Special ids come from the tokenizer's config files. For a single `tokenizer.json`, special tokens are found by the
+names in `_NAMES`. Sentinels are the tokens <extra_id_0>, <extra_id_1>, ..., if there are any. Otherwise they are the
+largest set of <unused0>, ..., of [unused0], ..., or of additional special tokens.
 
-Workers encode by the Rust tokenizer alone, without transformers.
+Worker processes use the Rust tokenizer without transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNUSED = ("<unused{}>", "[unused{}]")
 
 
 def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or of a tokenizer.json and the files next to it. Raises UserError."""
+    """Load the tokenizer of a folder, or of a tokenizer.json and the files next to it. Raises UserError."""
     from transformers import AutoTokenizer, BertTokenizerFast
 
     folder = path if path.is_dir() else path.parent
@@ -80,14 +80,14 @@ def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
 
 
 class TokenizersVocabulary(Vocabulary):
-    """A fast tokenizer.
+    """A vocabulary of a fast tokenizer.
 
     Args:
-        path: source of the tokenizer.
-        content: text of its tokenizer.json.
-        roles: ids of pad, eos, unk (-1: none) and mask (None: none).
-        sentinel_ids: IDs of sentinel 0, 1, ...
-        pretrained: the tokenizer of transformers, which only saving needs.
+        path: file or folder of the tokenizer.
+        content: content of its tokenizer.json.
+        roles: ids of pad, eos, unk (-1 for none) and mask (None for none).
+        sentinel_ids: ids of sentinel 0, 1, ...
+        pretrained: the transformers tokenizer, needed only to save.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TokenizersVocabulary(Vocabulary):
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> TokenizersVocabulary:
-        """The vocabulary of a tokenizer of transformers. Raises UserError if no token ends a text."""
+        """Convert a transformers tokenizer. Raises UserError if it has no end-of-text token."""
         _check_unknown(pretrained, path)
         eos = pretrained.eos_token_id if pretrained.eos_token_id is not None else pretrained.sep_token_id
         if eos is None:
@@ -129,7 +129,7 @@ class TokenizersVocabulary(Vocabulary):
         return cls(path, json.dumps(settings), roles, np.array(sentinels, np.int64), pretrained)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts, see `FastTokenizer.encode_batch`."""
+        """Return the ids of several texts, see `FastTokenizer.encode_batch`."""
         return self._encoder.encode_batch(texts)
 
     def find(self, piece: str) -> int | None:
@@ -165,7 +165,7 @@ class TokenizersVocabulary(Vocabulary):
         return self.identity
 
     def save_tokenizer(self, directory: str | os.PathLike) -> None:
-        """See `Vocabulary.save_tokenizer`. Raises UserError where transformers gives other ids after reading them."""
+        """Write tokenizer files for `AutoTokenizer`. Raises UserError if transformers reads other ids from them."""
         for name in MODEL_NAMES:  # of another vocabulary, which `load` would prefer
             (Path(directory) / name).unlink(missing_ok=True)
         pretrained = self._pretrained or read_pretrained(self.path)

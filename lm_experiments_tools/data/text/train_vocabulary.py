@@ -1,10 +1,10 @@
-"""Train a vocabulary on a sample of the text: SentencePiece with T5's layout, or WordPiece for BERT.
+"""Train a vocabulary on a sample of the text: SentencePiece for T5, or WordPiece for BERT.
 
-SentencePiece: ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`; then the unigram pieces; last the sentinels, `<extra_id_k>` =
-size-1-k. As T5's: no bos, normalisation nmt_nfkc (a newline is a space), no byte fallback. Characters outside the
-coverage are `<unk>`, as in T5: bytes would take 256 pieces of a small vocabulary.
+SentencePiece, as T5: ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`, then unigram subwords, then sentinels with
+`<extra_id_k>` = size - 1 - k. There is no bos token; nmt_nfkc normalization turns newlines into spaces; rare
+characters are `<unk>`, without byte fallback.
 
-WordPiece: a vocab.txt, one piece a line, that begins with `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]`, `[MASK]`.
+WordPiece: a vocab.txt with one subword per line, beginning with `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]`, `[MASK]`.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _THREADS = 1  # a constant, because the subwords depend on it; more are not fast
 
 @dataclass(frozen=True)
 class VocabSummary:
-    """The trained vocabulary, how much text it was trained on, and the records of the sample that were left out."""
+    """The trained vocabulary, the amount of text it was trained on, and the rejected records."""
 
     path: Path
     size: int
@@ -58,13 +58,12 @@ def train_vocab(
     sample_bytes: int = 6_000_000,
     character_coverage: float = 0.9995,
 ) -> VocabSummary:
-    """Write a unigram `.model` of exactly `size` ids, sentinels included; the same inputs give the same file.
+    """Train a SentencePiece unigram `.model` of exactly `size` ids, with sentinels. Same inputs, same file.
 
-    The sample is made of shards of the inputs in a fixed random order, until it has `sample_bytes` of text. Bad lines
-    are skipped.
+    Shards of the inputs are read in a fixed random order up to `sample_bytes` of text. Bad lines are skipped.
 
     Raises:
-        UserError: no document, or a `size` that is too small, or too large for this much text.
+        UserError: there are no documents, or `size` is too small, or too large for this much text.
     """
     num_pieces = size - extra_ids
     if num_pieces < _NUM_SPECIAL + 1:
@@ -87,12 +86,14 @@ def train_wordpiece(
     lowercase: bool = True,
     sample_bytes: int = 6_000_000,
 ) -> VocabSummary:
-    """Write a vocab.txt of exactly `size` subwords for BERT; the same inputs give the same file.
+    """Train a vocab.txt of exactly `size` WordPiece subwords for BERT. Same inputs, same file.
 
-    `lowercase` is for uncased models: the text is lowered and loses its accents. The sample is that of `train_vocab`.
+    Args:
+        lowercase: convert the text to lower case and remove accents, for uncased models.
+        sample_bytes: see `train_vocab`.
 
     Raises:
-        UserError: as `train_vocab`.
+        UserError: see `train_vocab`.
     """
     from tokenizers import BertWordPieceTokenizer
 

@@ -1,13 +1,13 @@
-"""Vocabularies: text to ids and back, and the special ids, whatever made them.
+"""Vocabularies: text to ids and back, and special ids.
 
-| `--vocab` | is | in |
+| `--vocab` | is | module |
 |---|---|---|
 | a `.model` file, a folder with `spiece.model` | SentencePiece | sentencepiece_vocabulary.py |
-| `tokenizer.json`, a folder of a Hugging Face tokenizer | what AutoTokenizer makes of it | tokenizers_vocabulary.py |
-| `bytes`, a folder of a ByT5 tokenizer | the bytes of UTF-8, as ByT5 | byte_vocabulary.py |
+| `tokenizer.json`, a folder of a Hugging Face tokenizer | AutoTokenizer's result | tokenizers_vocabulary.py |
+| `bytes`, a folder of a ByT5 tokenizer | bytes of UTF-8, as ByT5 | byte_vocabulary.py |
 
-Text cannot forge a special token: a literal "<extra_id_0>", "[MASK]" or "</s>" in it is encoded as ordinary text (in
-transformers this is `split_special_tokens=True`). Apart from that, ids equal AutoTokenizer's without special tokens.
+Special tokens in a text, such as "<extra_id_0>", "[MASK]" or "</s>", are encoded as ordinary text, as with
+transformers' `split_special_tokens=True`. Otherwise ids equal AutoTokenizer's without special tokens.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json
 
 
 def sentinel_piece(index: int) -> str:
-    """The name of sentinel `index`: `<extra_id_0>` opens the first masked span."""
+    """Return the name of sentinel `index`, such as `<extra_id_0>`."""
     return f"<extra_id_{index}>"
 
 
 class Vocabulary(ABC):
-    """Encoding, decoding and special ids. Make one with `Vocabulary.load`; it can be pickled.
+    """Encoding, decoding and special ids. Made by `Vocabulary.load`. Can be pickled.
 
     Attributes:
-        path: the file or folder that it came from.
-        size: number of ids, the least number of embedding rows.
+        path: file or folder of the vocabulary.
+        size: number of ids, the minimum number of embedding rows.
         num_pieces: number of ids in the file.
-        num_sentinels, sentinel_ids: int64[num_sentinels], sentinel k at index k.
+        num_sentinels, sentinel_ids: number of sentinels, and int64[num_sentinels], the id of <extra_id_k> at index k.
         pad_id, eos_id, special_ids: ids of special tokens.
-        unk_id: -1 where every text can be encoded.
-        mask_id: None without a mask token.
-        sha256: hash of the file, or `identity` where it is several files or none.
-        encode_by: "line" or "document" (where newlines have ids), to encode documents without loss.
+        unk_id: id of the unknown token; -1 if every text can be encoded.
+        mask_id: id of the mask token; None if there is none.
+        sha256: hash of the file; `identity` if there are several files or none.
+        encode_by: "line" if lines can be encoded separately, else "document".
     """
 
     path: Path
@@ -68,10 +68,14 @@ class Vocabulary(ABC):
 
     @staticmethod
     def load(path: str | os.PathLike, extra_ids: int | None = None) -> Vocabulary:
-        """Read a vocabulary, of the kind that the file or folder is (see the table above).
+        """Load a vocabulary of any kind in the table above.
 
-        `extra_ids` sentinels are added to a SentencePiece model without any; None: as many as the T5 tokenizer next to
-        it has, else 100. Raises UserError for a file that is missing, unknown, damaged or without special tokens.
+        Args:
+            extra_ids: number of sentinels to add to a SentencePiece model without sentinels; None for those of the T5
+                tokenizer in the same folder, else 100.
+
+        Raises:
+            UserError: the file is missing, of an unknown kind or damaged, or has no special tokens.
         """
         if os.fspath(path) == BYTES:
             return _kind("byte_vocabulary:ByteVocabulary")()
@@ -85,34 +89,34 @@ class Vocabulary(ABC):
 
     @property
     def recorded_as(self) -> str:
-        """A name that `load` accepts in any working directory of this machine."""
+        """Name that `load` accepts in any working directory."""
         return os.path.abspath(self.path)
 
     def encode(self, text: str) -> Sequence[int]:
-        """Ids of `text`, without special tokens; a literal "<extra_id_0>" is ordinary text."""
+        """Return the ids of `text`, without special tokens. "<extra_id_0>" in the text is ordinary text."""
         return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """`encode` for many texts in one call."""
+        """Return the ids of several texts."""
 
     @abstractmethod
     def find(self, piece: str) -> int | None:
-        """The id of a subword, or None."""
+        """Return the id of a subword, or None."""
 
     @property
     @abstractmethod
     def token_bytes(self) -> np.ndarray | None:
-        """int64[IDs]: UTF-8 bytes of each token's text, see `FastTokenizer.token_bytes`; None where unknown."""
+        """int64[ids]: bytes of each token's text in UTF-8, see `FastTokenizer.token_bytes`; None if unknown."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Hash of everything that determines IDs: vocabularies with equal identities give equal IDs."""
+        """Hash of everything that determines ids; equal identities mean equal ids."""
 
     @abstractmethod
     def save_tokenizer(self, directory: str | os.PathLike) -> None:
-        """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids."""
+        """Write Hugging Face tokenizer files from which `AutoTokenizer.from_pretrained` gives the same ids."""
 
     @abstractmethod
     def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
@@ -123,7 +127,7 @@ class Vocabulary(ABC):
         """The subword of an id that is no sentinel."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown ids are " ⁇ "."""
+        """Return the text of `ids` without padding and EOS. Unknown ids are shown as " ⁇ "."""
         text, chunk = "", []
         for index in [*(i if i < self.size else self.unk_id for i in map(int, ids)), None]:
             if index is not None and index not in self._sentinel_number:
@@ -136,7 +140,7 @@ class Vocabulary(ABC):
         return text
 
     def piece(self, index: int) -> str:
-        """The subword of an id as the vocabulary writes it, with its mark for a space."""
+        """Return the subword of an id, with the vocabulary's own mark for a space."""
         if index in self._sentinel_number:
             return sentinel_piece(self._sentinel_number[index])
         return self._piece(index)
@@ -168,6 +172,6 @@ def _kind_of(path: Path) -> str | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The tokenizer_config.json of a folder; {} where there is none. Raises UserError if it is no JSON object."""
+    """Read tokenizer_config.json of a folder; {} if it does not exist. Raises UserError if it is damaged."""
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}

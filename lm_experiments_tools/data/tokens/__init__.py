@@ -1,1 +1,1 @@
-"""Token files in Megatron's format: written, merged and memory-mapped; imports data.text and config."""
+"""Token files in Megatron's format: written, merged and memory-mapped; depends on data.text and config."""

@@ -1,8 +1,8 @@
-"""Data larger than memory, read from the disk at random positions.
+"""Random reads of data that is larger than memory.
 
-The system reads a page with up to 8 MB around it (`read_ahead_kb`), which is wasted if it is evicted before it is
-used. Files that do not fit in memory are therefore advised to be read at random, and the next examples are prefetched.
-See benchmarks/cold_reads.md. Systems without these calls are left as they are.
+The operating system reads up to 8 MB around each page (`read_ahead_kb`), which is wasted if the page cache is too
+small. For files that do not fit in memory, this module disables read-ahead and prefetches the next examples instead.
+See benchmarks/cold_reads.md. It does nothing on systems without these calls.
 """
 
 import logging
@@ -24,16 +24,16 @@ _PART_OF_MEMORY = 0.8  # the rest is the processes'; see the table in benchmarks
 
 
 class MappedData(Protocol):
-    """A dataset whose arrays are maps of files."""
+    """A dataset that reads from memory-mapped arrays."""
 
     def maps(self) -> Sequence[np.ndarray]: ...
 
 
 def read_at_random(datasets: Iterable[MappedData]) -> bool:
-    """Advise random access to the files of a run if together they do not fit in memory.
+    """Disable read-ahead for the files of a run if together they do not fit in memory.
 
     Returns:
-        True if so: examples should be prefetched (`TrainLoader`).
+        True if they do not fit; examples should then be prefetched (`TrainLoader(ahead=True)`).
     """
     maps = [array for dataset in datasets for array in dataset.maps() if _map_of(array) is not None]
     size = sum(os.path.getsize(name) for name in {array.filename for array in maps})
@@ -51,7 +51,7 @@ def read_at_random(datasets: Iterable[MappedData]) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes that this machine has free or can free, at most the limit of this process's control group (container)."""
+    """Return the bytes that are free or can be freed, within the container's limit."""
     return min([psutil.virtual_memory().available, *_limits()])
 
 
@@ -77,23 +77,21 @@ def _map_of(array: np.ndarray) -> Any:
 
 
 def advise_random(array: np.ndarray) -> None:
-    """Disable read-ahead for the whole map that `array` is a view of."""
+    """Disable read-ahead for the memory map that `array` is a view of."""
     mapped = _map_of(array)
     if mapped is not None and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
 
 
 def will_need(array: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
-    """Prefetch elements begins[i] to ends[i], all ranges at once, without waiting for them.
-
-    Through the file and not the map: only that releases the interpreter lock while the disk's queue is full.
-    """
+    """Prefetch elements begins[i] to ends[i] for all i, without waiting."""
     mapped = _map_of(array)
     if mapped is None or not hasattr(os, "posix_fadvise"):
         return
     start = array.__array_interface__["data"][0] - np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
     start += array.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where the map begins
     size = array.itemsize * int(np.prod(array.shape[1:]))
+    # Through the file: madvise on the map would hold the interpreter lock while the disk's queue is full.
     with open(array.filename, "rb") as file:
         for begin, end in dict.fromkeys(zip(begins.tolist(), ends.tolist(), strict=True)):
             os.posix_fadvise(file.fileno(), start + size * begin, size * (end - begin), os.POSIX_FADV_WILLNEED)

@@ -1,8 +1,8 @@
-"""Text to token ids, one way for all: `lmtools tokenize`, --streaming, `lmtools inspect`, BERT's preprocess_data.py.
+"""Text to token ids, for `lmtools tokenize`, `--streaming`, `lmtools inspect` and BERT's preprocess_data.py.
 
     records (records.py) -> Encoder.parts -> batches of documents -> Encoder.encode -> token files, chunks of a stream
 
-`TextEncoder` serves T5 and its kind: a document is one sequence. `megatron.encoding.SentenceEncoder` serves BERT.
+`TextEncoder` is for T5, with one sequence per document. `megatron.encoding.SentenceEncoder` is for BERT.
 """
 
 import logging
@@ -36,13 +36,14 @@ _BATCH_CHARACTERS = 1 << 19  # per call into a tokenizer: a tenth of a second fo
 
 @dataclass
 class EncodedDocuments:
-    """Consecutive documents of one or more sequences.
+    """Token ids of consecutive documents. A document has one or more sequences.
 
     Attributes:
-        ids: of all sequences.
-        sequence_lengths, num_sequences: of each sequence, in ids, and of each document, in sequences.
-        num_bytes: of their text.
-        num_empty: documents without tokens, which were left out.
+        ids: ids of all sequences, concatenated.
+        sequence_lengths: number of ids of each sequence.
+        num_sequences: number of sequences of each document.
+        num_bytes: bytes of the text.
+        num_empty: documents without tokens, which were dropped.
     """
 
     ids: np.ndarray
@@ -53,14 +54,14 @@ class EncodedDocuments:
 
 
 class Encoder(Protocol):
-    """Records to ids; pickled to the worker processes.
+    """Interface of encoders of records. It is pickled and sent to the worker processes.
 
     Attributes:
-        key: of the text in a record; None: `parts` gets all fields.
-        suffixes: of the token files that a shard becomes.
-        dtype: of the ids.
-        max_bytes: larger records are rejected; None: the default.
-        identity: JSON value that changes whenever the ids of a text could.
+        key: key of the text in a JSON record; None passes all fields to `parts`.
+        suffixes: one token file per suffix is written.
+        dtype: dtype of the ids.
+        max_bytes: larger records are rejected; None for the default.
+        identity: JSON value; equal identities give equal ids.
     """
 
     key: str | None
@@ -70,20 +71,20 @@ class Encoder(Protocol):
     identity: Any
 
     def parts(self, record: Record) -> list[list[str]]:
-        """The texts to encode for each suffix. Raises BadRecord."""
+        """Split a record into texts, one list per suffix. Raises BadRecord if the record cannot be used."""
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """The ids of documents, each a list of texts."""
+        """Encode documents, each a list of texts."""
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Texts to ids by a vocabulary (an `Encoder`).
+    """An `Encoder` with a vocabulary; each document is one sequence.
 
     Attributes:
-        key: of the text in a record.
-        append_eos: end each document with EOS.
-        encode_by: "line" or "document", see `tokenize.tokenize_corpus`.
+        key: key of the text in a JSON record.
+        append_eos: append EOS to each document.
+        encode_by: "line" or "document", see `tokenize_corpus`.
     """
 
     vocabulary: Vocabulary
@@ -97,7 +98,7 @@ class TextEncoder:
     def of(
         cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
     ) -> "TextEncoder":
-        """The encoder; `encode_by` None: as suits the vocabulary (`Vocabulary.encode_by`)."""
+        """Build an encoder. `encode_by=None` uses `Vocabulary.encode_by`."""
         if encode_by not in (None, "line", "document"):
             raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
         if encode_by == "line" != vocabulary.encode_by:
@@ -121,7 +122,7 @@ class TextEncoder:
         return [[record.value] if self.encode_by == "document" else record.value.split("\n")]
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """The ids of documents, each the list of its parts; one call into the vocabulary."""
+        """Encode documents, each a list of texts that are concatenated."""
         parts = [part for document in documents for part in document]
         encoded = self.vocabulary.encode_batch(parts)
         ids = np.frombuffer(b"".join(array("i", ids) for ids in encoded), np.int32)
@@ -136,7 +137,7 @@ class TextEncoder:
 
 
 def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
-    """Consecutive items in lists, each ended by the item that fills it up to `size`."""
+    """Group consecutive items into lists. A list ends with the item at which its total size reaches `size`."""
     batch: list[T] = []
     filled = 0
     for item in items:
@@ -150,7 +151,7 @@ def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Itera
 
 
 class EncodedWriter(IndexedDatasetWriter):
-    """A token file, with the bytes of its text and the number of documents left out as empty."""
+    """A token file writer that also counts the bytes of the text and the empty documents."""
 
     num_bytes = num_empty = 0
 
@@ -161,17 +162,19 @@ class EncodedWriter(IndexedDatasetWriter):
         self.num_empty += encoded.num_empty
 
     def add_shard(self, shard: IndexedDataset) -> None:
-        """Append the token file of a shard."""
+        """Append a shard's token file."""
         self.add_dataset(shard)
         self.num_bytes += shard.meta["num_bytes"]
         self.num_empty += shard.meta["empty_documents"]
 
 
 def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
-    """Encode a shard into a token file for each suffix; rejected records are listed in `prefix`.bad.jsonl.
+    """Encode a shard into token files, one per suffix of the encoder.
+
+    Rejected records are listed in `prefix`.bad.jsonl.
 
     Returns:
-        Number of rejected records, and False where they were too many and the shard was abandoned.
+        Number of rejected records, and False if they were too many and the shard was abandoned.
     """
     rejected = RejectedRecords(limit, f"{prefix}.bad.jsonl", of_part=True)
     try:
@@ -201,5 +204,5 @@ def _num_characters(parts: list[list[str]]) -> int:
 
 
 def work(caller: Caller) -> None:
-    """A worker process, which encodes the shards it receives."""
+    """Main function of a worker process: encode the requested shards."""
     caller.serve(lambda settings: lambda job: encode_shard(*job, *settings))

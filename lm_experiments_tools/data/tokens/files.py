@@ -1,4 +1,4 @@
-"""The three files of a token prefix: names, the record in PREFIX.json, and when they may be replaced."""
+"""The three files of tokenized data, PREFIX.bin, PREFIX.idx and PREFIX.json, and when they may be replaced."""
 
 import glob
 import logging
@@ -25,13 +25,13 @@ _META_TYPES = {  # of what other modules read in PREFIX.json
 
 
 def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
-    """(PREFIX.bin, PREFIX.idx, PREFIX.json)."""
+    """Return the paths of PREFIX.bin, PREFIX.idx and PREFIX.json."""
     prefix = os.fspath(prefix)
     return Path(prefix + ".bin"), Path(prefix + ".idx"), Path(prefix + ".json")
 
 
 def dataset_exists(prefix: str | os.PathLike) -> bool:
-    """True where both PREFIX.bin and PREFIX.idx are files."""
+    """Return True if PREFIX.bin and PREFIX.idx exist."""
     bin_path, idx_path, _ = dataset_paths(prefix)
     return bin_path.is_file() and idx_path.is_file()
 
@@ -50,16 +50,16 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
 
 
 def recorded_inputs(inputs: Iterable[str]) -> list[str]:
-    """Inputs as PREFIX.json records them: files by absolute path, datasets by name."""
+    """Return inputs as they are recorded in PREFIX.json: files by absolute path, datasets by name."""
     return [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
 
 
 def check_replaceable(
     prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str, identity: str | None
 ) -> None:
-    """Refuse to replace tokens unless their record names the same inputs and vocabulary.
+    """Raise UserError if PREFIX has tokens of other inputs or of another vocabulary.
 
-    The vocabulary is the same by the hash of its file, or by its `identity`.
+    Vocabularies are equal if the hashes of their files or their `identity` are equal.
     """
     if not dataset_exists(prefix):
         return
@@ -90,19 +90,19 @@ def _warn_unrecorded(meta_path: Path) -> None:
 
 
 def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
-    """Warn, once for each file, where PREFIX.json (`meta`) does not record the vocabulary."""
+    """Log a warning, once per file, if PREFIX.json (`meta`) does not name a vocabulary."""
     if "vocab_sha256" not in meta:
         _warn_unrecorded(dataset_paths(prefix)[2])
 
 
 def load_vocabulary(path: str | os.PathLike) -> Vocabulary:
-    """`Vocabulary.load`, after a check of the manifest for a checkpoint's folder. Raises UserError."""
+    """Load a vocabulary; in a checkpoint, check the files first. Raises UserError."""
     verify_model(Path(path))
     return Vocabulary.load(path)
 
 
 def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
-    """The vocabulary that PREFIX.json (`meta`) names, at its path or next to the tokens; None if it is missing."""
+    """Return the path of the vocabulary that PREFIX.json (`meta`) names; None if it does not exist."""
     if meta.get("vocab_file") is None:
         return None
     named = Path(meta["vocab_file"])
@@ -112,7 +112,7 @@ def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path
 
 
 def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | None:
-    """`Vocabulary.identity` of the one that PREFIX.json (`meta`) names; None where it is missing or has changed."""
+    """Return the `identity` of the vocabulary that PREFIX.json (`meta`) names; None if missing or changed."""
     path = recorded_vocabulary(prefix, meta)
     try:
         vocabulary = None if path is None else Vocabulary.load(path)
@@ -122,9 +122,10 @@ def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | 
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:
-    """The prefix of the token file that `path` names, possibly by its .bin or .idx; None for anything else.
+    """Return the prefix of the token file that `path` names, with or without .bin or .idx; None if there is none.
 
-    Raises UserError where only one of PREFIX.bin and PREFIX.idx exists.
+    Raises:
+        UserError: only one of PREFIX.bin and PREFIX.idx exists.
     """
     path = os.fspath(path)
     prefix = path.removesuffix(".bin").removesuffix(".idx")
@@ -137,7 +138,7 @@ def token_prefix(path: str | os.PathLike) -> str | None:
 
 
 def remove_unfinished(prefix: str | os.PathLike) -> None:
-    """Delete the files of killed writers of PREFIX. The caller holds a lock, so none of them is alive."""
+    """Delete temporary files that killed writers of PREFIX left. The caller must hold the lock of PREFIX."""
     for path in dataset_paths(prefix):
         for left in path.parent.glob(f"{glob.escape(path.name)}.tmp{'[0-9a-f]' * 2 * OWN_BYTES}"):
             left.unlink(missing_ok=True)

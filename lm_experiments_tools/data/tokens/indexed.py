@@ -39,14 +39,14 @@ _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of 
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest dtype of the format for ids below `vocab_size`: uint16 or int32."""
+    """Return the smallest dtype for ids below `vocab_size`: uint16 or int32."""
     return np.dtype(np.uint16) if vocab_size < 65536 else np.dtype(np.int32)
 
 
 def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
-    """np.searchsorted for a memory map int64[n], of which it reads only 8 * log2(n) bytes for each value.
+    """Do the same as np.searchsorted, without a copy of `array`.
 
-    np.searchsorted copies arrays that are not aligned, as those of an index are not.
+    np.searchsorted copies unaligned arrays, such as the arrays of an index.
     """
     array, found = np.asarray(array), np.zeros(np.shape(values), np.int64)
     for bit in reversed(range(len(array).bit_length())):
@@ -86,9 +86,14 @@ class _IntegerFile:
 
 
 class IndexedDatasetWriter:
-    """Writes PREFIX.bin and PREFIX.idx, which appear under their names after `finalize`; memory does not grow.
+    """Write PREFIX.bin and PREFIX.idx in constant memory.
 
-    As a context manager it finalizes on success and removes its files on an exception. `durable=False` skips fsync.
+    The files appear after `finalize`. As a context manager, the writer finalizes at the end, or deletes its files
+    after an exception.
+
+    Args:
+        dtype: dtype of the ids.
+        durable: False to skip fsync.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: Any, *, durable: bool = True):
@@ -108,17 +113,17 @@ class IndexedDatasetWriter:
 
     @property
     def bin_sha256(self) -> str:
-        """sha256 of the .bin file's content so far; PREFIX.json records it as the identity of the tokens."""
+        """sha256 of the .bin file so far."""
         return self._digest.hexdigest()
 
     @property
     def num_documents(self) -> int:
-        """Documents so far."""
+        """Number of documents so far."""
         return len(self._document_indices) - 1
 
     @property
     def num_sequences(self) -> int:
-        """Sequences so far."""
+        """Number of sequences so far."""
         return len(self._lengths)
 
     def _write_tokens(self, content: bytes) -> None:
@@ -127,7 +132,7 @@ class IndexedDatasetWriter:
         self._digest.update(content)
 
     def add_sequence(self, ids: Iterable[int]) -> None:
-        """Append one sequence to the current document; ValueError where an id does not fit the dtype."""
+        """Append one sequence to the current document. Raises ValueError if an id does not fit the dtype."""
         length = self._add_tokens(np.asarray(ids if hasattr(ids, "__len__") else list(ids)))
         self._lengths.extend(np.array([length]))
 
@@ -143,14 +148,15 @@ class IndexedDatasetWriter:
         return ids.size
 
     def add_documents(self, ids: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
-        """Append many documents, a hundred times faster than sequence by sequence.
+        """Append many documents in one call, which is much faster than `add_sequence`.
 
         Args:
-            ids: all their ids, one after the other.
-            sequence_lengths: number of IDs of each sequence.
+            ids: ids of all documents, concatenated.
+            sequence_lengths: number of ids of each sequence.
             num_sequences: number of sequences of each document.
 
-        Raises ValueError where these do not add up or an id does not fit the dtype.
+        Raises:
+            ValueError: these numbers contradict each other, or an id does not fit the dtype.
         """
         if sequence_lengths.sum() != len(ids) or num_sequences.sum() != len(sequence_lengths):
             raise ValueError("lengths do not sum to the number of ids, or sequences to that of documents")
@@ -160,11 +166,11 @@ class IndexedDatasetWriter:
         self._document_indices.extend(bounds)
 
     def end_document(self) -> None:
-        """Close the current document: the sequences since the last call belong to it."""
+        """End the current document."""
         self._document_indices.extend(np.array([len(self._lengths)]))
 
     def add_dataset(self, dataset: "IndexedDataset") -> str:
-        """Append all documents of a dataset of the same dtype, without decoding them; returns their sha256."""
+        """Append all documents of a dataset with the same dtype. Returns the sha256 of its .bin file."""
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}")
         digest = hashlib.sha256()
@@ -224,7 +230,7 @@ class IndexedDatasetWriter:
         self._document_indices.close()
 
     def abort(self) -> None:
-        """Close and remove the unfinished files."""
+        """Close and delete the unfinished files."""
         with suppress(OSError):  # what is still in the buffer of a full disk
             self._bin.close()
         self._lengths.close()
@@ -354,9 +360,10 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the index and, where PREFIX.json records it, of the tokens; independent of the path.
+        """sha256 of the index and, if PREFIX.json records it, of the tokens.
 
-        The recorded hash of a .bin that is newer than its record is checked; UserError where it differs.
+        Raises:
+            UserError: the .bin file was changed after PREFIX.json was written.
         """
         digest = hashlib.sha256()
         _update_from_file(digest, self.idx_path)
@@ -369,7 +376,14 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def check_content(self) -> bool:
-        """Compare the .bin with the sha256 in PREFIX.json: False where there is none, UserError if different."""
+        """Compare the .bin file with the sha256 in PREFIX.json.
+
+        Returns:
+            True if they are equal, False if PREFIX.json has no hash.
+
+        Raises:
+            UserError: they differ.
+        """
         recorded = self.meta.get("bin_sha256")
         if recorded is None:
             return False
@@ -383,21 +397,21 @@ class IndexedDataset:
         return True
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Memory-mapped arrays."""
+        """Return the memory-mapped arrays."""
         return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
 
     def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Prefetch tokens begins[i] to ends[i] into memory, without waiting."""
+        """Prefetch tokens begins[i] to ends[i] for all i, without waiting."""
         will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """Where sequences begin in the .bin, in tokens, int64; the number of sequences gives its end."""
+        """Return the index of the first token of each sequence, int64. For one past the last: `num_tokens`."""
         inside = np.minimum(sequences, len(self) - 1)
         begins = np.asarray(self.sequence_pointers[inside]) // self.dtype.itemsize if len(self) else 0
         return np.where(sequences == inside, begins, self.num_tokens)
 
     def document_bounds(self) -> Iterator[np.ndarray]:
-        """`document_indices` in blocks int64[k + 1] of k documents, each beginning with the end of the one before."""
+        """Yield `document_indices` in blocks int64[k + 1] of k documents. Consecutive blocks overlap by one entry."""
         for start in range(0, self.num_documents, _CHECK_BLOCK):
             yield np.array(self.document_indices[start : start + _CHECK_BLOCK + 1])
 

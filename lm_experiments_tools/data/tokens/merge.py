@@ -1,7 +1,6 @@
-"""Token files -> one token file: the shards of a job array, in their order, or any files of one vocabulary.
+"""Merge token files: the shards of a job array in their order, or any files of one vocabulary.
 
-Merged shards are byte for byte what one run over all of the text would have written. Memory does not grow with the
-data: tokens and index are copied block by block.
+Merged shards are byte for byte equal to the output of one run over the whole text. Memory use is constant.
 """
 
 import glob
@@ -33,15 +32,18 @@ _SAME_IDS = ("vocab_sha256", "vocab_size")  # may differ too where the ids are t
 def merge_datasets(
     inputs: Sequence[str], output_prefix: str | os.PathLike, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Write OUTPUT.bin / .idx / .json, and .bad_lines.jsonl where an input has one; returns the content of the .json.
+    """Merge token files into OUTPUT.bin, .idx and .json, and lists of rejected records into OUTPUT.bad_lines.jsonl.
 
     Args:
-        inputs: token prefixes (or their files), or the common prefix of shards. Shards may come in any order.
+        inputs: token prefixes, or the common prefix of all shards of a job array. Shards may be in any order.
         output_prefix: OUTPUT.
-        overwrite: replace token files of other text, or of another vocabulary.
+        overwrite: replace token files of another text or vocabulary.
+
+    Returns:
+        The content of OUTPUT.json.
 
     Raises:
-        UserError: a shard is missing or duplicated, or files are damaged or of different settings.
+        UserError: a shard is missing or given twice, files are damaged, or their settings differ.
     """
     output = os.fspath(output_prefix)
     prefixes = _prefixes(inputs)

@@ -1,10 +1,10 @@
-"""The text-to-tokens pipeline: shards of a text are encoded by several processes and joined in order.
+"""The tokenization pipeline: several processes encode the shards of a text, and the results are joined in order.
 
     text -> shards (sources.py) -> encode_shard (encoding.py) -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
 
-The result has the same bytes whatever the shards and the number of processes. An interrupted run resumes from the
-finished shards in PREFIX.shards/. In a job array, part i of n encodes the i-th of n consecutive groups of shards, and
-merge.py joins the outputs.
+The output has the same bytes for any number of shards and processes. An interrupted run resumes from the finished
+shards in PREFIX.shards/. In a job array, job i of n encodes the i-th of n groups of consecutive shards, and merge.py
+joins the outputs.
 """
 
 import json
@@ -66,15 +66,17 @@ def _encode_shards(
 
 @dataclass(frozen=True)
 class Tokenization:
-    """Tokenization of a text into token files, resumable shard by shard.
+    """One tokenization of a text. It can be resumed after an interruption.
 
     Attributes:
-        prefix: of PREFIX.shards/; the caller holds a lock on it.
-        outputs: prefixes of the token files, one for each suffix of the encoder.
+        shards: shards of the text.
+        encoder: encodes records.
+        prefix: PREFIX of PREFIX.shards/. The caller must hold its lock.
+        outputs: prefixes of the token files, one per suffix of the encoder.
         rejected: path of the list of rejected records.
         limit: maximum number of rejected records.
-        workers: processes.
-        remedy: advice where a process dies.
+        workers: number of processes.
+        remedy: advice in the error message if a process dies.
     """
 
     shards: Sequence[Shard]
@@ -91,11 +93,11 @@ class Tokenization:
         meta: Callable[[Sequence[EncodedWriter], RejectedRecords], Sequence[dict[str, Any]]],
         progress: Callable[[Sequence[tuple[Shard, str]], Iterable[tuple[Shard, str]]], None],
     ) -> list[dict[str, Any]]:
-        """Encode what no earlier run has finished, and join all shards.
+        """Encode all shards that are not finished, then join all shards.
 
         Args:
-            meta: returns the contents of the .json files.
-            progress: called with the jobs and an iterator over the finished ones, which it consumes.
+            meta: function that returns the content of each .json file.
+            progress: function of the jobs and an iterator over finished jobs. It must consume the iterator.
 
         Returns:
             The contents of the .json files.
@@ -236,14 +238,18 @@ def parse_shard(shard: str | None) -> tuple[int, int] | None:
 
 
 def shard_prefix(prefix: str, number: int, count: int) -> str:
-    """PREFIX-00003-of-00064: the output of part `number` (from 0) of `count`."""
+    """Return the output prefix of job `number` of `count`, such as PREFIX-00003-of-00064."""
     return f"{prefix}-{number:05d}-of-{count:05d}"
 
 
 def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) -> tuple[list[Shard], dict[str, Any]]:
-    """The shards of one of `count` consecutive parts of about equal size, and the `shard` entry of its .json.
+    """Return the shards of one job of a job array, and the `shard` entry of its .json file.
 
-    A part may be empty. `encoding` is an encoder's identity.
+    Jobs get consecutive shards of about equal total size. A job may get none.
+
+    Args:
+        number, count: job `number` (from 0) of `count`.
+        encoding: identity of the encoder.
     """
     if count < 1:
         raise UserError(f"--shard {number}/{count} is a part of none: the number after the slash is at least 1")
@@ -266,7 +272,7 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
 
 
 def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
-    """Hash of all that decides the tokens: the bytes that are read, and how they are encoded."""
+    """Hash everything that determines the tokens: the files and the encoder's identity."""
     stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
     parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
     datasets = [hf_datasets.identity(name, with_times=True) for name in datasets_of(shards)]

@@ -1,4 +1,4 @@
-"""Text -> token files for T5 and its kind: a document is one sequence (see pipeline.py)."""
+"""Tokenize text for T5 and similar models, with one sequence per document."""
 
 import os
 import sys
@@ -38,22 +38,27 @@ def tokenize_corpus(
     shard: tuple[int, int] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Encode all documents of `inputs` into PREFIX.bin / .idx / .json; returns the content of PREFIX.json.
+    """Encode all documents of `inputs` into PREFIX.bin, PREFIX.idx and PREFIX.json.
 
     Args:
-        inputs: files, folders and Hugging Face dataset names (see sources.py).
-        vocab_path: a vocabulary (see vocabulary.py), or a loaded one.
-        workers: processes; None: one for each available CPU.
-        append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl (None: a rate, see records.py).
-        encode_by: "line" encodes lines separately, which gives the ids of Hugging Face tokenizers; "document" as seqio
-            (faster; a few near ties differ). None: `Vocabulary.encode_by`.
-        show_progress: a progress bar on stderr; None shows it on a terminal.
+        inputs: files, folders and names of Hugging Face datasets.
+        vocab_path: path of a vocabulary, or a loaded one.
+        output_prefix: PREFIX.
+        workers: number of processes; None for one per CPU.
+        append_eos: append EOS to each document.
+        text_key: key of the text in a JSON record.
+        max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl; None for max(100, 0.1 %).
+        encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
+            those of seqio; None uses `Vocabulary.encode_by`.
+        show_progress: show a progress bar; None shows one on a terminal.
         shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
-        overwrite: replace token files of other inputs, or of another vocabulary.
+        overwrite: replace token files of other inputs or of another vocabulary.
+
+    Returns:
+        The content of PREFIX.json.
 
     Raises:
-        UserError: an unreadable input or vocabulary, no document, too many rejected records, a PREFIX of other text.
+        UserError: unreadable input or vocabulary, no document, too many rejected records, or PREFIX has other text.
     """
     vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else load_vocabulary(vocab_path)
     encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
@@ -132,10 +137,13 @@ def _show_progress(
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
-    """The prefix of the tokens of a text, tokenized once into `cache_dir`; other processes wait for it.
+    """Tokenize a text into `cache_dir` unless that has been done before, and return the prefix.
 
-    The cache key covers names, sizes and times of the input files (on the hub, the revision), the vocabulary and the
-    `options` of `tokenize_corpus` that decide ids.
+    Other processes wait meanwhile. The cache key covers names, sizes and times of the input files (or the revision
+    of a hub dataset), the vocabulary and the options.
+
+    Args:
+        options: arguments of `tokenize_corpus`.
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
     encoder = TextEncoder.of(vocabulary, **settings)
@@ -148,7 +156,11 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Refuse token files whose record (`meta`, the content of PREFIX.json) names a vocabulary of other ids."""
+    """Raise UserError if the tokens were made with a vocabulary of other ids.
+
+    Args:
+        meta: content of PREFIX.json.
+    """
     made_with = meta.get("vocab_sha256")
     if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
         return

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.tokens import checked
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -155,9 +153,7 @@ def test_laws_of_pairs_and_masks(tmp_path):
     masked, length = batch["labels"] != -100, batch["attention_mask"].sum(axis=1)
     limit = np.maximum(1, np.rint(0.15 * length))
     assert (masked.sum(axis=1) <= limit).all() and masked.sum() / limit.sum() > 0.99
-    new, old = batch["input_ids"][masked], batch["labels"][masked]
-    tolerance = 4 * np.sqrt(0.16 / masked.sum())
-    assert abs((new == MASK).mean() - 0.8) < tolerance and abs((new == old).mean() - 0.1) < tolerance
+    assert abs((batch["input_ids"][masked] == MASK).mean() - 0.8) < 4 * np.sqrt(0.16 / masked.sum())
     assert abs(batch["next_sentence_label"].mean() - 0.5) < 4 * np.sqrt(0.25 / 3000)
     ids = np.where(masked, batch["labels"], batch["input_ids"])
     assert not masked[ids < FIRST].any()
@@ -226,13 +222,6 @@ def test_a_sample_is_a_function_of_its_number(data, settings):
     for row in range(0, 150, 7):
         alone = samples.batch(numbers[row : row + 1])
         assert all(np.array_equal(alone[name][0], together[name][row]) for name in together)
-    one = TrainLoader(samples, 8)
-    expected = [next(one) for _ in range(12)]
-    ranks = [TrainLoader(samples, 4, rank, 2, consumed_samples=40) for rank in range(2)]
-    for batch in expected[5:]:
-        parts = [next(loader) for loader in ranks]
-        for name, values in batch.items():
-            assert torch.equal(torch.stack([part[name] for part in parts], dim=1).flatten(0, 1), values)
 
 
 def test_a_block_of_unknown_tokens_alone_predicts_nothing(tmp_path):
@@ -335,22 +324,13 @@ def test_ordinary_sentences_are_nothing_to_warn_of_however_many_overshoot(data, 
 
 
 def test_fingerprint_names_data_tokenizer_and_settings(tmp_path, data):
-    changes = [
-        {},
-        {"seed": 1},
-        {"max_seq_length": 63},
-        {"masked_lm_prob": 0.2},
-        {"short_seq_prob": 0.2},
-        {"binary_head": False},
-        {"nsp": "random"},
-        {"whole_word": False},
-        {"max_ngram": 2},
-        {"max_sentence_length": 512},
-        {"num_epochs": 2},
-        {"mask_label_id": -1},
-        {"tokenizer": tokenizer(fingerprint="e" * 64)},
-    ]
-    prints = [dataset(data, cache_dir=tmp_path, **change).fingerprint for change in changes]
+    changes = {
+        "seed": 1, "max_seq_length": 63, "masked_lm_prob": 0.2, "short_seq_prob": 0.2, "binary_head": False,
+        "nsp": "random", "whole_word": False, "max_ngram": 2, "max_sentence_length": 512, "num_epochs": 2,
+        "mask_label_id": -1, "tokenizer": tokenizer(fingerprint="e" * 64),
+    }  # fmt: skip
+    single = [{}, *({name: value} for name, value in changes.items())]
+    prints = [dataset(data, cache_dir=tmp_path, **change).fingerprint for change in single]
     assert len(set(prints)) == len(prints) and prints[0] == dataset(data).fingerprint
 
 
@@ -403,11 +383,11 @@ def load_and_report(prefix, cache, start, results):
     results.put((mapping.rows.tobytes(), str(mapping.path)))
 
 
-def test_eight_processes_that_start_at_once_share_one_mapping(data, tmp_path):
+def test_processes_that_start_at_once_share_one_mapping(data, tmp_path):
     context = multiprocessing.get_context("fork")
-    start, results = context.Barrier(8), context.Queue()
+    start, results = context.Barrier(4), context.Queue()
     arguments = (data.prefix, tmp_path / "new" / "cache", start, results)
-    processes = [context.Process(target=load_and_report, args=arguments) for _ in range(8)]
+    processes = [context.Process(target=load_and_report, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
     found = {results.get(timeout=60) for _ in processes}

@@ -60,7 +60,7 @@ def odd_texts(count, seed=0):
 
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
 def test_ids_equal_those_of_transformers_on_text_made_to_break_them(vocab_file, kind):
-    texts = [*odd_texts(2500), "", " ", "[MASK] word[SEP]", "x" * 101, "ab." * 40, "e\u0301 caf\u00e9s"]
+    texts = [*odd_texts(1000), "", " ", "[MASK] word[SEP]", "x" * 101, "ab." * 40, "e\u0301 caf\u00e9s"]
     tokenizer = build_tokenizer(kind, vocab_file=vocab_file)
     expected = transformers_ids(PIECES, kind.endswith("LowerCase"), texts)
     assert tokenizer.tokenize_batch(texts) == expected
@@ -211,9 +211,6 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text('{"model": 1')
     (tmp_path / "broken" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong" / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Quantum"}}')
-    (tmp_path / "wrong" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (tmp_path / "folder").mkdir()
     no_mask = {name: token for name, token in ROLES.items() if name != "mask_token"}
     hugging_face_folder(tmp_path / "gpt", byte_level(), **no_mask)
@@ -228,7 +225,6 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         (hugging_face, {"name_or_path": tmp_path / "folder"}, r"[a-z]\w*; give a folder with the tokenizer.json"),
         (hugging_face, {"name_or_path": tmp_path / "other.txt"}, "other.txt cannot be loaded"),
         (hugging_face, {"name_or_path": tmp_path / "broken"}, "broken cannot be loaded .[A-Za-z]+.: "),
-        (hugging_face, {"name_or_path": tmp_path / "wrong"}, "wrong cannot be loaded .[A-Za-z]+.: "),
         (hugging_face, {"name_or_path": tmp_path / "gpt"}, "gpt has no mask_token"),
         ("GPT2BPETokenizer", {}, "is none of HFTokenizer"),
         ("Bert", {}, "Bert is none of HFTokenizer, BertWordPieceLowerCase"),
@@ -281,11 +277,3 @@ def test_a_wordpiece_vocabulary_is_trained_and_is_the_same_every_time(tmp_path, 
         with pytest.raises(UserError, match=message):
             train_wordpiece([str(tmp_path / "data.jsonl")], size, tmp_path / "none.txt")
     assert lmtools([*command, "--output", "x", "--type", "sentencepiece", "--lowercase", "false"]) == 2
-
-
-def test_a_folder_of_weights_alone_has_no_vocabulary(tmp_path):
-    from transformers import BertConfig
-
-    BertConfig(vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has no tokens but special ones"):
-        build_tokenizer("HFTokenizer", name_or_path=tmp_path)

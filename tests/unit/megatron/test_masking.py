@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from megatron.masking import (
-    choose_masked,
     ngram_probabilities,
     random_order,
     replace_masked,
@@ -76,18 +75,6 @@ def test_a_batch_follows_the_rule_turn_by_turn(length, rate):
             ngrams[row, :n].tolist(),
         )
         assert np.flatnonzero(masked[row]).tolist() == expected
-
-
-def test_a_row_does_not_depend_on_those_beside_it():
-    rng = np.random.default_rng(0)
-    maskable, starts = random_rows(rng, 30, 80)
-    words = rng.integers(0, 1 << 32, (80, 30), np.uint64)
-    budget, law = np.full(30, 12), ngram_probabilities(3)
-    together = choose_masked(maskable, starts, budget, words, law)
-    for row in range(30):
-        here = slice(row, row + 1)
-        alone = choose_masked(maskable[here], starts[here], budget[here], words[:, here], law)
-        np.testing.assert_array_equal(alone[0], together[row])
 
 
 def test_a_word_ends_where_text_ends():

@@ -1,6 +1,5 @@
 """preprocess_data.py against the ancestor's rules written out, its command line, and everything that can go wrong."""
 
-import gzip
 import json
 import re
 import sys
@@ -70,30 +69,7 @@ def test_each_document_is_what_the_ancestor_makes_of_it(folder, tokenizer, split
     assert len(expected) == 5 and not (folder / "out" / "x.bad_lines.jsonl").exists()
 
 
-def test_worked_example(folder, tokenizer):
-    write_lines(folder / "in" / "data.json", [{"text": "Ab. C"}, {"text": ["d"]}])
-    run(folder, "--split-sentences", "--append-eod")
-    a, b, c, d, stop = (PIECES.index(piece) for piece in ("a", "##b", "c", "d", "."))
-    # a sequence a sentence, a document a line, [SEP] after the last sentence of each
-    assert read_documents(f"{folder}/out/x_text_sentence") == [[[a, b, stop], [c, SEP]], [[d, SEP]]]
-
-
-def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, caplog):
-    (folder / "in" / "b").mkdir()
-    write_lines(folder / "in" / "b" / "c.jsonl", [{"text": "third"}])
-    (folder / "in" / "a.json.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"text": "first"}\r\n\n'))
-    write_lines(folder / "in" / "b.json", [{"text": "second"}])
-    write_lines(folder / "in" / "z.jsonl", [{"text": "last"}])
-    (folder / "in" / "notes.txt").write_text("text too\nof two lines\n\n\nand another\n")
-    caplog.set_level("INFO")
-    run(folder)
-    texts = [tokenizer.decode(document[0]) for document in read_documents(f"{folder}/out/x_text_document")]
-    assert texts == ["first", "second", "third", "text too of two lines", "and another", "last"]
-    assert "no sentence pairs" in caplog.text
-
-
-@pytest.mark.parametrize("splitter", ["nupunkt", "sentencex"])
-def test_files_do_not_depend_on_the_number_of_workers(folder, splitter, monkeypatch):
+def test_files_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 400)
     monkeypatch.setattr(module, "plan_shards", lambda inputs: plan_shards(inputs, 2000))
     text = 'Mr. Smith went. He said, "no!"\nThen (at 5 p.m.) she left.\n\nIt is over... Is it?'
@@ -102,7 +78,7 @@ def test_files_do_not_depend_on_the_number_of_workers(folder, splitter, monkeypa
         write_lines(folder / "in" / f"{name}.jsonl", records)
     outputs = []
     for workers in (1, 3):
-        run(folder, "--split-sentences", "--sentence-splitter", splitter, "--workers", workers)
+        run(folder, "--split-sentences", "--workers", workers)
         outputs.append({path.name: path.read_bytes() for path in (folder / "out").iterdir()})
     assert outputs[0] == outputs[1] and len(outputs[0]) == 4
     bad = [json.loads(line) for line in outputs[0]["x.bad_lines.jsonl"].splitlines()]
@@ -130,10 +106,9 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer, workers):
+def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer):
     (folder / "in" / "data.jsonl").write_bytes(b"\n".join(line for line, _ in LINES))
-    flags = ("--max-document-mb", 1, "--workers", workers, "--split-sentences")
+    flags = ("--max-document-mb", 1, "--split-sentences")
     run(folder, *flags)
     fine = tokenizer.tokenize("fine")
     assert read_documents(f"{folder}/out/x_text_sentence") == [[fine], [fine, fine], [fine]]
@@ -158,8 +133,9 @@ def test_a_refused_run_leaves_the_earlier_files_as_they_were_and_nothing_else(fo
 
 def test_files_that_are_replaced_are_named(folder, caplog):
     write_lines(folder / "in" / "data.jsonl", [{"text": "one"}])
+    caplog.set_level("INFO")
     run(folder)
-    assert "are there already" not in caplog.text
+    assert "are there already" not in caplog.text and "no sentence pairs" in caplog.text
     run(folder)
     assert f"{folder}/out/x_text_document.bin and .idx are there already" in caplog.text
 
@@ -170,19 +146,12 @@ def test_input_without_any_text_is_one_sentence(folder):
         ([{"text": 1}], (), "there is no document in .*: 1 bad lines"),
         ([{"text": ""}, {"text": []}], (), "all 2 documents of .* are empty under the key 'text'"),
         ([{"text": "a", "title": ""}], ("--json-keys", "text", "title"), "empty under the key 'title'"),
+        ([{"a": "b"}], ("--json-keys", "a", "text"), r"no key 'text' \(there is 'a'\)"),
         ([], (), "there is no text in .*: 1 files, all of them empty"),
     ]:
         write_lines(data, records)
         with pytest.raises(UserError, match=message):
             run(folder, *flags)
-    data.rename(folder / "in" / "data.csv")
-    (folder / "in" / "data.csv").write_text("text")
-    for source, message in [
-        (folder / "none.jsonl", "--input .*none.jsonl does not exist"),
-        (folder / "in", r"has no .jsonl, .json, .ndjson, .txt \(also with .gz, .bz2, .xz, .zst\) file"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            run(folder, source=source)
 
 
 def test_flags_that_contradict_each_other_are_one_sentence(folder):
@@ -213,9 +182,6 @@ def test_flags_that_contradict_each_other_are_one_sentence(folder):
 def test_large_vocabularies_are_stored_as_int32(folder):
     filler = [f"zz{n}" for n in range(65536 - len(PIECES))]
     write_lines(folder / "in" / "data.jsonl", [{"text": "a b"}])
-    (folder / "vocab.txt").write_text("\n".join(PIECES + filler[:-1]))
-    run(folder)
-    assert IndexedDataset(f"{folder}/out/x_text_document").dtype == "uint16"
     (folder / "vocab.txt").write_text("\n".join(filler + PIECES))
     run(folder)
     dataset = IndexedDataset(f"{folder}/out/x_text_document")
@@ -242,9 +208,6 @@ def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
         assert "x_text_sentence: 2 documents, 4 sequences, " in out and "2 empty, 2 bad lines" in out
         assert "Processed 6 documents (" in err and "MB/s)" in err
         assert "2 bad lines left out (the first: " in err
-    process = start(command(folder, "--json-keys", "title"), ROOT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and "no key 'title' (there is 'text')" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("num_lines", [3, 300])  # fewer and more than --max-bad-lines
@@ -264,17 +227,10 @@ def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
     (folder / "in" / "data.txt").write_bytes(
         b"\n\n".join([texts[0].encode(), b"bad \xff", texts[1].encode(), b"nul \0"])
     )
-    run(folder, "--split-sentences", "--json-keys", "body", "--workers", workers)
+    flags = ("--split-sentences", "--json-keys", "body")
+    run(folder, *flags)
     write_lines(folder / "data.jsonl", [{"body": text} for text in texts])
-    run(
-        folder,
-        "--split-sentences",
-        "--json-keys",
-        "body",
-        "--output-prefix",
-        folder / "j",
-        source=folder / "data.jsonl",
-    )
+    run(folder, *flags, "--output-prefix", folder / "j", source=folder / "data.jsonl")
     assert read_documents(f"{folder}/out/x_body_sentence") == read_documents(f"{folder}/j_body_sentence")
     bad = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
     assert [(entry["line"], entry["reason"]) for entry in bad] == [
@@ -283,17 +239,6 @@ def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
     ]
     with pytest.raises(UserError, match=r"data.txt is plain text, but --json-keys"):
         run(folder, "--json-keys", "a", "b")
-
-
-def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
-    records = [{"text": "fine"}] + [{"content": "a"}] * 150
-    write_lines(folder / "in" / "data.jsonl", records)
-    with pytest.raises(UserError, match="more than 100 bad lines.*: 101 so far, the first is .*no key 'text'"):
-        run(folder)
-    run(folder, "--max-bad-lines", 150)
-    assert read_documents(f"{folder}/out/x_text_document") == [[tokenizer.tokenize("fine")]]
-    bad = (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()
-    assert [json.loads(line)["line"] for line in bad] == list(range(2, 152))
 
 
 def test_megatrons_own_package_and_ours_are_imported_side_by_side():

@@ -55,16 +55,6 @@ def test_newlines_are_kept_with_the_sentence_they_follow_or_nowhere():
     assert SentenceSplitter("newline", keep_newlines=True)("\na\n\nb\n") == ["\na\n\n", "b\n"]
 
 
-def test_abbreviations_end_no_sentence():
-    text = "Dr. Smith paid $3.50 to Acme Inc. in Washington. It was 5 p.m. on Monday. Why? He left."
-    assert SentenceSplitter()(text) == [
-        "Dr. Smith paid $3.50 to Acme Inc. in Washington.",
-        "It was 5 p.m. on Monday.",
-        "Why?",
-        "He left.",
-    ]
-
-
 def test_a_splitter_that_does_not_exist_or_changes_the_text_is_one_sentence():
     for name, message in [
         ("punkt", "is neither nupunkt, sentencex, newline nor module:callable"),

@@ -18,7 +18,6 @@ LENGTHS = {"input_seq_len": 64, "target_seq_len": 32}
 def packed(tmp_path, count=60, **flags):
     path = write_json(tmp_path / "a.jsonl", pairs(count))
     train = read(word_tokenizer(), data_path=(path,), packing=True, **LENGTHS, **flags).train
-    train.close()
     return train.dataset
 
 
@@ -127,7 +126,6 @@ def test_an_epoch_of_an_encoder_has_each_example_once_with_its_label(task, tmp_p
     tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     alone, packed = (read(tokenizer, data_path=(path,), packing=packing, **flags).train for packing in (False, True))
-    alone.close(), packed.close()
     single, packed = alone.dataset.dataset.batch(np.arange(60)), packed.dataset
     expected = sorted(
         (ids[:length].tolist(), types[:length].tolist(), np.array(label).tolist())
@@ -160,7 +158,6 @@ def test_a_row_is_the_same_whatever_is_made_with_it(tmp_path, flags):
         rows = [{"text": row["source"], "label": row["label"]} for row in rows]
     path = write_json(tmp_path / "a.jsonl", rows)
     train = read(word_tokenizer(), data_path=(path,), packing=True, input_seq_len=64, **flags).train
-    train.close()
     numbers = np.arange(len(train.dataset))
     together = train.dataset.batch(numbers)
     for number in numbers:

@@ -25,8 +25,6 @@ def write(path, text):
     ("name", "bad", "flags", "reason"),
     [
         ("a.jsonl", '{"source": "w1"', {}, ":2: not valid JSON"),
-        ("a.jsonl", b'{"source": "\xff", "target": "w1"}', {}, ":2: not UTF-8 at byte 12"),
-        ("a.jsonl", "[1]", {}, ":2: a JSON list, not an object"),
         ("a.jsonl", '{"sauce": "w1", "target": "w2"}', {}, ":2: no field s, source, input, text, article (there is "
          "'sauce', 'target'): name it by --source_id"),
         ("a.jsonl", '{"source": "w1"}', {}, ":2: no field t, target, targets, output, summary"),
@@ -35,10 +33,8 @@ def write(path, text):
         ("a.jsonl", '{"source": "", "target": "w1"}', {}, ":2: 'source' is empty"),
         ("a.jsonl", '{"source": "w1", "targets": []}', {}, ":2: 'targets' is an empty list of references"),
         ("a.jsonl", '{"source": "w1", "targets": ["w1", ""]}', {}, ":2: 'targets' is empty"),
-        ("a.jsonl", '{"source": 3, "target": "w1"}', {}, ":2: 'source' is of type int, not a string"),
         ("a.jsonl", '{"source": "w1", "target": null}', {}, ":2: 'target' is of type NoneType, not a string"),
         ("a.jsonl", '{"translation": "w1"}', {}, ":2: 'translation' is of type str, not an object of two texts"),
-        ("a.jsonl", '{"source": "w1\\u0000", "target": "w1"}', {}, ":2: 'source' contains a NUL character"),
         ("a.jsonl", '{"source": "w1", "target": "\\ud800"}', {}, ":2: 'target' contains half of a surrogate pair"),
         ("b.jsonl", '{"text": "w1", "label": ""}', CLASSES, ":2: the label is empty"),
         ("b.jsonl", '{"text": "w1", "label": [1]}', CLASSES, ":2: the label [1] is neither a string nor an integer"),
@@ -65,7 +61,6 @@ def test_bad_row_is_a_sentence_with_its_place_and_may_be_left_out(name, bad, fla
     data = read(word_tokenizer(), data_path=(path,), max_bad_lines=1, **flags)
     assert len(data.train.dataset) == 2
     assert caplog.text.count(f"left out {path}{reason}") == 1
-    data.train.close()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +151,6 @@ def test_names_of_fields_that_no_model_reads_may_differ(tmp_path):
     first, second = write(tmp_path / "a.jsonl", LABEL), write(tmp_path / "b.jsonl", OTHER)
     data = read(word_tokenizer(), data_path=(first, second), valid_data_path=second, **CLASSES)
     assert len(data.train.dataset) == 2
-    data.train.close()
 
 
 def test_an_id_with_two_sources_is_named(tmp_path):
@@ -178,17 +172,13 @@ def test_labels_of_no_training_data_must_be_named(tmp_path):
         ("a.jsonl", "a.jsonl does not exist"),
         ("./x/a", "./x/a does not exist"),
         ("{tmp}", "has none of the train files"),
+        ("{tmp}/a.xml", r"a\.xml is none of \.jsonl"),
     ],
 )
 def test_paths_that_are_not_there_are_sentences(path, reason, tmp_path):
+    (tmp_path / "a.xml").touch()
     with pytest.raises(UserError, match=reason):
         read(word_tokenizer(), data_path=(path.format(tmp=tmp_path),))
-
-
-def test_a_file_of_another_kind_is_a_sentence(tmp_path):
-    path = write(tmp_path / "a.xml", "x")
-    with pytest.raises(UserError, match=r"a\.xml is none of \.jsonl"):
-        read(word_tokenizer(), data_path=(path,))
 
 
 def test_a_tokenizer_without_an_end_of_text_is_a_sentence(tmp_path):
@@ -231,7 +221,6 @@ def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
     found = [(example.group, example.name, example.targets) for example in data.splits["test"].examples]
     assert found == [(group, name, ("w1", "w2")) for group in ("t1", "t2") for name in ("i0", "i1")]
     assert "1 of the 3 tasks" in caplog.text and "(the first: gone)" in caplog.text
-    data.train.close()
 
 
 @pytest.mark.parametrize(
@@ -240,7 +229,6 @@ def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
         ({"t": task()}, ["gone", "away"], {}, "none of the 2 tasks that"),
         ({"t": task()}, None, {"sni_split": "official"}, "--sni_split"),
         ({"t": "{"}, None, {}, "t.json is no task of Super-Natural-Instructions"),
-        ({"t": "[]"}, None, {}, "t.json is no task of Super-Natural-Instructions"),
         ({"t": {"Definition": "x"}}, None, {}, "'Instances'"),
         ({"t": task(Instances=[])}, None, {}, "has no instance, no definition"),
         ({"t": task(Instances={"a": 1})}, None, {}, "copy it again"),
@@ -280,7 +268,6 @@ def test_an_explanation_that_is_null_is_none(tmp_path):
         folder = sni(tmp_path / name, {"t": task(**{"Positive Examples": [example]})})
         data = read(word_tokenizer(), data_path=(folder,), test_data_path=folder, **flags)
         sources.append([found.source for found in data.splits["test"].examples])
-        data.train.close()
     assert sources[0] == sources[1] and "Output: w4." in sources[0][0]
 
 

@@ -15,6 +15,13 @@ from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_jso
 ROWS = pairs(5)
 
 
+def encoded_labels(path, task="multi_label", **flags):
+    """Names of the labels of training data for an encoder, and the labels of its examples."""
+    flags = {"model_type": "encoder", "task": task, "batch_size": 2, "bucket_rows": 1, **flags}
+    data = read(word_tokenizer(), data_path=(path,), **flags)
+    return data.label_names, data.train.dataset.dataset.encoded.labels.tolist()
+
+
 def rows_of(path, split="train"):
     return [row.fields for row in read_rows(resolve(str(path), split), BadRows(0))]
 
@@ -141,11 +148,8 @@ def test_labels_of_a_row_are_a_list_or_text_with_commas(tmp_path):
     bad, names = BadRows(2), ("2", "a", "b", "c")
     found = [e.label for e in label_examples(path, LabelFields(several=True), bad, names=names)]
     assert found == [(1, 2), (), (0, 1), (1, 3), ()] and bad.count == 2
-    flags = {"model_type": "encoder", "task": "multi_label", "max_bad_lines": 2, "batch_size": 5, "bucket_rows": 1}
-    data = read(word_tokenizer(), data_path=(path,), **flags)
-    assert data.label_names == ("2", "a", "b", "c")
-    labels = data.train.dataset.dataset.encoded.labels
-    assert labels.tolist() == [[0, 1, 1, 0], [0] * 4, [1, 1, 0, 0], [0, 1, 0, 1], [0] * 4]
+    labels = [[0, 1, 1, 0], [0] * 4, [1, 1, 0, 0], [0, 1, 0, 1], [0] * 4]
+    assert encoded_labels(path, max_bad_lines=2) == (names, labels)
 
 
 def labels_of(rows, several=True, **options):
@@ -167,28 +171,22 @@ def test_a_zero_or_one_for_each_label_is_no_list_of_labels():
 def test_as_many_zeros_and_ones_as_label_names_are_multi_hot(tmp_path):
     rows = [[0, 1, 0], [1, 1, 0], [0, 0, 0], [True, False, True], [1.0, 0.0, 0.0], "0,0,1", ["c"]]
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in rows])
-    flags = {"model_type": "encoder", "task": "multi_label", "batch_size": 7, "bucket_rows": 1}
-    data = read(word_tokenizer(), data_path=(path,), label_names=("c", "a", "b"), **flags)
     expected = [[0, 1, 0], [1, 1, 0], [0] * 3, [1, 0, 1], [1, 0, 0], [0, 0, 1], [1, 0, 0]]
-    assert data.train.dataset.dataset.encoded.labels.tolist() == expected
+    assert encoded_labels(path, label_names=("c", "a", "b"))[1] == expected
 
 
 def test_lists_of_zeros_and_ones_without_label_names_are_refused(tmp_path):
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in ([0, 1], [1, 0])])
-    flags = {"model_type": "encoder", "task": "multi_label", "batch_size": 2, "bucket_rows": 1}
     with pytest.raises(UserError, match="the only labels are 0 and 1: give the names"):
-        read(word_tokenizer(), data_path=(path,), **flags)
-    data = read(word_tokenizer(), data_path=(path,), label_names=("0", "1"), **flags)  # which both rows name
-    assert data.train.dataset.dataset.encoded.labels.tolist() == [[1, 1], [1, 1]]
+        encoded_labels(path)
+    assert encoded_labels(path, label_names=("0", "1"))[1] == [[1, 1], [1, 1]]  # which both rows name
 
 
 def test_labels_1_and_1_0_are_one_class(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nw1,1.0\nw2,0\nw3,1\nw4,0.0\n")
-    flags = {"model_type": "encoder", "task": "classification", "batch_size": 4, "bucket_rows": 1}
-    data = read(word_tokenizer(), data_path=(tmp_path / "a.csv",), **flags)
-    assert data.label_names == ("0", "1")
-    given = read(word_tokenizer(), data_path=(tmp_path / "a.csv",), label_names=("1.0", "0.0"), **flags)
-    assert given.train.dataset.dataset.encoded.labels.tolist() == [0, 1, 0, 1]
+    path = tmp_path / "a.csv"
+    assert encoded_labels(path, "classification") == (("0", "1"), [1, 0, 1, 0])
+    assert encoded_labels(path, "classification", label_names=("1.0", "0.0"))[1] == [0, 1, 0, 1]
 
 
 def test_classes_of_a_dataset_have_their_names(tmp_path, monkeypatch):
@@ -198,13 +196,9 @@ def test_classes_of_a_dataset_have_their_names(tmp_path, monkeypatch):
     features = datasets.Features({"text": datasets.Value("string"), "label": label})
     rows = datasets.Dataset.from_dict({"text": ["w1", "w2", "w3"], "label": [1, 0, 1]}, features=features)
     rows.to_parquet(str(tmp_path / "train.parquet"))
-    flags = {"model_type": "encoder", "task": "classification", "batch_size": 3, "bucket_rows": 1}
     for source in (as_source(rows, "data_path"), str(tmp_path / "train.parquet")):
-        data = read(word_tokenizer(), data_path=(source,), **flags)
-        assert data.label_names == ("neg", "pos")
-        assert data.train.dataset.dataset.encoded.labels.tolist() == [1, 0, 1]
-        by_number = read(word_tokenizer(), data_path=(source,), label_names=("1", "0"), **flags)
-        assert by_number.train.dataset.dataset.encoded.labels.tolist() == [0, 1, 0]
+        assert encoded_labels(source, "classification") == (("neg", "pos"), [1, 0, 1])
+        assert encoded_labels(source, "classification", label_names=("1", "0"))[1] == [0, 1, 0]
 
 
 def test_labels_of_numpy_are_those_of_python():
@@ -218,7 +212,7 @@ def test_labels_of_numpy_are_those_of_python():
 def test_training_data_in_which_no_row_has_a_label_is_refused():
     rows = as_source([{"text": "w1 w2", "labels": []}] * 4, "data_path")
     with pytest.raises(UserError, match="no example in rows given as data_path has a label"):
-        read(word_tokenizer(), model_type="encoder", task="multi_label", data_path=(rows,), batch_size=2)
+        encoded_labels(rows)
 
 
 def test_the_table_of_mnli_has_premise_and_hypothesis(tmp_path):

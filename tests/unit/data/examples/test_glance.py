@@ -12,7 +12,7 @@ WRITTEN = {"task": "classification", "label_words": ("w7", "w8")}
 
 def log_of(caplog, path, **flags):
     with caplog.at_level(logging.INFO):
-        read(word_tokenizer(), data_path=(path,), **flags).train.close()
+        read(word_tokenizer(), data_path=(path,), **flags)
     return caplog.text
 
 
@@ -25,16 +25,11 @@ def test_labels_are_shown_with_their_counts_and_the_first_example_as_tokens(flag
     assert f"train: the first example: {shown}\n" in text
 
 
-def test_lengths_are_shown_by_percentiles_as_they_are_read(tmp_path, caplog):
-    rows = [{"source": " ".join(["w1"] * length), "target": "w2"} for length in range(1, 101)]
+def test_lengths_are_shown_by_percentiles_as_they_are_read_and_a_long_example_in_part(tmp_path, caplog):
+    rows = [{"source": " ".join(["w1"] * length), "target": "w2"} for length in range(100, 0, -1)]
     text = log_of(caplog, write_json(tmp_path / "a.jsonl", rows), input_seq_len=98)
+    assert f"the first example: {'w1 ' * 48}... (98 in all) -> w2 </s>\n" in text
     assert "train: tokens at 50 / 90 / 99 / 100 %: sources 52 / 92 / 98 / 98, targets 2 / 2 / 2 / 2\n" in text
-
-
-def test_a_long_example_is_shown_in_part(tmp_path, caplog):
-    rows = [{"source": " ".join(["w1"] * 99), "target": "w2"}]
-    text = log_of(caplog, write_json(tmp_path / "a.jsonl", rows))
-    assert f"the first example: {'w1 ' * 48}... (100 in all) -> w2 </s>\n" in text
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,6 @@ def test_worked_example_of_prefix_lm(mode):
     assert [lengths.tolist() for lengths in denoiser.lengths(np.array([3]))] == [[4 + bool(mode)], [3]]
 
 
-def test_worked_example_of_the_prefix_lm_dataset():
-    data = prefix_lm(source(range(10, 15)), inputs_length=6, targets_length=6)
-    rows = in_epoch_that_starts_at(data, 0, [[10, 11, 12, 1, 0], [1, 1, 1, 1, 0], [13, 14, 1, -100, -100]])
-    assert len(rows) == 1
-
-
 def test_worked_example_of_ul2():
     specs = [DenoiserSpec.parse(text) for text in ("R:2:0.4", "S:0.5")]
     modes = {"R": 90, "X": 91, "S": 92}
@@ -157,7 +151,7 @@ def test_worked_example_of_masked_lm():
 
 
 @every_objective
-@pytest.mark.parametrize("num_tokens", [33, 34, 35, 68, 997, 1240])
+@pytest.mark.parametrize("num_tokens", [33, 34, 997])
 def test_every_token_is_read_exactly_once_an_epoch(make, num_tokens):
     data = make(text(num_tokens))
     for epoch in range(3):
@@ -209,36 +203,19 @@ def test_epochs_and_seeds_differ(make):
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        (
-            span_corruption,
-            [
-                {"inputs_length": 33},
-                {"noise_density": 0.3},
-                {"mean_noise_span_length": 4.0},
-                {"sentinel_ids": SENTINELS[:50]},
-                {"eos_id": 2},
-            ],
-        ),
-        (prefix_lm, [{"inputs_length": 33}, {"targets_length": 16}, {"eos_id": 2}]),
-        (
-            ul2,
-            [
-                {"inputs_length": 49},
-                {"targets_length": 40},
-                {"specs": PAPER[:6]},
-                {"specs": PAPER[::-1]},
-                {"modes": {}},
-                {"modes": {**MODES, "S": 9_893}},
-                {"sentinel_ids": SENTINELS[:80]},
-            ],
-        ),
-        (causal_lm, [{"length": 33}, {"encoder_decoder": True}, {"eos_id": 2}]),
-        (mlm, [{"length": 33}, {"probability": 0.2}, {"mask_id": 9_998}, {"special_ids": [0, 1]}]),
-        (in_buckets, [{"bucket_rows": 8}, {"specs": PAPER[:6]}]),
+        (span_corruption, {"inputs_length": 33, "noise_density": 0.3, "mean_noise_span_length": 4.0, "eos_id": 2}),
+        (span_corruption, {"sentinel_ids": SENTINELS[:50]}),
+        (prefix_lm, {"inputs_length": 33, "targets_length": 16, "eos_id": 2}),
+        (ul2, {"inputs_length": 49, "targets_length": 40, "specs": PAPER[:6], "modes": {}}),
+        (ul2, {"specs": PAPER[::-1], "modes": {**MODES, "S": 9_893}, "sentinel_ids": SENTINELS[:80]}),
+        (causal_lm, {"length": 33, "encoder_decoder": True, "eos_id": 2}),
+        (mlm, {"length": 33, "probability": 0.2, "mask_id": 9_998, "special_ids": [0, 1]}),
+        (in_buckets, {"bucket_rows": 8, "specs": PAPER[:6]}),
     ],
 )
 def test_fingerprint_names_data_objective_and_seed(make, changes):
-    prints = [make(text(1000), **change).fingerprint for change in [{}, {"seed": 1}, *changes]]
+    single = [{name: value} for name, value in changes.items()]
+    prints = [make(text(1000), **change).fingerprint for change in [{}, {"seed": 1}, *single]]
     prints += [make(source(np.arange(10, 1010), "other")).fingerprint]
     assert len(set(prints)) == len(prints) and make(text(1000)).fingerprint == prints[0]
 
@@ -288,8 +265,6 @@ def test_denoisers_have_their_shares_and_their_modes():
     batch = data.batch(np.arange(len(data)))
     counts = Counter(batch["input_ids"][:, 0].tolist())
     assert [round(counts[mode] / len(data), 2) for mode in MODES.values()] == [0.27, 0.53, 0.2]
-    shares = np.bincount(build_schedule([spec.weight for spec in PAPER])) / 15
-    np.testing.assert_allclose(shares, [2 / 15] * 6 + [3 / 15])
 
 
 @pytest.mark.parametrize(
@@ -319,7 +294,7 @@ def test_denoisers_read_as_much_as_fits():
 
 @pytest.mark.parametrize(
     ("make", "bucket_rows", "rows", "low", "high"),
-    [(prefix_lm, 8, 8, 0, 0.07), (ul2, 64, 64, 0, 0.07), (prefix_lm, 1, 32, 0.2, 0.6), (prefix_lm, 8, 32, 0.2, 0.6)],
+    [(prefix_lm, 8, 8, 0, 0.07), (ul2, 64, 64, 0, 0.07), (prefix_lm, 8, 32, 0.2, 0.6)],
 )
 def test_padding_of_micro_batches_is_small_where_they_are_buckets(make, bucket_rows, rows, low, high):
     data = make(source(np.full(900_000, 20)), inputs_length=256, targets_length=256)

@@ -36,32 +36,6 @@ def test_worked_example_of_the_docstring():
     assert targets.tolist() == [[99, 13, 14, 98, 19, 1]]
 
 
-def test_rows_of_a_batch_are_corrupted_independently():
-    counts = count_spans(60, 0.3, 3.0)
-    spans = draw(counts, 50)
-    tokens = np.random.default_rng(0).integers(200, 300, (50, 60))
-    inputs, targets = corrupt(tokens, spans, SENTINELS, 1)
-    assert inputs.shape == (50, counts.inputs_length) and targets.shape == (50, counts.targets_length)
-    for row in range(50):
-        alone = corrupt(tokens[row : row + 1], spans[row : row + 1], SENTINELS, 1)
-        np.testing.assert_array_equal(inputs[row], alone[0][0])
-        np.testing.assert_array_equal(targets[row], alone[1][0])
-
-
-def test_inputs_and_targets_together_hold_every_token_in_order():
-    counts = count_spans(60, 0.3, 3.0)
-    tokens = np.random.default_rng(0).integers(200, 300, (20, 60))
-    for row, inputs, targets in zip(tokens, *corrupt(tokens, draw(counts, 20), SENTINELS, 1), strict=True):
-        pieces = {}
-        for token in targets[:-1].tolist():
-            if token < 200:
-                pieces[token] = span = []
-            else:
-                span.append(token)
-        restored = [t for token in inputs[:-1].tolist() for t in pieces.get(token, [token])]
-        assert restored == row.tolist()
-
-
 @pytest.mark.parametrize(
     ("inputs_length", "noise_density", "mean_length", "expected"),
     [  # printed by t5 0.9.4
@@ -90,7 +64,7 @@ def test_number_of_noise_tokens_rounds_in_float32():
 @pytest.mark.parametrize("mean_length", [1.5, 2.5, 3.0, 10.0])
 @pytest.mark.parametrize("noise_density", [0.1, 0.15, 0.3, 0.5])
 def test_planned_segments_always_fit_and_never_waste_more_than_one_place(noise_density, mean_length):
-    for inputs_length in range(8, 700):
+    for inputs_length in range(8, 700, 5):
         counts = plan_spans(inputs_length, noise_density, mean_length, num_sentinels=10_000)
         assert inputs_length - 1 <= counts.inputs_length <= inputs_length
 
@@ -135,39 +109,6 @@ def test_span_lengths_follow_the_closed_form():
         for place in (0, s // 2, s - 1):  # first, middle and last spans are alike
             exact = comb(total - 2, s - 2) / comb(total - 1, s - 1)
             assert abs((spans[:, place] == 1).mean() - exact) < 4.5 * (exact * (1 - exact) / num_rows) ** 0.5
-
-
-def noise_rate(position, counts):
-    """P(token is noise), summed over how many noise tokens come before it and which noise span it lies in."""
-    n, m, s = counts.num_noise_tokens, counts.num_nonnoise_tokens, counts.num_spans
-    ways, favourable = comb(n - 1, s - 1) * comb(m - 1, s - 1), 0
-    for before in range(position + 1):  # noise tokens among the first `position`
-        others = position - before  # non-noise tokens among them
-        if before >= n or others > m:
-            continue
-        for span in range(1, s + 1):  # the token lies in noise span `span`: `span` non-noise spans are over
-            # the first `span` non-noise parts sum to `others`, the rest to m - others
-            nonnoise = compositions(others, span) * compositions(m - others, s - span)
-            # noise part boundaries: exactly span - 1 cuts at or before `before`, the rest after it
-            cuts = comb(before, span - 1) * comb(n - 1 - before, s - span)
-            favourable += nonnoise * cuts
-    return favourable / ways
-
-
-def compositions(total, parts):
-    if parts == 0:
-        return int(total == 0)
-    return comb(total - 1, parts - 1) if total >= parts else 0
-
-
-def test_rate_of_noise_at_each_position_follows_the_closed_form():
-    counts, num_rows = count_spans(40, 0.3, 3.0), 20_000
-    exact = np.array([noise_rate(position, counts) for position in range(40)])
-    assert exact[0] == 0 and exact[-1] == 1 and exact.sum() == pytest.approx(counts.num_noise_tokens)
-    inner = slice(1, -1)
-    error = np.sqrt(exact * (1 - exact) / num_rows)[inner]
-    z = (noise_masks(draw(counts, num_rows)).mean(axis=0) - exact)[inner] / error
-    assert np.abs(z).max() < 4.5 and 0.7 < np.sqrt((z**2).mean()) < 1.4
 
 
 def test_more_spans_than_sentinels_is_refused_with_the_numbers():

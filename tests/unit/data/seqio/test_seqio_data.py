@@ -89,7 +89,7 @@ def test_a_row_of_the_worker_becomes_a_row_of_the_model():
     assert {values.dtype for values in batch.values()} == {np.dtype(np.int64)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_global_batches_are_the_same_for_any_number_of_workers(start, world_size):
     sources = loaders(start(clients=world_size), world_size, rows=12 // world_size)
     stream = np.concatenate(list(global_batches(sources, 20)))
@@ -97,16 +97,14 @@ def test_global_batches_are_the_same_for_any_number_of_workers(start, world_size
     assert {source.consumed_samples for source in sources} == {240}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_seek_is_as_if_all_before_had_been_yielded(start, world_size):
-    sources = loaders(start(clients=world_size), world_size)
-    rows = 3 * world_size
+def test_seek_is_as_if_all_before_had_been_yielded(start):
+    sources = loaders(start(clients=2), 2)
     for position in (0, 100, 7, 7):
         for source in sources:
             source.seek(position)
         found = np.concatenate(list(global_batches(sources, 5)))
-        np.testing.assert_array_equal(found, position + np.arange(5 * rows))
-        assert sources[0].consumed_samples == position + 5 * rows
+        np.testing.assert_array_equal(found, position + np.arange(30))
+        assert sources[0].consumed_samples == position + 30
 
 
 def test_workers_of_one_machine_must_ask_for_the_same(start):
@@ -309,7 +307,6 @@ def test_settings_that_t5_would_treat_wrongly_in_silence(vocab, settings, senten
     ("settings", "sentence"),
     [
         ({"data_path": ("text.txt",)}, "--data_path is not for --task tasks:numbers"),
-        ({"valid_data_path": "text.txt"}, "--valid_data_path is not for --task tasks:numbers"),
         ({"data_pipeline": "native"}, "--data_pipeline native is not for"),
         ({"streaming": True}, "--streaming is not for"),
         ({"vocab": None}, "needs --vocab"),

@@ -13,9 +13,7 @@ import pytest
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming.text import MixedPlan, Position, StreamPlan, StreamText
 from lm_experiments_tools.data.streaming.worker import StreamTokens
-from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.records import read_shard
-from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.errors import UserError
@@ -153,18 +151,6 @@ def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
         OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
     ):
         next(iter(StreamText(plan, 0, Position(), "text", 0, "")))
-
-
-def test_a_dataset_is_known_by_its_files(parquet):
-    assert [entry.split(":")[0] for entry in hf_datasets.identity(parquet)] == [
-        f"train-{number:05d}-of-00006.parquet" for number in range(6)
-    ]
-    assert hf_datasets.split_name("a/b") == ("a/b", None, "train")
-    assert hf_datasets.split_name("a/b:en:test") == ("a/b", "en", "test")
-    shards = plan_shards([f"{parquet}::train"])
-    assert len(shards) == 6
-    rows = list(read_shard(shards[3], skip=600))
-    assert [row.value for row in rows] == TEXTS[3::6][600:]
 
 
 @pytest.fixture(scope="module")

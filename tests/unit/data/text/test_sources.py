@@ -48,9 +48,10 @@ def test_every_ending_is_read_in_capitals_and_compressed(folder):
         "e.ndjson.xz": lzma.compress(line("e")),
         "f.TXT": b"f",
     }
-    for name, content in contents.items():
+    for name, content in {**contents, ".hidden.txt": b"x", ".cache/x.txt": b"x", "sub/g.txt": b"g"}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    assert texts(folder) == ["a", "b", "c", "d", "d2", "e", "f"]
+    assert texts(folder) == ["a", "b", "c", "d", "d2", "e", "f", "g"]
     for name in contents:
         assert texts(folder / name)[0] == name[0]
 

@@ -9,7 +9,7 @@ from tests.helpers.token_toys import make_texts, write_jsonl
 
 
 def test_a_large_text_is_cut_into_no_more_shards_than_asked_for(tmp_path):
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl", make_texts(3000)[i::3]) for i in range(3)]
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", make_texts(900)[i::3]) for i in range(3)]
     shards = plan_shards(paths, 2000, max_shards=20)
     assert 15 < len(shards) <= 23 and [shard.path for shard in shards if not shard.start] == paths
     assert plan_shards(paths, 2000, max_shards=10_000) == plan_shards(paths, 2000)

@@ -20,7 +20,7 @@ from lm_experiments_tools.errors import UserError
 from megatron.encoding import EncodingArgs, SentenceEncoder
 from tests.helpers.token_toys import read_documents, write_tokens
 
-MUTATIONS_PER_FILE = 450
+MUTATIONS_PER_FILE = 250
 # code of the format -> (bytes, struct character); the others of the format are floating point
 DTYPES = {1: (1, "B"), 2: (1, "b"), 3: (2, "h"), 4: (4, "i"), 5: (8, "q"), 8: (2, "H")}
 NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -123,7 +123,7 @@ def test_a_mutated_token_file_is_refused_in_a_sentence_or_opens_to_what_it_says(
         assert (dataset.dtype.name, found) == expected
         assert dataset.num_documents == len(found) and dataset.num_tokens == sum(map(len, sequences))
         outcomes["opened"] += 1
-    assert outcomes["refused"] > 200 and outcomes["opened"] > 10, outcomes
+    assert outcomes["refused"] > 100 and outcomes["opened"] > 3, outcomes
 
 
 def test_a_mutated_sidecar_is_refused_or_contradicts_nothing(tmp_path):
@@ -143,7 +143,7 @@ def test_a_mutated_sidecar_is_refused_or_contradicts_nothing(tmp_path):
         else:
             assert found == json.loads(bad) and all(found.get(key, value) == value for key, value in meta.items())
             outcomes["opened"] += 1
-    assert outcomes["refused"] > 100 and outcomes["opened"] > 5, outcomes
+    assert outcomes["refused"] > 100 and outcomes["opened"] > 3, outcomes
 
 
 # JSON lines
@@ -225,7 +225,7 @@ def test_of_mutated_json_lines_every_bad_one_is_named_and_every_good_one_kept(tm
     good = "".join(json.dumps(record, ensure_ascii=ensure_ascii) + "\n" for record in RECORDS * 2).encode()
     path = tmp_path / "data.jsonl"
     outcomes = Counter()
-    for number in range(300):
+    for number in range(150):
         content = mutate_lines(rng, good) if number else good
         path.write_bytes(content)
         lines = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
@@ -255,4 +255,4 @@ def test_of_mutated_json_lines_every_bad_one_is_named_and_every_good_one_kept(tm
         named = [item.line for item in items if isinstance(item, Rejected)]
         assert named == [n for n, parts in strings if parts is None or not parts[0].strip()], content
         outcomes.update(bad=len(bad), good=len(texts), clean=not bad)
-    assert outcomes["bad"] > 200 and outcomes["good"] > 2000 and outcomes["clean"] > 20, outcomes
+    assert outcomes["bad"] > 100 and outcomes["good"] > 1000 and outcomes["clean"] > 10, outcomes

@@ -90,28 +90,14 @@ def test_merged_shards_are_byte_for_byte_one_run(shards, whole, tmp_path, monkey
     assert sorted(path.suffix for path in tmp_path.iterdir() if path.stem == "n") == [".bin", ".idx", ".json"]
 
 
-def test_the_index_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "_CHECK_BLOCK", 100)
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, 9, rng.integers(0, 3)).tolist() for _ in range(5000)]
-    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        for sequence in sequences:
-            writer.add_sequence(sequence)
-            writer.end_document()
-        assert len(writer._lengths) == 5000
-    dataset = IndexedDataset(tmp_path / "x")
-    assert [dataset[i].tolist() for i in range(5000)] == sequences
-    assert dataset.document_indices.tolist() == list(range(5001))
-
-
-@pytest.mark.parametrize("count", [1, 7, 40])
+@pytest.mark.parametrize("count", [7, 20])
 def test_shards_tile_the_text_however_many_there_are(text, whole, tmp_path, count):
     for number in range(count):
         tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "t", workers=1, shard=(number, count))
     assert merge_datasets([str(tmp_path / "t")], tmp_path / "m")["num_documents"] == 1498
     assert files(tmp_path / "m") == files(whole)
-    if count == 40:  # more than there are shards of 64 KB: some are empty
-        assert len(plan_shards([str(text / "in")], 1 << 16)) < 40
+    if count == 20:  # more than there are shards of 64 KB: some are empty
+        assert len(plan_shards([str(text / "in")], 1 << 16)) < 20
 
 
 def test_shards_of_a_dataset_are_its_files(text, tmp_path):
@@ -161,10 +147,6 @@ def test_tokens_of_other_text_are_replaced_only_when_told_to(text, tmp_path, cap
     assert main.main(command) == 2 and files(output) == before
     assert "b.jsonl with the vocabulary" in (said := capsys.readouterr().err) and "give --overwrite" in said
     assert main.main([*command, "--overwrite"]) == 0 and files(output) != before
-    for name in "ab":  # nothing says what they were made of
-        (tmp_path / f"{name}.json").unlink()
-    with pytest.raises(UserError, match="not of unknown text with unknown"):
-        merge_datasets([str(tmp_path / "a"), str(tmp_path / "b")], output)
 
 
 def damage(prefix):
@@ -185,7 +167,7 @@ def forget_shard(prefix):
 
 def of_other_vocabulary(prefix):
     meta = json.loads(Path(f"{prefix}.json").read_text())
-    Path(f"{prefix}.json").write_text(json.dumps(meta | {"vocab_sha256": "0" * 64}))
+    Path(f"{prefix}.json").write_text(json.dumps(meta | {"vocab_sha256": "0" * 64, "vocab_size": 10**5}))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +211,7 @@ def test_shards_of_other_text_or_settings_would_overlap(text, shards, tmp_path):
         merge_datasets([*each(shards), str(tmp_path / "u")], tmp_path / "m")
 
 
-@pytest.mark.parametrize("end", [0, -1])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("kind", "end"), [("jsonl", -1), ("parquet", 0)])
 def test_shards_of_a_text_and_of_its_edit_of_the_same_size_are_not_merged(tmp_path, kind, end):
     texts = make_texts(300)
     edited = list(texts)
@@ -262,15 +243,7 @@ def test_shards_of_a_text_and_of_its_edit_of_the_same_size_are_not_merged(tmp_pa
 
 
 def test_flags_that_make_no_sense_are_one_sentence(text, shards, tmp_path, capsys):
-    tokenize = [
-        "tokenize",
-        "--input",
-        str(text / "in"),
-        "--vocab",
-        str(text / "v.model"),
-        "--output",
-        str(tmp_path / "t"),
-    ]
+    tokenize = ["tokenize", "--input", str(text / "in"), "--vocab", str(text / "v.model"), "--output", "t"]
     for command, message in [
         ([*tokenize, "--shard", "3"], "--shard 3 is not i/n"),
         ([*tokenize, "--shard", "-1/3"], "is not i/n"),
@@ -351,16 +324,6 @@ def test_what_is_null_is_not_recorded(tmp_path, key):
 def token_file(prefix, dtype=np.uint16, documents=1, **meta):
     write_tokens(prefix, [[[1]]] * documents, dtype, meta or None)
     return str(prefix)
-
-
-def test_of_files_of_two_vocabularies_the_vocabularies_are_named_whatever_else_differs(tmp_path):
-    ours = token_file(tmp_path / "a", append_eos=True, vocab_sha256="aa", vocab_size=100)
-    theirs = token_file(tmp_path / "b", np.int32, append_eos=False, vocab_sha256="bb", vocab_size=100_000)
-    with pytest.raises(UserError, match=r"differ in the vocabulary"):
-        merge_datasets([ours, theirs], tmp_path / "m")
-    theirs = token_file(tmp_path / "b", np.int32, append_eos=True, vocab_sha256="aa", vocab_size=100)
-    with pytest.raises(UserError, match="differ in dtype"):
-        merge_datasets([ours, theirs], tmp_path / "m")
 
 
 def test_files_without_a_document_are_not_merged_into_another(tmp_path, capsys):

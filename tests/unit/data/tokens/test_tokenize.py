@@ -56,49 +56,16 @@ def test_ids_are_those_of_sentencepiece(tmp_path, vocab):
 def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monkeypatch):
     folder = tmp_path / "in"
     folder.mkdir()
-    write_jsonl(folder / "a.jsonl", make_texts(900, 1))
-    (folder / "b.txt").write_text("\n\n".join(make_texts(900, 2)))
+    write_jsonl(folder / "a.jsonl", make_texts(300, 1))
+    (folder / "b.txt").write_text("\n\n".join(make_texts(300, 2)))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a model of memory"}\n' * 50))
     results = []
-    for workers, shard_bytes in ((1, 1 << 30), (1, 5000), (2, 20_000), (3, 7777)):
+    for workers, shard_bytes in ((1, 1 << 30), (1, 3000), (3, 7777)):
         monkeypatch.setattr(module, "plan_shards", lambda inputs, size=shard_bytes: plan_shards(inputs, size))
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=workers)
         results.append(files(tmp_path / "t"))
-    assert results[1:] == results[:1] * 3
-    assert len(results[0][0]) > 20_000
-
-
-def test_finished_shards_survive_a_kill_and_are_not_done_again(tmp_path, vocab, small_shards, monkeypatch):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
-    tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
-    done = []
-    real = pipeline.encode_shard
-
-    def stop_after(limit):
-        def encode_shard(shard, prefix, *rest):
-            if len(done) >= limit:
-                raise KeyboardInterrupt
-            done.append(shard.start)
-            return real(shard, prefix, *rest)
-
-        monkeypatch.setattr(pipeline, "encode_shard", encode_shard)
-
-    num_shards = len(plan_shards([data], 20_000))
-    assert num_shards >= 4
-    for limit in (2, 3):
-        stop_after(limit)
-        with pytest.raises(KeyboardInterrupt):
-            tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-        assert not dataset_exists(tmp_path / "t")
-    # shards that were damaged meanwhile are made again, also where a power cut left the size without the content
-    for number, lost in ((1, lambda content: content[:-1]), (2, lambda content: bytes(len(content)))):
-        damaged = tmp_path / "t.shards" / f"{number:06d}.bin"
-        damaged.write_bytes(lost(damaged.read_bytes()))
-    stop_after(10**6)
-    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    assert len(done) == num_shards + 2 and done.count(done[1]) == done.count(done[2]) == 2
-    assert files(tmp_path / "t") == files(tmp_path / "whole")
-    assert not (tmp_path / "t.shards").exists()
+    assert results[1:] == results[:1] * 2
+    assert len(results[0][0]) > 7000
 
 
 def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
@@ -108,16 +75,6 @@ def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or fsync(descriptor))
     assert tokenize_corpus([str(tmp_path)], vocab, tmp_path / "t", workers=1)["num_documents"] == 40
     assert len(synced) < 10
-
-
-def test_shards_of_another_plan_are_not_used(tmp_path, vocab, small_shards, monkeypatch):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline.EncodedWriter, "add_shard", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    tokenize_corpus([data], vocab, tmp_path / "t", workers=1, append_eos=True)
-    assert all(ids[-1] == 1 for ids in sequences(tmp_path / "t"))
 
 
 @pytest.mark.parametrize("name", ["plan.json", ".plan.json.tmp0123456789ab"])  # the second: of a kill
@@ -172,7 +129,7 @@ def group_members(group):
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for left-over processes in /proc")
 def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(tmp_path, vocab):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(20_000))
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(6000))
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
     process = start(tmp_path, data, vocab, tmp_path / "t")
     while not list((tmp_path / "t.shards").glob("*.idx")):
@@ -192,7 +149,7 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
 
 
 def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_shards, monkeypatch):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3000))
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(400))
     start = Worker.__init__
 
     def start_and_kill(worker, *args):
@@ -205,23 +162,21 @@ def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_shards, monkeypatc
         tokenize_corpus([data], vocab, tmp_path / "t", workers=2)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path, vocab, small_shards, workers):
-    texts = make_texts(1500)
-    lines = [json.dumps({"text": text}) for text in texts]
-    bad = [0, 700, 701, 1499]
+def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path, vocab, small_shards):
+    lines = [json.dumps({"text": text}) for text in make_texts(500)]
+    bad = [0, 240, 241, 499]
     for number in bad:
         lines[number] = '{"text": 5}'
     data = tmp_path / "d.jsonl"
     data.write_text("\n".join(lines) + "\n")
-    meta = tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=workers, max_bad_lines=4)
-    assert meta["bad_lines"] == 4 and meta["num_documents"] == 1496
+    meta = tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=2, max_bad_lines=4)
+    assert meta["bad_lines"] == 4 and meta["num_documents"] == 496
     listed = [json.loads(line) for line in (tmp_path / "t.bad_lines.jsonl").read_text().splitlines()]
     assert [(entry["file"], entry["line"]) for entry in listed] == [(str(data), number + 1) for number in bad]
     with pytest.raises(UserError, match=r"more than 3 bad lines: 4 .*d\.jsonl:1: 'text' is of type int"):
-        tokenize_corpus([str(data)], vocab, tmp_path / "u", workers=workers, max_bad_lines=3)
+        tokenize_corpus([str(data)], vocab, tmp_path / "u", workers=1, max_bad_lines=3)
     assert not dataset_exists(tmp_path / "u") and (tmp_path / "u.bad_lines.jsonl").is_file()
-    tokenize_corpus([str(data)], vocab, tmp_path / "u", workers=workers, max_bad_lines=None)
+    tokenize_corpus([str(data)], vocab, tmp_path / "u", workers=1, max_bad_lines=None)
     assert files(tmp_path / "u") == files(tmp_path / "t")
 
 
@@ -304,56 +259,6 @@ def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path
     changed = ensure_tokenized(data, vocab, cache)
     assert changed != first and len(IndexedDataset(changed)) == 21
     assert {path.suffix for path in cache.iterdir()} == {".bin", ".idx", ".json"}
-
-
-def test_tokens_of_a_dataset_are_not_those_of_its_former_files(tmp_path, vocab):
-    pytest.importorskip("datasets")
-    write_table = pytest.importorskip("pyarrow.parquet").write_table
-    table = pytest.importorskip("pyarrow").table
-    folder, cache = tmp_path / "parquet", tmp_path / "cache"
-    folder.mkdir()
-    found, sources = [], []
-    for texts in (["the a of model"], ["the a of token"], ["model token language memory"] * 3):
-        write_table(table({"text": texts}), folder / "train-00000-of-00001.parquet", compression="none")
-        found.append(sequences(ensure_tokenized(str(folder), vocab, cache, workers=1)))
-        origin = tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1, shard=(0, 2))
-        sources.append(origin["shard"]["source"])
-    assert len(found[0]) == len(found[1]) == 1 and found[0] != found[1] and len(found[2]) == 3
-    assert sources[2] not in sources[:2]
-
-
-WITHOUT_TORCH = """
-import sys
-
-class NoTorch:
-    def find_spec(self, name, *_):
-        if name in ("torch", "transformers"):
-            sys.exit(f"{name} was imported")
-
-sys.meta_path.insert(0, NoTorch())
-from lm_experiments_tools.config.cli import run_main
-from run_t5_pretraining import main
-run_main(main)
-"""
-
-
-def test_a_run_with_another_vocabulary_is_refused_before_torch_is_imported(tmp_path, vocab):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(90))
-    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    train_vocab([data], 150, tmp_path / "other.model")
-    flags = ["--model_cfg", "t5-small", "--lr", "1", "--working_dir", str(tmp_path), "--vocab", "other.model"]
-    for paths in (
-        ["--data_path", "t"],
-        ["--data_path", data, "t.idx"],
-        ["--data_path", data, "--valid_data_path", "t"],
-    ):
-        process = subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, *flags, *paths],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert process.returncode == 2 and process.stderr.startswith(
-            f"error: the tokens {tmp_path}/t were made with the vocabulary {vocab} (sha256 "
-        )
 
 
 def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, vocab):
