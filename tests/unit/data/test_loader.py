@@ -78,7 +78,7 @@ def test_targets_length_is_a_limit(caplog):
     with caplog.at_level(logging.INFO):
         assert dataset(5000, 512, targets_length=192).targets_length == 114
     assert "114 tokens long, not 192" in caplog.text
-    with pytest.raises(UserError, match="targets_length 113 .--target_seq_len. would cut the targets"):
+    with pytest.raises(UserError, match=r"targets_length 113 \(--target_seq_len\) would cut the targets"):
         dataset(5000, 512, targets_length=113)
 
 
@@ -126,7 +126,7 @@ def test_no_tokens_and_foreign_tokens_are_refused():
 
 
 def test_too_few_sentinels_are_refused():
-    with pytest.raises(UserError, match="28 noise spans .* 20 sentinels"):
+    with pytest.raises(UserError, match=r"28 noise spans .* 20 sentinels"):
         dataset(5000, 512, sentinel_ids=SENTINELS[:20])
 
 

@@ -288,7 +288,7 @@ def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
 def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
     records = [{"text": "fine"}] + [{"content": "a"}] * 150
     write_lines(folder / "in" / "data.jsonl", records)
-    with pytest.raises(UserError, match="more than 100 bad lines.*: 101 so far, the first is .*no key 'text'"):
+    with pytest.raises(UserError, match=r"more than 100 bad lines.*: 101 so far, the first is .*no key 'text'"):
         run(folder)
     run(folder, "--max-bad-lines", 150)
     assert read_documents(f"{folder}/out/x_text_document") == [[tokenizer.tokenize("fine")]]

@@ -172,7 +172,7 @@ def test_without_network_a_name_of_the_hub_is_refused_at_once(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    with pytest.raises(UserError, match="nobody/nothing: there is no such folder.*HF_HUB_OFFLINE"):
+    with pytest.raises(UserError, match=r"nobody/nothing: there is no such folder.*HF_HUB_OFFLINE"):
         load_tokenizer(toy_args("nobody/nothing"))
 
 

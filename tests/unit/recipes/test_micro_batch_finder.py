@@ -84,7 +84,7 @@ def test_an_optimizer_without_room_says_so(monkeypatch):
         def step(self, closure=None):
             torch.empty(2**60, dtype=torch.uint8)
 
-    with pytest.raises(RunError, match="out of memory in an update.*DefaultCPUAllocator"):
+    with pytest.raises(RunError, match=r"out of memory in an update.*DefaultCPUAllocator"):
         found(monkeypatch, Hungry(24), optimizer=Greedy)
 
 

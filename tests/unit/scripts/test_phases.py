@@ -277,7 +277,7 @@ def test_bert_keeps_its_place_under_another_mask_rate_and_over_a_kill_at_the_bor
 def test_a_phase_begins_nowhere_but_at_the_end_of_the_one_before(work):
     phases = [{"iters": 2}, {"iters": 2, "lr": 1e-3}, {"iters": 2, "lr": 1e-4}]
     start(phases=phases)
-    with pytest.raises(UserError, match="phase 2 begins at step 2, but .*step_000006 is of phase 3 and step 6"):
+    with pytest.raises(UserError, match=r"phase 2 begins at step 2, but .*step_000006 is of phase 3 and step 6"):
         start(phases=phases, resume="run/checkpoints/step_000002")
     assert ended("run")[2]["step"] == 6
 
@@ -291,8 +291,6 @@ def test_phases_start_from_a_model(work):
 
 def test_the_mean_that_lacks_a_checkpoint_is_named_and_nothing_is_lost(work):
     start(iters=6, keep_checkpoints=1)
-    with pytest.raises(
-        UserError, match="--average 3 needs step_000004, step_000006, .*|--average 3 needs step_000004"
-    ):
+    with pytest.raises(UserError, match="--average 3 needs step_000004"):
         start(iters=8, average=3, keep_checkpoints=1)
     assert ended("run")[2]["step"] == 8

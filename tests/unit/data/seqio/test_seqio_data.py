@@ -130,7 +130,7 @@ def test_a_killed_worker_is_a_sentence_on_each_process(start, tmp_path):
     sources = loaders(worker, 2)
     list(global_batches(sources, 1))
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match="killed by SIGKILL.*worker.log"):
+    with pytest.raises(RunError, match=r"killed by SIGKILL.*worker\.log"):
         list(islice(sources[0], 10_000))
     with pytest.raises(RunError, match="the process that started it says why"):
         list(islice(sources[1], 10_000))

@@ -96,7 +96,7 @@ def test_a_stream_of_a_text_that_changes_ends_and_copies_on_other_machines_do_no
     plan = StreamPlan.make([str(data)], 2, seed=3)
     os.utime(data, ns=(1, 1))  # the time of a copy
     assert len(documents_of(plan.on_this_machine(), 1)) > 100
-    with pytest.raises(UserError, match="data.jsonl was changed while it was being read"):
+    with pytest.raises(UserError, match=r"data\.jsonl was changed while it was being read"):
         documents_of(plan, 1)
     text = data.read_text()
     for changed in ('{"text": "new"}\n' + text, None):

@@ -171,7 +171,7 @@ def test_masking_needs_a_mask_token_or_a_sentinel(tmp_path):
     assert mask_id(with_mask) == with_mask.mask_id == with_mask.find("[MASK]")
     assert mask_id(Vocabulary.load("bytes")) == 259
     neither = Vocabulary.load(byte_level_tokenizer(tmp_path / "b.json", special=("</s>", "<pad>")))
-    with pytest.raises(UserError, match="has neither .MASK. nor <mask> nor a sentinel"):
+    with pytest.raises(UserError, match=r"has neither \[MASK\] nor <mask> nor a sentinel"):
         mask_id(neither)
 
 
