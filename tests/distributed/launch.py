@@ -206,15 +206,12 @@ def _without_accelerate(options: list[str], extra: dict[str, str]) -> tuple[list
     """(torchrun, script with arguments, variables) that `accelerate launch` makes of its options."""
     from accelerate.commands import launch
 
-    with mock.patch.dict(os.environ, environment(**extra), clear=True):
-        args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(options))
-        if args.use_deepspeed:
-            _, variables = launch.prepare_deepspeed_cmd_env(args)
-        else:
-            variables = launch.prepare_multi_gpu_env(args)
-    command = [args.training_script, *args.training_script_args]
-    ours = {name: value for name, value in variables.items() if name.startswith(LAUNCHER_VARIABLES)}
-    return torchrun(args.num_processes), command, {**extra, **ours}
+    with mock.patch.dict(os.environ, environment(**extra), clear=True), mock.patch("torch.distributed.run.run") as run:
+        variables: dict[str, str] = {}
+        run.side_effect = lambda _: variables.update(os.environ)
+        launch.launch_command(launch.launch_command_parser().parse_args(options))
+    (args,) = run.call_args.args
+    return torchrun(int(args.nproc_per_node)), [args.training_script, *args.training_script_args], variables
 
 
 def kill_after(kind: str, command: list[object], appears: Path, timeout: float) -> None:

@@ -140,7 +140,7 @@ def test_the_backend_is_what_was_asked_for(results, kind):
 
 
 @pytest.mark.parametrize("kind", slow(OTHERS, "zero1", "zero2"))
-def test_20_adamw_steps_equal_one_process(results, kind, record_property):
+def test_adamw_steps_equal_one_process(results, kind, record_property):
     """Accumulation, clipping, ragged steps and a skipped one; the norm is of the reduced gradient before clipping."""
     alone, together = results.of("alone", "trained")[0]["steps"], results.of(kind, "trained")
     difference = largest_difference(results.weights("alone", "trained"), results.weights(kind, "trained"))
