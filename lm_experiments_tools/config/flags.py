@@ -14,7 +14,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -140,7 +140,8 @@ def help_groups(args_class: type) -> list[type]:
     return [cls for cls in bases if not any(issubclass(cls, other) for other in bases if other is not cls)]
 
 
-def flags_of(*args_classes: type) -> dict[str, Flag]:
+@functools.cache
+def flags_of(*args_classes: type) -> Mapping[str, Flag]:
     """Return the flags of these dataclasses by name, in the order of their groups."""
     flags = {}
     for args_class in args_classes:
@@ -150,7 +151,7 @@ def flags_of(*args_classes: type) -> dict[str, Flag]:
             group = group_of.get(field.name, args_class)
             is_length = LENGTH in rules.get(field.name, ())
             flags[field.name] = Flag(field.name, types_by_name[field.name], field.default, group, is_length)
-    return flags
+    return types.MappingProxyType(flags)
 
 
 def help_texts(args_class: type) -> dict[str, str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -177,8 +178,10 @@ def forked(launcher: list[str], *command: object, timeout: float = 150, **extra:
 
     What differs from a real start: all workers have the hash seed of that process.
 
-    A launcher other than `torchrun()`, `horovodrun()`, `shim()` and `[sys.executable]` is started.
+    Of `accelerate launch`, only its reading of options and files runs. A launcher other than those here is started.
     """
+    if launcher[1:3] == accelerate_launch()[1:3]:
+        launcher, command, extra = _without_accelerate([*launcher[3:], *map(str, command)], extra)
     if launcher[0] == "horovodrun":
         workers = int(launcher[launcher.index("-np") + 1])
         assert launcher == horovodrun(workers), f"{launcher} is to be started by run()"
@@ -186,6 +189,8 @@ def forked(launcher: list[str], *command: object, timeout: float = 150, **extra:
     elif launcher[1:3] == torchrun()[1:3]:
         number = launcher.index("--nproc_per_node") + 1
         kind, workers, script = "torchrun", int(launcher[number]), launcher[number + 1 :]
+    elif launcher[0] in ("srun", "mpiexec"):
+        kind, workers, script = launcher[0], int(launcher[2]), []
     elif launcher == [sys.executable]:
         kind, workers, script = "python", 1, []
     else:
@@ -195,6 +200,18 @@ def forked(launcher: list[str], *command: object, timeout: float = 150, **extra:
         fcntl.flock(turn, fcntl.LOCK_EX)
         code = run_job(kind, workers, [*script, *map(str, command)], environment(**extra), log, timeout)
         return Job(code, log.read_text(errors="replace"))
+
+
+def _without_accelerate(options: list[str], extra: dict[str, str]) -> tuple[list[str], list[str], dict[str, str]]:
+    """(torchrun, script with arguments, variables) that `accelerate launch` makes of its options."""
+    from accelerate.commands import launch
+
+    with mock.patch.dict(os.environ, environment(**extra), clear=True), mock.patch("torch.distributed.run.run") as run:
+        variables: dict[str, str] = {}
+        run.side_effect = lambda _: variables.update(os.environ)
+        launch.launch_command(launch.launch_command_parser().parse_args(options))
+    (args,) = run.call_args.args
+    return torchrun(int(args.nproc_per_node)), [args.training_script, *args.training_script_args], variables
 
 
 def kill_after(kind: str, command: list[object], appears: Path, timeout: float) -> None:

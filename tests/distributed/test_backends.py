@@ -1,7 +1,7 @@
 """Every backend trains the same T5 to the same weights as one process alone, and says what it really is.
 
 Each backend runs worker.py in two jobs (train, then resume in new processes); tests read the files of its ranks. The
-second job of FSDP and DeepSpeed is started by `accelerate launch` with a file in accelerate_configs/.
+second job of FSDP and DeepSpeed has the environment that `accelerate launch` makes of a file in accelerate_configs/.
 Tolerances: Horovod and DDP are bitwise equal for two workers; sums in another order move fp32 weights by about 1e-7.
 """
 
@@ -95,7 +95,7 @@ class Results:
         return self.run(kind, kind, KINDS[kind].command(2), "-", *SCENARIOS[kind])
 
     def resumed(self, kind: str) -> Path:
-        """The folder of its second job, which continues from the files of the first, by the real launcher."""
+        """The folder of its second job, which continues from the files of the first."""
         return self.run(f"{kind}_resumed", kind, KINDS[kind].launcher(), self.first(kind), "resumed")
 
     def resharded(self, name: str) -> Path:
@@ -140,7 +140,7 @@ def test_the_backend_is_what_was_asked_for(results, kind):
 
 
 @pytest.mark.parametrize("kind", slow(OTHERS, "zero1", "zero2"))
-def test_20_adamw_steps_equal_one_process(results, kind, record_property):
+def test_adamw_steps_equal_one_process(results, kind, record_property):
     """Accumulation, clipping, ragged steps and a skipped one; the norm is of the reduced gradient before clipping."""
     alone, together = results.of("alone", "trained")[0]["steps"], results.of(kind, "trained")
     difference = largest_difference(results.weights("alone", "trained"), results.weights(kind, "trained"))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from lm_experiments_tools.backends import cluster, detect_backend, get_backend
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from tests.distributed.launch import ROOT, environment
+from tests.distributed.launch import environment, forked, slow
 
 pytestmark = pytest.mark.distributed
 
@@ -39,38 +36,12 @@ def backend_of(monkeypatch, variables: dict[str, str], **args: str) -> object:
     return get_backend(TrainerArgs(**args))
 
 
-def run_tasks(folder: Path, count: int = 2, **variables: str) -> list[subprocess.CompletedProcess]:
-    """The worker as a launcher of tasks starts it: the same command, told apart by its environment alone."""
-    command = [sys.executable, str(WORKER), str(folder), "-", "talked"]
-    started = []
-    for rank in range(count):
-        own = {name: value.replace("RANK", str(rank)) for name, value in variables.items()}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment(WORKER_SECONDS="100", **own), **pipes))
-    ended = []
-    for process in started:
-        output, _ = process.communicate(timeout=120)
-        ended.append(subprocess.CompletedProcess(command, process.returncode, output))
-    return ended
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {**STEP, **ONE_NODE, "SLURM_PROCID": "RANK", "SLURM_LOCALID": "RANK", "SLURM_JOB_ID": str(os.getpid())},
-        pytest.param(
-            {**MPICH, "PMI_RANK": "RANK", "MPI_LOCALRANKID": "RANK", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["srun", "mpiexec"],
-)
-def test_two_tasks_train_as_one_job(tmp_path, variables):
-    if "MASTER_PORT" in variables:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            variables = {**variables, "MASTER_PORT": str(free.getsockname()[1])}
-    for rank, ended in enumerate(run_tasks(tmp_path, **variables)):
-        assert ended.returncode == 0, ended.stdout[-2000:]
+@pytest.mark.parametrize("launcher", slow(["srun", "mpiexec"], "mpiexec"))
+def test_two_tasks_train_as_one_job(tmp_path, launcher):
+    variables = {"srun": {**STEP, **ONE_NODE, "SLURM_JOB_ID": str(os.getpid())}, "mpiexec": MPICH}[launcher]
+    job = forked([launcher, "-n", "2"], WORKER, tmp_path, "-", "talked", **variables)
+    assert job.returncode == 0, job.output[-2000:]
+    for rank in range(2):
         talked = json.loads((tmp_path / f"talked_{rank}.json").read_text())
         assert (talked["name"], talked["world_size"], talked["local_rank"]) == ("accelerate", 2, rank)
         assert [other["rank"] for other in talked["gather"]] == [0, 1]

@@ -68,7 +68,7 @@ def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
     """Bare Accelerate runs two processes that each believe to be the only one."""
     no_gpu()
     options = ("--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml"), "--main_process_port", "0")
-    job = run(accelerate_launch(*options), WORKER, tmp_path, "-", "talked")
+    job = forked(accelerate_launch(*options), WORKER, tmp_path, "-", "talked")
     assert job.returncode == 0, job.output[-2000:]
     for rank in range(2):
         assert json.loads((tmp_path / f"talked_{rank}.json").read_text())["world_size"] == 2

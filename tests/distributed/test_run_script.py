@@ -25,6 +25,7 @@ from tests.distributed.launch import (
     ROOT,
     accelerate_launch,
     environment,
+    forked,
     kill_after,
     kill_and_resume,
     run,
@@ -114,13 +115,14 @@ WITHOUT_PYTHON = {
 }
 
 
-@pytest.mark.parametrize("launcher", slow(WITHOUT_PYTHON, "accelerate"))
+@pytest.mark.parametrize("launcher", slow([None, *WITHOUT_PYTHON], *WITHOUT_PYTHON))
 def test_lmtools_trains_under_launchers_that_start_no_python(launcher, text, plain_python, tmp_path):
     """An installation without a clone has no script to name."""
     skip_without("accelerate")
-    if shutil.which("lmtools", path=environment()["PATH"]) is None:
+    if (lmtools := shutil.which("lmtools", path=environment()["PATH"])) is None:
         pytest.skip("lmtools is not installed")
-    job = run([*WITHOUT_PYTHON[launcher], "lmtools", "pretrain-t5"], *flags(text, tmp_path), "--iters", 10, **CPU)
+    command = [lmtools, "pretrain-t5", *flags(text, tmp_path), "--iters", 10]
+    job = run(WITHOUT_PYTHON[launcher], *command, **CPU) if launcher else forked(torchrun(), *command, **CPU)
     assert job.returncode == 0 and "2 worker(s)" in job.output, job.output[-3000:]
     for (step, ours), (_, theirs) in zip(losses(tmp_path), losses(plain_python)[:2], strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4), step

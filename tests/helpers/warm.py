@@ -42,6 +42,8 @@ PRELOADED = (
 )
 OPTIONAL = {"triton", "accelerate", "horovod.torch", "lm_experiments_tools.backends.accelerate"}
 GRACE_SECONDS = 15.0
+# A task's number in its job, and on its machine.
+TASK_VARIABLES = {"srun": ("SLURM_PROCID", "SLURM_LOCALID"), "mpiexec": ("PMI_RANK", "MPI_LOCALRANKID")}
 _PR_SET_PDEATHSIG = 1
 _servers: dict[int, subprocess.Popen] = {}  # by process: pytest's workers are forked from one
 
@@ -52,7 +54,8 @@ def run_job(
     """Run a script in several workers and wait for them.
 
     Args:
-        kind: whose environment the workers get: "torchrun", "horovodrun" or "python" (one worker, none).
+        kind: launcher whose environment the workers get: "torchrun", "horovodrun", "srun", "mpiexec", or "python"
+            (one worker, no launcher).
         command: the script and its arguments.
         environment: all variables of a worker, besides those of the kind.
         log: file that gets the output of all workers.
@@ -205,6 +208,8 @@ def rank_variables(kind: str, rank: int, workers: int) -> dict[str, str]:
     """What a launcher tells one worker of a machine that has them all."""
     if kind == "python":
         return {}
+    if kind in TASK_VARIABLES:
+        return dict.fromkeys(TASK_VARIABLES[kind], str(rank))
     if kind == "horovodrun":
         places = {"RANK": rank, "SIZE": workers, "LOCAL_RANK": rank, "LOCAL_SIZE": workers}
         places |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
@@ -215,9 +220,9 @@ def rank_variables(kind: str, rank: int, workers: int) -> dict[str, str]:
 
 def rendezvous(kind: str, workers: int) -> tuple[int | None, dict[str, str]]:
     """The process that Horovod's workers meet at (None for others), and the variables of all workers."""
-    if kind == "python":
+    if kind in ("python", "srun"):
         return None, {}
-    if kind == "torchrun":
+    if kind in ("torchrun", "mpiexec"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -171,9 +171,9 @@ def test_weights_and_configuration_survive_both_ways(family, name, tmp_path):
 def test_what_a_model_cannot_express_is_one_sentence():
     theirs = original("ModernBert", "published")
     ours = from_original(theirs.config.to_dict(), theirs.state_dict())
-    with pytest.raises(UserError, match="eurobert cannot express .*embedding_norm=True.*layer_types="):
+    with pytest.raises(UserError, match=r"eurobert cannot express .*embedding_norm=True.*layer_types="):
         to_original(ours, "eurobert")
-    with pytest.raises(UserError, match="transformers has no class of 'neobert'.*modernbert, eurobert"):
+    with pytest.raises(UserError, match=r"transformers has no class of 'neobert'.*modernbert, eurobert"):
         to_original(ours, "neobert")
     ours.config.is_decoder = True
     with pytest.raises(UserError, match="modernbert cannot express is_decoder=True"):
@@ -240,7 +240,7 @@ def test_neobert_is_the_papers_formulas():
     for name, parameter in ours.named_parameters():
         assert parameter.grad.abs().max() > 1e-8, name
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-10, msg=name)
-    with pytest.raises(UserError, match="hidden_act='GELU'.*only hidden_act='swiglu'"):
+    with pytest.raises(UserError, match=r"hidden_act='GELU'.*only hidden_act='swiglu'"):
         from_original({**settings, "hidden_act": "GELU"}, weights)
 
 

@@ -104,7 +104,7 @@ class TestSparseSelfAttention:
 
     @pytest.mark.parametrize("config", ["BigBird", None, BigBirdSparsityConfig, {"block": 16}])
     def test_what_is_no_configuration_is_named(self, config):
-        with pytest.raises(UserError, match="sparsity_config is .*; it must be a configuration"):
+        with pytest.raises(UserError, match=r"sparsity_config is .*; it must be a configuration"):
             SparseSelfAttention(config)
 
     @pytest.mark.parametrize("as_matrix", [True, False])

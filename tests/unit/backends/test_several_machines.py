@@ -44,14 +44,14 @@ def test_an_error_of_one_machine_names_it_on_all():
     with pytest.raises(UserError, match=f"^on {platform.node()}: there is no such file$") as error:
         collective.on_all(OfTwo(), refuse)
     assert error.value.agreed
-    with pytest.raises(RunError, match="^on lmtb: the disk is full$"):
+    with pytest.raises(RunError, match=r"^on lmtb: the disk is full$"):
         collective.on_all(OfTwo((False, "the disk is full")), lambda: None)
 
 
 def test_an_error_of_all_machines_names_none():
-    with pytest.raises(UserError, match="^there is no such file$"):
+    with pytest.raises(UserError, match=r"^there is no such file$"):
         collective.on_all(OfTwo((True, "there is no such file")), refuse)
-    with pytest.raises(UserError, match="^there is no such file$"):
+    with pytest.raises(UserError, match=r"^there is no such file$"):
         collective.on_all(LocalBackend(), refuse)
 
 

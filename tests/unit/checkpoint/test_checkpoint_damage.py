@@ -113,7 +113,7 @@ def test_a_run_of_damaged_checkpoints_alone_is_refused_and_left_as_it_is(copy, c
     for checkpoint in newest(copy, 3):
         damage(checkpoint)
     before = listing(copy / "checkpoints")
-    with pytest.raises(UserError, match="none of the 3 checkpoints in .*another --model_path") as refusal:
+    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .*another --model_path") as refusal:
         make_run(copy, iters=8)
     assert len(re.findall(reason, str(refusal.value))) == 3 and listing(copy / "checkpoints") == before
     counts.setdefault("every one damaged: refused with the reasons", []).append(kind)
@@ -152,7 +152,7 @@ def test_what_another_run_starts_from_is_what_was_saved_or_nothing(copy, tmp_pat
 def test_a_checkpoint_of_another_model_is_refused(copy, runs):
     shutil.rmtree(newest(copy, 1)[0])
     shutil.copytree(newest(runs[2], 1)[0], newest(copy, 1)[0])
-    with pytest.raises(UserError, match="no weight in .* fits the model"):
+    with pytest.raises(UserError, match=r"no weight in .* fits the model"):
         make_run(copy, iters=8)
     with pytest.raises(UserError, match=r"does not fit the model: .* 1 of another shape .shared.weight: 64x16 in the"):
         make_run(copy, model=random_t5(vocab_size=80, d_kv=8), resume=str(newest(copy, 2)[1]))
@@ -194,5 +194,5 @@ def test_a_link_that_leads_nowhere_is_no_run_that_begins(target, tmp_path):
     with pytest.raises(UserError, match="no such checkpoint"):
         find_resume(str(tmp_path / "checkpoints"), None)
     (tmp_path / "last").symlink_to("last")
-    with pytest.raises(UserError, match="config.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         on_newest(str(tmp_path), lambda: find_source(str(tmp_path), "--from_pretrained"))

@@ -231,7 +231,7 @@ def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
 
     assert {"iters", "log_interval"} <= harmless_flags(ShortRunArgs)
     assert ShortRunArgs(log_interval=5, iters=9) and ShortRunArgs(log_interval=3)
-    with pytest.raises(UserError, match="^--log_interval is of runs of 9, not 7: drop --log_interval.$"):
+    with pytest.raises(UserError, match=r"^--log_interval is of runs of 9, not 7: drop --log_interval\.$"):
         ShortRunArgs(log_interval=5)
 
 

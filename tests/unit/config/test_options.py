@@ -29,12 +29,12 @@ def test_values_are_json_or_literals_or_text(text, value):
 
 @pytest.mark.parametrize("texts", [["0.98"], ["=3"], ["betas="], ["be-tas=1"], ["a=1", "a=2"]])
 def test_what_is_not_one_name_and_value_is_refused_when_flags_are_read(texts):
-    with pytest.raises(UserError, match="^--optimizer_options "):
+    with pytest.raises(UserError, match=r"^--optimizer_options "):
         T5PretrainingArgs(data_path="a", model_cfg="b", lr=1.0, optimizer_options=tuple(texts))
 
 
 def test_options_of_a_schedule_need_one():
-    with pytest.raises(UserError, match="^--lr_scheduler_options needs an --lr_scheduler"):
+    with pytest.raises(UserError, match=r"^--lr_scheduler_options needs an --lr_scheduler"):
         T5PretrainingArgs(data_path="a", model_cfg="b", lr=1.0, lr_scheduler_options=("power=2",))
 
 

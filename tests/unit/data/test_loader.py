@@ -49,7 +49,7 @@ def test_targets_length_is_a_limit(caplog):
     with caplog.at_level(logging.INFO):
         assert dataset(5000, 512, targets_length=192).targets_length == 114
     assert "114 tokens long, not 192" in caplog.text
-    with pytest.raises(UserError, match="targets_length 113 .--target_seq_len. would cut the targets"):
+    with pytest.raises(UserError, match=r"targets_length 113 \(--target_seq_len\) would cut the targets"):
         dataset(5000, 512, targets_length=113)
 
 

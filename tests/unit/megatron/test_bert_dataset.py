@@ -309,10 +309,10 @@ def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allow
     assert len(dataset(whole, binary_head=False, max_unread=0.92)) == 3
     assert "91.5% of the tokens" in caplog.text
     long = token_data(tmp_path / "long", numbered([[600, 600], [10, 10]]))
-    with pytest.raises(UserError, match="raise --max_sentence_length 512 .*allow it with --max_unread 1"):
+    with pytest.raises(UserError, match=r"raise --max_sentence_length 512 .*allow it with --max_unread 1"):
         dataset(long, max_unread=0.5, max_sentence_length=512)
     lone = token_data(tmp_path / "lone", numbered([[30], [30], [10, 10]]))
-    with pytest.raises(UserError, match="give longer documents, or leave out sentence pairs .--use_nsp 0."):
+    with pytest.raises(UserError, match=r"give longer documents, or leave out sentence pairs .--use_nsp 0."):
         dataset(lone, max_unread=0.5)
     with pytest.raises(UserError, match="raise --input_seq_len 12, or preprocess the text again if it was without"):
         dataset(lone, max_unread=0.4, binary_head=False, max_seq_length=12)

@@ -139,7 +139,7 @@ def test_a_configuration_of_transformers_is_taken_and_of_another_kind_refused():
     taken = BertForSequenceClassification(config=config)
     assert type(taken.config) is BertConfig and taken.bert.config is taken.config
     assert taken.classifier.out_features == 3 and taken.config.hidden_size == SIZES["hidden_size"]
-    with pytest.raises(ValueError, match="needs a BertConfig, of modeling_bert or transformers, not .*T5Config"):
+    with pytest.raises(ValueError, match=r"needs a BertConfig, of modeling_bert or transformers, not .*T5Config"):
         BertModel(transformers.T5Config())
 
 

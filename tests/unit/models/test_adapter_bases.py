@@ -51,7 +51,7 @@ def test_an_adapter_goes_on_over_the_weights_it_began_with(bases, tmp_path):
     start(bases, *pretraining, 6, "--lr", 1e-2, "--keep_checkpoints", 1, "--save_interval", 2)
     steps = sorted(path.name for path in (base / "checkpoints").glob("step_*"))
     assert steps == ["step_000002", "step_000006"]
-    with pytest.raises(UserError, match="the weights of .*step_000006 are not those .*continue by") as refusal:
+    with pytest.raises(UserError, match=r"the weights of .*step_000006 are not those .*continue by") as refusal:
         start(bases, base, run, 4, *lora)
     flags = re.search(r"(--from_pretrained) (\S+) (--resume) (\S+),", str(refusal.value)).groups()
     start(bases, flags[1], run, 4, *lora, *flags[2:])
@@ -63,7 +63,7 @@ def test_an_adapter_goes_on_over_the_weights_it_began_with(bases, tmp_path):
     lengths = {"input_seq_len": 32, "target_seq_len": 16}
     text = FineTuner(copy, **lengths).generate_single("w1 w2 w3")
     moved = (base / "checkpoints" / "step_000002").rename(tmp_path / "moved")
-    with pytest.raises(UserError, match="is gone: .*its run has pruned.*base_model_name_or_path"):
+    with pytest.raises(UserError, match=r"is gone: .*its run has pruned.*base_model_name_or_path"):
         FineTuner(copy, **lengths)
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(moved)}))
@@ -84,7 +84,7 @@ def test_an_adapter_is_not_put_on_weights_that_have_changed(flags, tmp_path):
     changed = toy_model("decoder")
     torch.nn.init.normal_(changed.transformer.h[0].mlp.c_fc.bias)
     save_toy("decoder", base, changed)
-    with pytest.raises(UserError, match="the weights of .*base are not those that the adapter"):
+    with pytest.raises(UserError, match=r"the weights of .*base are not those that the adapter"):
         pretrained_model(saved, tokenizer)
     if flags["peft"] == "lora":
         with pytest.raises(UserError, match="are not those that the adapter"):

@@ -181,7 +181,7 @@ def test_an_adapter_of_other_shapes_or_cut_short_is_not_merged(bases, tmp_path):
     with pytest.raises(UserError, match=f"{file}: peft cannot build the adapter .*size mismatch"):
         open_saved(str(tmp_path))
     truncate("adapter_model.safetensors", 0.5)(tmp_path)
-    with pytest.raises(UserError, match="adapter_model.safetensors cannot be read .*truncated or corrupt"):
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors cannot be read .*truncated or corrupt"):
         open_saved(str(tmp_path))
 
 
@@ -193,9 +193,9 @@ def test_an_adapter_of_another_model_or_kind_is_refused(bases, tmp_path):
         UserError, match=r"does not fit this model: 0 .* 0 unexpected, 24 .* \(2, 64\) there and \(8, 64"
     ):
         load_weights(other, tmp_path)
-    with pytest.raises(UserError, match="--peft prompt_tuning does not fit the adapter .* which is .*LORA"):
+    with pytest.raises(UserError, match=r"--peft prompt_tuning does not fit the adapter .* which is .*LORA"):
         made(toy_args(tmp_path, tokenizer=str(bases["encoder-decoder"]), peft="prompt_tuning"))
-    with pytest.raises(UserError, match="is no adapter of peft .*name the base model by --from_pretrained"):
+    with pytest.raises(UserError, match=r"is no adapter of peft .*name the base model by --from_pretrained"):
         load_weights(other, bases["encoder-decoder"])
     whole, _ = made(toy_args(bases["encoder-decoder"]))
     with pytest.raises(UserError, match="holds an adapter, not a whole model"):
@@ -203,7 +203,7 @@ def test_an_adapter_of_another_model_or_kind_is_refused(bases, tmp_path):
     (bases["encoder-decoder"]).rename(tmp_path / "moved")
     try:
         with pytest.raises(
-            UserError, match="is gone: there is no .*base_model_name_or_path into .*adapter_config.json"
+            UserError, match=r"is gone: there is no .*base_model_name_or_path into .*adapter_config\.json"
         ):
             made(toy_args(tmp_path, tokenizer=str(bases["decoder"])))
     finally:

@@ -110,7 +110,7 @@ def test_a_base_models_file_may_write_1_for_a_float(tmp_path):
         model_cls="transformers:T5ForConditionalGeneration", model_cfg=None, base_model=str(tmp_path)
     )
     with pytest.raises(
-        UserError, match="--base_model .* its configuration cannot be read .*'d_kv' expected int"
+        UserError, match=r"--base_model .* its configuration cannot be read .*'d_kv' expected int"
     ) as error:
         model_source(args, LocalBackend())
     assert "\n" not in str(error.value)
@@ -281,7 +281,7 @@ def test_unknown_preset_broken_json_and_missing_type_are_named(tmp_path):
     with pytest.raises(UserError, match="did you mean 't5-small'"):
         load_model_config("models_configs/t5_configs/t5-smal.json")
     (tmp_path / "broken.json").write_text('{"d_model": }')
-    with pytest.raises(UserError, match="broken.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"broken\.json is not valid JSON"):
         load_model_config(tmp_path / "broken.json")
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(UserError, match="not an object"):
@@ -311,7 +311,7 @@ def test_vocabulary_larger_than_the_embedding_is_refused():
     config = load_model_config("t5-small")
     assert check_vocabulary(config, 32_100) == 28
     assert check_vocabulary(config, 32_128) == 0
-    with pytest.raises(UserError, match="32129 ids.*32128 rows.*32256"):
+    with pytest.raises(UserError, match=r"32129 ids.*32128 rows.*32256"):
         check_vocabulary(config, 32_129)
 
 

@@ -100,5 +100,5 @@ def test_a_model_whose_layers_look_past_the_mask_is_refused():
             outputs["logits"] = outputs["logits"] + outputs["logits"].mean(dim=1, keepdim=True)
             return outputs
 
-    with pytest.raises(UserError, match="Leaking cannot keep .*see each other"):
+    with pytest.raises(UserError, match=r"Leaking cannot keep .*see each other"):
         prepare(Leaking(transformers.BertConfig(**ABSOLUTE)), WIDTH)

@@ -164,7 +164,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 
 
 def test_without_network_a_name_of_the_hub_is_refused_at_once():
-    with pytest.raises(UserError, match="nobody/nothing: there is no such folder.*HF_HUB_OFFLINE"):
+    with pytest.raises(UserError, match=r"nobody/nothing: there is no such folder.*HF_HUB_OFFLINE"):
         load_tokenizer(toy_args("nobody/nothing"))
 
 

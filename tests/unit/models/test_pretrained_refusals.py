@@ -86,7 +86,7 @@ def test_labels_of_a_configuration_are_texts_by_number(bases, tmp_path, id2label
     if sentence is None:
         assert find_source(str(tmp_path)).label_names == names
         assert set(made(args, names).config.id2label.values()) == set(names)
-        with pytest.raises(UserError, match="--label_names 3 4.5"):
+        with pytest.raises(UserError, match=r"--label_names 3 4\.5"):
             made(args, names[::-1])
         return
     for read in (
@@ -108,13 +108,13 @@ def test_an_adapter_on_weights_that_lie_nowhere_is_refused(bases, adapters):
     with pytest.raises(UserError, match="--peft lora needs --from_pretrained"):
         made(toy_args(None, init_checkpoint=words, peft="lora"))
     for name in ("lora", "prompts"):
-        with pytest.raises(UserError, match="--init_checkpoint .* holds an adapter: name it by --from_pretrained"):
+        with pytest.raises(UserError, match=r"--init_checkpoint .* holds an adapter: name it by --from_pretrained"):
             made(toy_args(None, init_checkpoint=str(adapters[name]), base_model=words, tokenizer=words))
 
 
 def test_a_random_head_is_not_validated_unless_a_checkpoint_fills_it(bases, tmp_path):
     flags = dict(validate_only=True, model_path=str(tmp_path))
-    with pytest.raises(UserError, match="--validate_only: .* has no head for --task classification"):
+    with pytest.raises(UserError, match=r"--validate_only: .* has no head for --task classification"):
         made(toy_args(bases["encoder"], "encoder", **flags))
     made(toy_args(bases["classifier"], "encoder", **flags), ("good", "not good"))
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)

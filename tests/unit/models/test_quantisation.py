@@ -93,5 +93,5 @@ def test_refusals(base, monkeypatch):
             toy_args(base, **flags).check_used()
         toy_args(base, **flags, validate_only=True).check_used()
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="--quantize nf4 needs the package bitsandbytes .*pip install bitsandbytes"):
+    with pytest.raises(UserError, match=r"--quantize nf4 needs the package bitsandbytes .*pip install bitsandbytes"):
         made(toy_args(base, peft="lora", quantize="nf4"))

@@ -44,7 +44,7 @@ def test_the_process_itself_is_part_of_a_cpus_memory():
     process = max(psutil.Process().memory_info().rss, 700 * 2**20)
     assert USABLE * 4 * 2**30 - memory_for_tensors("4GiB", "cpu") >= process
     assert memory_for_tensors("4GiB", "cuda") == USABLE * 4 * 2**30
-    with pytest.raises(UserError, match="--fit 100MiB: 100.0 MiB is too little. The process takes"):
+    with pytest.raises(UserError, match=r"--fit 100MiB: 100\.0 MiB is too little\. The process takes"):
         memory_for_tensors("100MiB", "cpu")
 
 

@@ -32,7 +32,7 @@ def test_torch_is_refused_memory_that_is_too_little(tmp_path):
 @pytest.mark.slow
 def test_another_failure_is_an_error_message(tmp_path):
     args, _ = resolved(tmp_path)
-    with pytest.raises(UserError, match="cannot be tried: .*device"):
+    with pytest.raises(UserError, match=r"cannot be tried: .*device"):
         try_steps(args, "no_device")
 
 

@@ -219,7 +219,7 @@ def test_a_folder_is_trained_in_once(folder, sets, tmp_path):
     with torch.no_grad():
         tuner.model.shared.weight.zero_()
     weights = weights_of(tuner)
-    with pytest.raises(UserError, match="has trained in .*/a: choose another model_path"):
+    with pytest.raises(UserError, match=r"has trained in .*/a: choose another model_path"):
         tuner.train(iters=4)
     assert unchanged(tuner, weights)
     tuner.train(iters=1, lr=1e-6, model_path=str(tmp_path / "b"))
@@ -328,7 +328,7 @@ def test_an_encoder_of_pairs_is_not_asked_about_single_texts(folder, tmp_path):
     tuner.save(tmp_path)
     for asked in (tuner, FineTuner(tmp_path)):
         assert len(asked.predict([("w1", "w2")])) == 1
-        with pytest.raises(UserError, match="text 0 .* has 1 parts, not 2"):
+        with pytest.raises(UserError, match=r"text 0 .* has 1 parts, not 2"):
             asked.predict(("w1", "w2"))
 
 

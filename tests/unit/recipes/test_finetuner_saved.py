@@ -146,7 +146,7 @@ def test_weights_of_few_bits_answer_and_are_neither_trained_nor_saved(few, tmp_p
     for call in (coarse.train, lambda: coarse.save(tmp_path / "again")):
         with pytest.raises(UserError, match="holds weights of few bits, for evaluate and predict alone"):
             call()
-    with pytest.raises(UserError, match="add --peft lora|add --validate_only"):
+    with pytest.raises(UserError, match=r"add --peft lora|add --validate_only"):
         FinetuningArgs(**{"from_pretrained": "x", "data_path": ("y",), **few}).check_used()
 
 

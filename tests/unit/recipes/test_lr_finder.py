@@ -93,7 +93,7 @@ def test_a_model_that_is_not_finite_at_once_is_refused():
         def forward(self, rows):
             return {"loss": super().forward(rows)["loss"] * torch.nan}
 
-    with pytest.raises(UserError, match="not finite from --find_lr_min 0.001 on"):
+    with pytest.raises(UserError, match=r"not finite from --find_lr_min 0\.001 on"):
         range_test(Broken(1.0))
 
 

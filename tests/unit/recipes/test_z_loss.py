@@ -30,5 +30,5 @@ def test_the_flag_adds_the_squared_log_of_the_denominator(chunk_size):
 
 
 def test_a_class_that_computes_its_own_loss_refuses_the_flag():
-    with pytest.raises(UserError, match="--z_loss: the model of transformers.*choose --model_cls modeling_t5"):
+    with pytest.raises(UserError, match=r"--z_loss: the model of transformers.*choose --model_cls modeling_t5"):
         built(1e-4, transformers, z_loss=1e-4)

@@ -415,7 +415,7 @@ def test_check_reduces_between_two_processes_and_notices_a_wrong_sum(script, cap
     pytest.importorskip("horovod", reason="Horovod is not built (make horovod)")
     script.check()
     monkeypatch.setattr(script, "ALL_REDUCE", script.ALL_REDUCE.replace("* 3)", "* 4)"))
-    with pytest.raises(script.CannotBuild, match="could not all-reduce: .*AssertionError"):
+    with pytest.raises(script.CannotBuild, match=r"could not all-reduce: .*AssertionError"):
         script.check()
 
 

@@ -30,7 +30,7 @@ def test_the_folder_of_the_tokenizer_is_named(raised, tmp_path):
         raise raised
 
     args = toy_args(None, model_path=str(tmp_path / "run"), model_cfg="t5-small", tokenizer="x")
-    with pytest.raises(RunError, match="run/tokenizer: No space left on device.*free some space"):
+    with pytest.raises(RunError, match=r"run/tokenizer: No space left on device.*free some space"):
         save_tokenizer(args, LocalBackend(), fail)
 
 

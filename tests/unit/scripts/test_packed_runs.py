@@ -91,5 +91,5 @@ def test_a_layout_of_blocks_is_refused(folder, tmp_path):
     config |= {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 16}}
     (tmp_path / "sparse.json").write_text(json.dumps(config))
     run |= {"from_pretrained": None, "model_cfg": tmp_path / "sparse.json", "tokenizer": folder / "encoder"}
-    with pytest.raises(UserError, match="--packing: .*takes no packed rows: sparse_config_cls='BigBird'"):
+    with pytest.raises(UserError, match=r"--packing: .*takes no packed rows: sparse_config_cls='BigBird'"):
         main(words(**data, **run, batch_size=4, packing=True, model_path=tmp_path / "run"))

@@ -237,7 +237,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(work, phases, changed, s
 def test_a_phase_begins_where_the_one_before_ends_and_keeps_its_place(work):
     phases = [{"iters": 2}, {"iters": 2, "lr": 1e-3}, {"iters": 2, "lr": 1e-4}]
     start(phases=phases)
-    with pytest.raises(UserError, match="phase 2 begins at step 2, but .*step_000006 is of phase 3 and step 6"):
+    with pytest.raises(UserError, match=r"phase 2 begins at step 2, but .*step_000006 is of phase 3 and step 6"):
         start(phases=phases, resume="run/checkpoints/step_000002")
     with pytest.raises(UserError, match="phase 3 began at step 4, and the phases before it now end at step 5"):
         start(phases=[{"iters": 3}, *phases[1:]])
@@ -275,8 +275,6 @@ def test_phases_start_from_a_model(work):
 
 def test_the_mean_that_lacks_a_checkpoint_is_named_and_nothing_is_lost(work):
     start(iters=6, keep_checkpoints=1)
-    with pytest.raises(
-        UserError, match="--average 3 needs step_000004, step_000006, .*|--average 3 needs step_000004"
-    ):
+    with pytest.raises(UserError, match="--average 3 needs step_000004"):
         start(iters=8, average=3, keep_checkpoints=1)
     assert ended("run")[2]["step"] == 8

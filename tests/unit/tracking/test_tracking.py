@@ -160,7 +160,7 @@ def test_other_ranks_and_no_directory_write_nothing(tmp_path, caplog):
 def test_clashing_and_reserved_names_are_refused(tmp_path):
     with Tracker(tmp_path, rank=0) as tracker:
         for metrics, extra in (({"loss": 1}, {"loss": 2}), ({"step": 1}, {}), ({}, {"time": 1})):
-            with pytest.raises(ValueError, match="twice|reserved"):
+            with pytest.raises(ValueError, match=r"twice|reserved"):
                 tracker.log("train", 1, 1, 1, metrics, extra=extra)
 
 

@@ -74,7 +74,7 @@ def test_a_layer_that_replaced_one_the_optimizer_holds_is_warned_of(caplog):
 def test_a_compiled_model_is_refused_in_a_sentence():
     compiled = torch.compile(tiny_t5(), backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    with pytest.raises(UserError, match="compiled by torch.compile, which renames its weights"):
+    with pytest.raises(UserError, match=r"compiled by torch\.compile, which renames its weights"):
         made(compiled, optimizer)
 
 

@@ -49,7 +49,7 @@ def test_a_folder_of_each_machine_is_told_once(args, tmp_path, caplog):
 
 def test_a_newer_checkpoint_on_another_machine_is_refused(args):
     with pytest.raises(
-        UserError, match="on lmtb has the checkpoint of step 8, but rank 0 .* its newest there is step 7"
+        UserError, match=r"on lmtb has the checkpoint of step 8, but rank 0 .* its newest there is step 7"
     ):
         run_folder.claim_for_all(args, OfTwo(step=8))
     run_folder.claim_for_all(args, OfTwo(step=7))  # an earlier start's

@@ -74,7 +74,7 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
     with pytest.raises(UserError, match="has none of the test files"):
         rows_of(splits, "test")
     (tmp_path / "half.parquet").write_bytes((tmp_path / "one.parquet").read_bytes()[:200])
-    with pytest.raises(UserError, match="half.parquet is damaged or not of its ending .*: copy it again"):
+    with pytest.raises(UserError, match=r"half\.parquet is damaged or not of its ending .*: copy it again"):
         rows_of(tmp_path / "half.parquet")
 
 

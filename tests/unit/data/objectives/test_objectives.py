@@ -374,9 +374,9 @@ def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
 
 
 def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
-    with pytest.raises(UserError, match="nor more than 3 sentinels .*--no_mode_tokens"):
+    with pytest.raises(UserError, match=r"nor more than 3 sentinels .*--no_mode_tokens"):
         mode_ids(vocabulary(tmp_path, extra_ids=3))
-    with pytest.raises(UserError, match="neither .MASK. nor <mask> nor a sentinel"):
+    with pytest.raises(UserError, match=r"neither \[MASK\] nor <mask> nor a sentinel"):
         mask_id(vocabulary(tmp_path, extra_ids=0))
 
 

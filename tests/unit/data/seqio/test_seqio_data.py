@@ -110,7 +110,7 @@ def test_seek_is_as_if_all_before_had_been_yielded(start):
 def test_workers_of_one_machine_must_ask_for_the_same(start):
     sources = loaders(start(clients=2), 2)
     sources[1].seek(6)
-    with pytest.raises(RunError, match="ended with exit code 1 .*worker.log"):
+    with pytest.raises(RunError, match=r"ended with exit code 1 .*worker\.log"):
         list(global_batches(sources, 1))
 
 
@@ -128,7 +128,7 @@ def test_a_killed_worker_is_a_sentence_on_each_process(start, tmp_path):
     sources = loaders(worker, 2)
     list(global_batches(sources, 1))
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match="exit code -9 .*worker.log"):
+    with pytest.raises(RunError, match=r"exit code -9 .*worker\.log"):
         list(islice(sources[0], 10_000))
     with pytest.raises(RunError, match="the process that started it says why"):
         list(islice(sources[1], 10_000))

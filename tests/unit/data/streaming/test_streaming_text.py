@@ -94,7 +94,7 @@ def test_a_stream_of_a_text_that_changes_ends_and_copies_on_other_machines_do_no
     plan = StreamPlan.make([str(data)], 2, seed=3)
     os.utime(data, ns=(1, 1))  # the time of a copy
     assert len(documents_of(plan.on_this_machine(), 1)) > 100
-    with pytest.raises(UserError, match="data.jsonl was changed while it was being read"):
+    with pytest.raises(UserError, match=r"data\.jsonl was changed while it was being read"):
         documents_of(plan, 1)
     text = data.read_text()
     for changed in ('{"text": "new"}\n' + text, None):
@@ -204,9 +204,9 @@ def test_shares_of_a_mixture_follow_from_sizes_limits_and_weights(data, two_text
     for settings, expected in cases:
         shares = mixed(paths, blending="proportional", **settings).shares
         assert shares == pytest.approx([rate / sum(expected) for rate in expected])
-    with pytest.raises(UserError, match="do not compare .* give the shares by"):
+    with pytest.raises(UserError, match=r"do not compare .* give the shares by"):
         mixed(two_texts, blending="proportional")
-    with pytest.raises(UserError, match="parquet do not compare .* --data_blending megatron and"):
+    with pytest.raises(UserError, match=r"parquet do not compare .* --data_blending megatron and"):
         mixed([paths[0], parquet], blending="proportional")
 
 

@@ -168,7 +168,7 @@ def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder, cap
     (folder / "c.txt").symlink_to(folder / "b.txt")
     assert texts(folder) == ["a"]
     assert f"{folder / 'b.txt'} is no regular file and is passed over" in caplog.text
-    with pytest.raises(UserError, match="b.txt is no file of"):
+    with pytest.raises(UserError, match=r"b.txt is no file of"):
         texts(folder / "b.txt")
 
 

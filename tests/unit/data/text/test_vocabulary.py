@@ -119,7 +119,7 @@ def test_pickle_and_hash(vocabulary):
 def test_bad_files_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         Vocabulary.load(tmp_path / "none.model")
-    with pytest.raises(UserError, match="has none of spiece.model"):
+    with pytest.raises(UserError, match=r"has none of spiece\.model"):
         Vocabulary.load(tmp_path)
     for content in (b"", b"not a model at all", b"\x00" * 100):
         (tmp_path / "bad.model").write_bytes(content)
@@ -189,7 +189,7 @@ def test_the_saved_tokenizer_encodes_as_sentencepiece_whatever_the_algorithm(tmp
 def test_a_vocabulary_that_transformers_would_encode_otherwise_is_refused(tmp_path, kind):
     pytest.importorskip("transformers")
     vocabulary = Vocabulary.load(trained(tmp_path, REFUSED[kind]))
-    with pytest.raises(UserError, match="cannot be saved as a Hugging Face tokenizer.*transformers as"):
+    with pytest.raises(UserError, match=r"cannot be saved as a Hugging Face tokenizer.*transformers as"):
         vocabulary.save_tokenizer(tmp_path / "saved")
 
 

@@ -68,7 +68,7 @@ def test_nothing_is_visible_before_finalize_or_after_an_exception(tmp_path):
 def test_ids_that_do_not_fit_are_refused(tmp_path):
     writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
     for bad in ([65536], [-1], [0.5], [[1, 2]]):
-        with pytest.raises(ValueError, match="fit|flat list"):
+        with pytest.raises(ValueError, match=r"fit|flat list"):
             writer.add_sequence(bad)
     writer.add_sequence([65535])
     with pytest.raises(ValueError, match="end_document"):
