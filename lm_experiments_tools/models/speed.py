@@ -122,7 +122,7 @@ def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.M
     }
     reasons = {name: origins.get(name, "") for name in parts}
     why = {n: f" ({r.removeprefix(f'{AUTO}: ')})" if r.startswith(AUTO) else "" for n, r in reasons.items()}
-    return f"auto: {', '.join(text + why[name] for name, text in parts.items())}; --speed off for plain"
+    return f"auto: {', '.join(text + why[name] for name, text in parts.items())}; --speed off: none of these"
 
 
 def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> None:
@@ -302,7 +302,7 @@ def _choose_compile(args: ExperimentArgs, device: str, config: Mapping[str, Any]
         return False, "compiled dropout is slow on a CPU"
     tokens = sum(phase.iters * phase.rows_per_worker() * phase.input_seq_len for phase in phases)
     pays = tokens >= MIN_TOKENS[device]
-    return pays, f"{tokens:,} tokens {'pay' if pays else 'do not pay'} for it"
+    return pays, f"{tokens:,} tokens are {'enough' if pays else 'too few'} to save time by it"
 
 
 _CHOICES = {"model_cls": _choose_class, "bf16": _choose_bf16, "compile": _choose_compile}

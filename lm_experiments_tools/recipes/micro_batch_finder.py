@@ -176,14 +176,14 @@ def _create_state(search: _Search) -> bool:
 
 def _report(trainer: TrainingLoop, speeds: Mapping[int, float], rows: int, named: Mapping[str, int]) -> None:
     """Print a table of sizes, and the flags of the fastest."""
-    trainer.say("micro-batch  accumulated  tokens/s")
+    trainer.say("micro-batch  accumulation steps  tokens/s")
     for size, speed in speeds.items():
         marks = ", ".join(name for name, other in named.items() if size == other)
-        trainer.say(f"{size:11d}  {rows // size:11d}  {speed:8,.0f}  {marks}".rstrip())
+        trainer.say(f"{size:11d}  {rows // size:18d}  {speed:8,.0f}  {marks}".rstrip())
     best, workers = named["fastest"], trainer.backend.world_size
     trainer.say(
-        f"use --batch_size {best} --gradient_accumulation_steps {rows // best}: still {rows} rows x {workers} "
-        f"worker(s) = {rows * workers} rows an update"
+        f"use --batch_size {best} --gradient_accumulation_steps {rows // best}: "
+        f"the global batch stays {rows * workers} rows"
     )
 
 
