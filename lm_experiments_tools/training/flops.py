@@ -184,7 +184,7 @@ class FlopMeter:
         if self.peak is None:
             self.name, self.peak = "mfu_measured", measured_peak(backend.device, dtype)
             source = "the fastest matrix product measured here"
-        say(f"{self.name}: the model's FLOP/s in % of {self.peak / 1e12:.3g} TFLOP/s, {source}")
+        say(f"{self.name}: the model's FLOP/s relative to {self.peak / 1e12:.3g} TFLOP/s, {source}")
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
         """Count micro-batches by their tokens, after an extra forward pass over the first one of the process.

@@ -17,9 +17,12 @@ import yaml
 from transformers import ModernBertConfig, ModernBertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.tools import inspect, plan
-from lm_experiments_tools.tools.main import COMMANDS, main, with_names
+from lm_experiments_tools.tools.main import COMMANDS, SCRIPTS, main, with_names
 from tests.helpers import ROOT
 from tests.helpers.decoder_toys import toy_decoder
 from tests.helpers.pretrained_toys import ROWS, save_toy
@@ -31,17 +34,12 @@ from tests.helpers.warm import run_job
 SMALL = yaml.safe_load((ROOT / "tests" / "docs" / "small.yaml").read_text(encoding="utf-8"))
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ARGUMENTS = {
-    "run_t5_pretraining.py": "lm_experiments_tools.config.pretraining:T5PretrainingArgs",
-    "run_bert_pretraining.py": "lm_experiments_tools.config.bert:BertPretrainingArgs",
-    "run_finetuning.py": "lm_experiments_tools.config.finetuning:FinetuningArgs",
+    "run_t5_pretraining.py": T5PretrainingArgs,
+    "run_bert_pretraining.py": BertPretrainingArgs,
+    "run_finetuning.py": FinetuningArgs,
 }
 KINDS = {"plan": plan.SCRIPTS, "inspect": inspect.SCRIPTS}  # tools with the flags of the script named next
 CLONED = ("examples", "accelerate_configs", "megatron", "models_configs", "scripts")
-SCRIPT_OF = {
-    "pretrain-t5": "run_t5_pretraining.py",
-    "pretrain-bert": "run_bert_pretraining.py",
-    "finetune": "run_finetuning.py",
-}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -52,11 +50,8 @@ def blocks(page: str, language: str) -> list[str]:
 @functools.cache
 def commands(page: str) -> list[str]:
     """Commands of a page's bash blocks, then those after `$` of its consoles, each on one line without comments."""
-    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    shown = "".join(blocks(page, "console")).replace("\\\n", " ").splitlines()
-    lines = [line for line in lines if not line.startswith("#")] + [
-        line[2:] for line in shown if line.startswith("$ ")
-    ]
+    lines, shown = ("".join(blocks(page, kind)).replace("\\\n", " ").splitlines() for kind in ("bash", "console"))
+    lines = [line for line in lines if line[:1] != "#"] + [line[2:] for line in shown if line.startswith("$ ")]
     found = [re.sub(r"\s+#.*$", "", line).strip() for line in lines]
     return [line for line in found if line and not re.match(r"(export |code=|exit |\[ )", line)]
 
@@ -82,14 +77,9 @@ def arguments_of(program: str) -> type | None:
     tool, _, kind = name.partition(" ")
     if kind:
         return KINDS[tool][kind]
-    script = SCRIPT_OF.get(name, name)
-    if script in ARGUMENTS:
-        module, _, cls = ARGUMENTS[script].partition(":")
-    elif name in COMMANDS:
-        module, cls = f"lm_experiments_tools.tools.{name}", "".join(map(str.capitalize, name.split("_"))) + "Args"
-    else:
-        return None
-    return getattr(importlib.import_module(module), cls)
+    if name in COMMANDS:
+        return getattr(importlib.import_module(f"lm_experiments_tools.tools.{name}"), f"{name.title()}Args")
+    return ARGUMENTS.get(SCRIPTS[name][0] if name in SCRIPTS else name)
 
 
 def reason_not_to_run(command: str) -> str | None:
@@ -159,12 +149,11 @@ def write_text(folder: Path) -> None:
         "Definition": ["Say w1."], "Positive Examples": [], "Negative Examples": [], "Categories": ["w"],
         "Instances": [{"id": f"task1_w-{n}", "input": f"w{n}", "output": ["w1"]} for n in range(6)],
     }  # fmt: skip
-    sni = folder / "natural-instructions"
-    (sni / "tasks").mkdir(parents=True)
-    (sni / "splits" / "default").mkdir(parents=True)
-    (sni / "tasks" / "task1_w.json").write_text(json.dumps(task))
-    for name in ("train", "test"):
-        (sni / "splits" / "default" / f"{name}_tasks.txt").write_text("task1_w\n")
+    splits = {f"splits/default/{name}_tasks.txt": "task1_w\n" for name in ("train", "test")}
+    for name, content in {"tasks/task1_w.json": json.dumps(task), **splits}.items():
+        path = folder / "natural-instructions" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
 
 
 def write_other_programs(folder: Path) -> None:
@@ -183,10 +172,9 @@ def write_model(kind: str, folder: Path) -> None:
     """Write a toy of a kind of model, with a tokenizer: small.yaml's `models`."""
     if kind == "modernbert":
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
-        ids = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 1, "bos_token_id": 1, "eos_token_id": 1}
-        save_toy(
-            kind, folder, ModernBertForMaskedLM(ModernBertConfig(vocab_size=ROWS, local_attention=6, **sizes, **ids))
-        )
+        ids = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 1)
+        config = ModernBertConfig(vocab_size=ROWS, local_attention=6, pad_token_id=0, **sizes, **ids)
+        save_toy(kind, folder, ModernBertForMaskedLM(config))
     elif kind in ("gemma2", "gemma3_text", "qwen3"):
         toy_decoder(kind).float().save_pretrained(folder)
         byte_fallback_tokenizer(folder, special=("<|fim_pad|>",))
@@ -248,6 +236,7 @@ def test_flags_of_commands_exist(page, monkeypatch):
         assert all((ROOT / word).is_file() for word in found[1] if word.endswith(".yaml")), command
         given = with_names(found[2], getattr(importlib.import_module(cls.__module__), "POSITIONAL", ()))
         files = [ROOT / given[place + 1] for place, word in enumerate(given) if word == "--config"]
+        assert all(path.is_file() for path in files if "examples" in path.parts), command
         if "..." in command or not all(path.is_file() for path in files):  # the rest of the settings stands elsewhere
             names = {field.name for field in dataclasses.fields(cls)} | {"config", "print_config"}
             assert {word[2:].removeprefix("no_") for word in given if word.startswith("--")} <= names, command
@@ -259,9 +248,8 @@ def run(line: str, environment: dict[str, str]) -> tuple[int, str]:
     """Exit code and output of a command; a script without launcher or shell syntax runs in a forked process."""
     program, *rest = shlex.split(line)
     unquoted = re.sub(r"\"[^\"$]*\"|'[^']*'", "", line)
-    if not set(unquoted) & set("*$|&;<>") and (
-        program == "lmtools" or (program == "python" and rest[0].endswith(".py"))
-    ):
+    is_script = program == "lmtools" or (program == "python" and rest[0].endswith(".py"))
+    if is_script and not set(unquoted) & set("*$|&;<>"):
         script, log = Path(sys.executable).with_name("lmtools") if program == "lmtools" else rest.pop(0), Path("log")
         log.write_text("")
         return run_job("python", 1, [script, *rest], environment, log.absolute(), timeout=300), log.read_text()
