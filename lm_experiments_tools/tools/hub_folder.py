@@ -1,47 +1,36 @@
-"""A saved model as a folder for the Hugging Face Hub with a model card, checked by loading it in another process."""
+"""A saved model as a folder for the Hugging Face Hub with a model card, checked by loading it."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
-from transformers.dynamic_module_utils import get_imports
 
-from lm_experiments_tools.checkpoint.source import CONFIG
+from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.checkpoint.weights import copy_tokenizer, quiet_saving
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import apply_umask, dump_json, read_json
+from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.models.build import pretrained_config
+from lm_experiments_tools.models.pretrained import read_errors_named
 from lm_experiments_tools.models.saved import Opened, position_of, run_folder
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tools.compare import read_run
 
-_OURS = ("lm_experiments_tools", "modeling_bert", "modeling_t5")
-_SECONDS = 600  # for the loading check
-_SITES = ("site-packages", "dist-packages")  # folders of installed packages
+_OURS = ("modeling_t5", "modeling_bert")
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
-_AUTO = {"encoder-decoder": "Seq2SeqLM", "decoder": "CausalLM", "encoder": "MaskedLM"}
-# The model card's code, and the logits of a given batch.
-_PROGRAM = """
-import sys, torch
-folder = sys.argv[1]
-{code}
-with torch.no_grad():
-    output = model.eval().float()(**torch.load(sys.argv[2]))
-torch.save(output[next((name for name in {outputs} if name in output), 0)], sys.argv[3])
-"""
-
+_AUTO = {
+    "encoder-decoder": "AutoModelForSeq2SeqLM",
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModelForMaskedLM",
+}
 _SETTINGS = (
     "task", "data_path", "valid_data_path", "input_seq_len", "target_seq_len", "batch_size",
     "gradient_accumulation_steps", "WORLD_SIZE", "optimizer", "lr", "lr_scheduler", "seed", "COMMIT",
@@ -71,11 +60,19 @@ _TOKENIZER = "\n\nfrom transformers import AutoTokenizer\n\ntokenizer = AutoToke
 
 
 class Loading(NamedTuple):
-    """Python code that loads `model` from a variable `folder`, and the packages it requires."""
+    """How another program loads a model.
+
+    Attributes:
+        code: Python code that loads `model` from a variable `folder`.
+        note: a sentence on what it requires.
+        reader: the class whose `from_pretrained` the code calls.
+        options: arguments of `from_pretrained`.
+    """
 
     code: str
-    note: str = ""
-    is_complete: bool = True  # False if it needs code that is neither in the folder nor installed
+    note: str
+    reader: type
+    options: dict[str, Any] = {}
 
 
 @contextmanager
@@ -100,9 +97,19 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
-    """Write configuration and weights in the saved dtype (an adapter is merged), and the tokenizer."""
+def write_folder(opened: Opened, folder: Path, max_shard_size: str) -> Loading:
+    """Write configuration, weights in their saved dtype, tokenizer and the user's code; load them and compare logits.
+
+    Returns:
+        how the folder loads.
+
+    Raises:
+        UserError: it cannot be loaded, or its logits are not bit-identical to the model's.
+    """
     source, model = opened.source, opened.model
+    inputs = example_inputs(model)
+    expected = logits_of(model, inputs)
+    loading = _user_class(opened) if opened.is_own else _library_class(opened)
     config = pretrained_config(source.name).to_dict() if source.path is None else source.config
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     if not all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
@@ -112,26 +119,19 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
         weight.data = weight.data.to(dtype)
     with quiet_saving():
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-    for weight in model.parameters():
-        weight.data = weight.data.float()
     # Save the tokenizer of a decoder again: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
+    check_folder(folder, loading, inputs, expected)
+    return loading
 
 
-def check_folder(opened: Opened, folder: Path) -> Loading:
-    """Load the folder as another user would, and return the code. A user's own classes are copied into the folder.
-
-    Raises:
-        UserError: it cannot be loaded, or its logits are not those of the model.
-    """
-    inputs = example_inputs(opened.model)
-    expected, reason = logits_of(opened.model, inputs), ""
-    for loading in _user_class(opened, folder) if opened.is_own else _library_class(opened):
-        reason = _failure(loading, folder, inputs, expected)
-        if not reason:
-            return loading
-    raise UserError(f"{folder} {reason}; nothing was written.")
+def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expected: Tensor) -> None:
+    """Load a folder and compute its logits. Raises UserError if they are not `expected`."""
+    with read_errors_named(str(folder), "it cannot be loaded"), quiet_loading():
+        model = loading.reader.from_pretrained(folder, dtype=torch.float32, **loading.options)
+    if differs := difference(logits_of(model.eval(), inputs), expected):
+        raise UserError(f"{folder} {differs}; nothing was written.")
 
 
 def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -161,91 +161,35 @@ def difference(found: Tensor, expected: Tensor) -> str:
     return f"loads as another model: its logits differ {size}"
 
 
-def _library_class(opened: Opened) -> Iterator[Loading]:
+def _library_class(opened: Opened) -> Loading:
     """A class of transformers or of this package."""
     cls = type(opened.model)
     package = cls.__module__.partition(".")[0]
-    is_ours = package != "transformers"
-    note = "The class is one of `lm_experiments_tools`, which has to be installed." if is_ours else ""
-    reader, source = opened.reader or cls.__name__, package if opened.reader is None else "transformers"
+    name, is_ours = opened.reader or cls.__name__, package != "transformers"
+    source = "transformers" if opened.reader else package
     register = f"import {package}  # makes transformers know this kind of model\n" if is_ours and opened.reader else ""
-    yield Loading(f"{register}from {source} import {reader}\n\nmodel = {reader}.from_pretrained(folder)", note)
+    note = "The class is one of `lm_experiments_tools`, which has to be installed." if is_ours else ""
+    code = f"{register}from {source} import {name}\n\nmodel = {name}.from_pretrained(folder)"
+    return Loading(code, note, getattr(transformers, opened.reader) if opened.reader else cls)
 
 
-def _user_class(opened: Opened, folder: Path) -> Iterator[Loading]:
-    """A user's class: by an Auto class and the files in the folder, by its name from these files, or as installed."""
-    files = _user_files(opened.model)
-    for file in files.values():
-        shutil.copyfile(file, folder / file.name)
-    cls, config = type(opened.model), read_json(folder / CONFIG)
-    names = ", ".join(sorted(file.name for file in files.values()))
-    auto = f"AutoModelFor{_AUTO[opened.kind]}" if opened.kind in _AUTO else "AutoModel"
-    owners = {"AutoConfig": type(opened.model.config), auto: cls}
-    mapped = {reader: f"{c.__module__}.{c.__name__}" for reader, c in owners.items() if c.__module__ in files}
-    (folder / CONFIG).write_text(dump_json({**config, "auto_map": mapped}), encoding="utf-8")
-    yield Loading(
+def _user_class(opened: Opened) -> Loading:
+    """A user's class, whose file and the files that it imports relatively `save_pretrained` copies into the folder."""
+    cls, auto = type(opened.model), _AUTO.get(opened.kind, "AutoModel")
+    cls.register_for_auto_class(auto)
+    type(opened.model.config).register_for_auto_class()
+    needed = "What it imports by absolute names has to be installed."
+    if any(base.__module__.startswith(_OURS) for base in cls.__mro__):  # AutoConfig reads our classes alone
+        module = cls.__module__.rpartition(".")[2]
+        code = f"from {module} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
+        path = f"import sys\n\nsys.path.insert(0, folder)  # {module}.py"
+        return Loading(f"{path}\n{code}", f"Its code is in the folder. {needed}", cls)
+    return Loading(
         f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder, trust_remote_code=True)",
-        f"Its code is in the folder ({names}): read it before you trust it.",
+        f"Its code is in the folder: read it before you trust it. {needed}",
+        getattr(transformers, auto),
+        {"trust_remote_code": True},
     )
-    (folder / CONFIG).write_text(dump_json(config), encoding="utf-8")
-    by_class = f"from {cls.__module__} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
-    yield Loading(
-        f"import sys\n\nsys.path.insert(0, folder)  # {names}\n{by_class}",
-        "Its code is in the folder, and needs `lm_experiments_tools` to be installed: it loads by its own class.",
-    )
-    for file in files.values():
-        (folder / file.name).unlink()
-    note = (
-        f"The code of its class is not in this folder: install `{cls.__module__}`, or put the folder that holds it on "
-        "PYTHONPATH. Without it the model does not load."
-    )
-    yield Loading(by_class, note, is_complete=False)
-
-
-def _user_files(model: torch.nn.Module) -> dict[str, Path]:
-    """Module -> file of the user's modules that define the model's classes, and of those that they import.
-
-    Packages and installed modules are excluded.
-    """
-    classes = {cls for part in (*model.modules(), model.config) for cls in type(part).__mro__}
-    left, found = {cls.__module__ for cls in classes}, {}
-    while left:
-        name = left.pop()
-        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        is_package = "." in name or file.name == "__init__.py" or file.suffix != ".py"
-        is_installed = file.parent.name in _SITES or name in sys.stdlib_module_names
-        if not is_package and not is_installed and name not in found:
-            found[name] = file
-            left |= set(get_imports(file))
-    return found
-
-
-def _failure(loading: Loading, folder: Path, inputs: dict[str, Tensor], expected: Tensor) -> str:
-    """Why a new process, in another folder, does not get these logits by `loading.code`; empty if it does.
-
-    It imports installed packages only, unless the loading is incomplete.
-    """
-    with tempfile.TemporaryDirectory() as other:
-        inputs_file, logits_file, packages = (Path(other, name) for name in ("inputs.pt", "logits.pt", "packages"))
-        torch.save(inputs, inputs_file)
-        packages.mkdir()
-        for name in _OURS:
-            (packages / name).symlink_to(Path(__file__).resolve().parents[2] / name)
-        paths = [path for path in sys.path if not loading.is_complete or Path(path).name in _SITES]
-        environment = {**os.environ, "HF_MODULES_CACHE": other, "HF_HUB_OFFLINE": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(packages), *map(os.path.abspath, paths)])
-        program = _PROGRAM.format(code=loading.code, outputs=_OUTPUTS)
-        # -S: the .pth file of an editable install would put the folder of the user's code on the path
-        try:
-            done = subprocess.run(
-                [sys.executable, "-S", "-c", program, str(folder.resolve()), str(inputs_file), str(logits_file)],
-                cwd=other, env=environment, capture_output=True, text=True, timeout=_SECONDS,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"was not loaded within {_SECONDS} s"
-        if done.returncode != 0:
-            return f"cannot be loaded ({(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]})"
-        return difference(torch.load(logits_file), expected)
 
 
 def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> None:

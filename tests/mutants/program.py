@@ -1,9 +1,10 @@
 """Mutation testing: change one operator, constant or statement of the package and see whether a test fails.
 
-python -m tests.mutants.program --count 200 --seed 1 --jobs 2
+python -m tests.mutants.program --count 200 --seed 1 --jobs 2 --coverage build/coverage
 
 Each mutant is tested in a copy of the repository, by a process forked after torch and transformers are imported.
-A mutant is killed if a test fails or takes more than `--timeout` seconds.
+A mutant is killed if a test fails or takes more than `--timeout` seconds. With the data file of `make coverage`, only
+tests that run the changed line are tried, those that run few other lines first.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron", "models_configs", "tests", "examples")
@@ -91,7 +94,24 @@ def candidates() -> dict[str, list[tuple[Path, tuple[int, int, int, str]]]]:
     return found
 
 
-def run_tests(folder: Path, target: str, file: Path) -> None:
+def near(file: Path) -> list[str]:
+    """Test files named after a file of the package."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/unit").rglob(f"test_*{file.stem}*.py"))
+
+
+def tests_of(data: CoverageData, file: Path, line: int, limit: int) -> list[str]:
+    """Ids of at most `limit` tests that run a line, those that run the fewest lines of the file first."""
+    lines: dict[str, set[int]] = {}
+    for number, contexts in data.contexts_by_lineno(str(file)).items():
+        for context in contexts:
+            test, _, phase = context.partition("|")
+            if phase == "run":
+                lines.setdefault(test, set()).add(number)
+    running = [test for test in lines if line in lines[test]]
+    return sorted(running, key=lambda test: len(lines[test]))[:limit]
+
+
+def run_tests(folder: Path, tests: list[str]) -> None:
     """Run the tests in a forked child and exit with pytest's code."""
     os.setsid()
     os.chdir(folder)
@@ -103,9 +123,8 @@ def run_tests(folder: Path, target: str, file: Path) -> None:
     with (folder / "log.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    near = sorted(str(path) for path in (folder / "tests/unit").rglob(f"test_*{file.stem}*.py"))
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not cluster"]
-    os._exit(importlib.import_module("pytest").main([*options, *near, *TARGETS[target]]))
+    os._exit(importlib.import_module("pytest").main([*options, *tests]))
 
 
 def copies(count: int) -> list[Path]:
@@ -122,7 +141,7 @@ def copies(count: int) -> list[Path]:
 class Mutant:
     """A mutant under test in a forked process."""
 
-    def __init__(self, folder: Path, target: str, file: Path, mutation: tuple[int, int, int, str]):
+    def __init__(self, folder: Path, target: str, file: Path, mutation: tuple[int, int, int, str], tests: list[str]):
         line, begin, end, text = mutation
         source = (ROOT / file).read_bytes()
         (folder / file).write_bytes(source[:begin] + text.encode() + source[end:])
@@ -130,7 +149,7 @@ class Mutant:
         self.folder, self.target, self.file, self.started = folder, target, file, time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
-            run_tests(folder, target, file)
+            run_tests(folder, tests)
 
     def is_killed(self, timeout: float) -> bool | None:
         """Outcome, None while tests are running."""
@@ -156,16 +175,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--coverage", type=Path, help="data file of `make coverage`")
+    parser.add_argument("--tests", type=int, default=100, help="with --coverage: at most so many tests of a line")
     args = parser.parse_args()
     for name in ("pytest", "torch", "transformers.models.bert.modeling_bert", "transformers.models.t5.modeling_t5"):
         importlib.import_module(name)
     rng, found = random.Random(args.seed), candidates()
     targets = [list(TARGETS)[index % len(TARGETS)] for index in range(args.count)]
     queue = [(target, *rng.choice(found[target])) for target in targets]
+    data = CoverageData(args.coverage) if args.coverage else None
+    if data:
+        data.read()
     free, running, outcomes = copies(args.jobs), [], Counter()
     while queue or running:
         while queue and free:
-            running.append(Mutant(free.pop(), *queue.pop()))
+            target, file, mutation = queue.pop()
+            tests = tests_of(data, file, mutation[0], args.tests) if data else []
+            running.append(Mutant(free.pop(), target, file, mutation, tests or [*near(file), *TARGETS[target]]))
         time.sleep(0.5)
         for mutant in list(running):
             if (killed := mutant.is_killed(args.timeout)) is not None:

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -23,19 +21,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.saved import open_saved
-from lm_experiments_tools.tools import hub_folder
-from lm_experiments_tools.tools.hub_folder import check_folder
 from lm_experiments_tools.tools.main import main
 from run_t5_pretraining import main as pretrain
-from tests.distributed.launch import environment
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import ROWS, save_toy, t5_config
 from tests.helpers.runs import records, tiny_t5_run, words
 from tests.helpers.suite_toys import save_decoder_with_t5_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
-from tests.helpers.warm import run_job
 
 OWN = """
 import torch
@@ -54,22 +46,28 @@ class Loud(GPT2LMHeadModel):
         output = super().forward(*args, **kwargs)
         output["logits"] = output["logits"] * self.config.loudness
         return output
+
+
+CONFIG = LoudConfig(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=64)
 """
-NEEDS_US = """
-from modeling_t5 import T5Attention, T5Config, T5ForConditionalGeneration
-
-
-class Halved(T5Attention):
-    def attend(self, q, k, v, bias, spec, output_attentions=False):
-        return super().attend(q, k, v / 2, bias, spec, output_attentions)
+HALVED = """
+from modeling_t5 import T5Config, T5ForConditionalGeneration
 
 
 class HalvedConfig(T5Config):
-    encoder_self_attention_layer: str = "needs_us:Halved"
+    model_type = "halved"
 
 
 class HalvedT5(T5ForConditionalGeneration):
     config_class = HalvedConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output["logits"] = output["logits"] / 2
+        return output
+
+
+CONFIG = HalvedConfig(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=96)
 """
 
 
@@ -80,20 +78,6 @@ def run(tmp_path_factory):
     flags = tiny_t5_run(folder, tie_word_embeddings=False)
     pretrain(words(**flags, iters=4, model_path=folder / "run"))
     return folder / "run"
-
-
-@pytest.fixture
-def forked_check(monkeypatch):
-    """Fork the process that loads the exported folder instead of starting it; other tests start a real one."""
-
-    def start(command, cwd, **options):
-        program, log = Path(cwd, "program.py"), Path(cwd, "log")
-        program.write_text(command[3])
-        code = run_job("python", 1, [program, *command[4:]], environment(), log, timeout=150)
-        return subprocess.CompletedProcess(command, code, stderr=log.read_text())
-
-    process = SimpleNamespace(run=start, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(hub_folder, "subprocess", process)
 
 
 def logits(model) -> torch.Tensor:
@@ -124,7 +108,6 @@ def test_transformers_loads_the_very_model(run, tmp_path, shards):
     assert not [file for file in tmp_path.iterdir() if file.name != "out"]
 
 
-@pytest.mark.usefixtures("forked_check")
 def test_shards_become_one_file(tmp_path, capsys):
     model = T5ForConditionalGeneration(t5_config())
     save_toy("", tmp_path / "whole", model)
@@ -142,7 +125,6 @@ def test_shards_become_one_file(tmp_path, capsys):
     assert shards[1].name in error and "Traceback" not in error and not (tmp_path / "again").exists()
 
 
-@pytest.mark.usefixtures("forked_check")
 def test_weights_keep_their_dtype_unless_that_would_round_them(tmp_path):
     model = T5ForConditionalGeneration(t5_config()).bfloat16()
     save_toy("", tmp_path / "narrow", model)
@@ -160,7 +142,6 @@ def test_weights_keep_their_dtype_unless_that_would_round_them(tmp_path):
         assert all(torch.equal(found[key], original[key]) for key in found)
 
 
-@pytest.mark.usefixtures("forked_check")
 def test_a_model_of_16_bits_with_rotary_positions_is_exported(tmp_path):
     """Their frequencies are float32 in a buffer, which must not be rounded with the weights."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=ROWS)
@@ -169,7 +150,6 @@ def test_a_model_of_16_bits_with_rotary_positions_is_exported(tmp_path):
     assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-@pytest.mark.usefixtures("forked_check")
 def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monkeypatch):
     first = run / "checkpoints" / "step_000002"
     assert main(["export", str(first), "--to", str(tmp_path / "named")]) == 0
@@ -190,7 +170,6 @@ def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monk
     assert namespace["tokenizer"]("word1")["input_ids"]
 
 
-@pytest.mark.usefixtures("forked_check")
 def test_the_card_counts_up_to_the_checkpoint_not_to_the_last_log_line(run, tmp_path):
     copied = shutil.copytree(run, tmp_path / "run", symlinks=True)
     lines = (copied / "metrics.jsonl").read_text().splitlines()
@@ -202,7 +181,6 @@ def test_the_card_counts_up_to_the_checkpoint_not_to_the_last_log_line(run, tmp_
     assert "| samples | 16 |" in card and f"| tokens | {state['consumed_tokens']:,} |" in card
 
 
-@pytest.mark.usefixtures("forked_check")
 def test_an_exported_decoder_does_not_end_its_prompts(tmp_path):
     vocab = numbered_words_vocabulary(tmp_path)
     gpt = save_decoder_with_t5_tokenizer(tmp_path / "gpt", vocab, "number21")
@@ -219,18 +197,18 @@ def test_an_exported_decoder_does_not_end_its_prompts(tmp_path):
     assert after.decode(written[0, -1]) in "number21"
 
 
-@pytest.mark.usefixtures("forked_check")
-def test_a_folder_that_loads_as_another_model_is_not_written(run, tmp_path):
-    opened, other = open_saved(str(run)), tmp_path / "other"
-    assert main(["export", str(run), "--to", str(other)]) == 0
-    weights = load_file(other / "model.safetensors")
-    weights["encoder.final_layer_norm.weight"] *= 1.001
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="loads as another model: its logits differ by up to"):
-        check_folder(opened, other)
+def test_a_folder_that_loads_as_another_model_is_not_written(run, tmp_path, monkeypatch, capsys):
+    def damaged(folder, *options, **settings):
+        weights = load_file(folder / "model.safetensors")
+        weights["encoder.final_layer_norm.weight"] *= 1.001
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return T5ForConditionalGeneration.from_pretrained(folder)
+
+    monkeypatch.setattr(AutoModelForSeq2SeqLM, "from_pretrained", damaged)
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
+    assert "its logits differ by up to" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("forked_check")
 def test_an_adapter_is_merged(tmp_path):
     peft = pytest.importorskip("peft")
     base = save_toy("encoder-decoder", tmp_path / "base", T5ForConditionalGeneration(t5_config()))
@@ -244,69 +222,38 @@ def test_an_adapter_is_merged(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1")["input_ids"]
 
 
-def saved_own(folder, module: str, source: str, monkeypatch, package: str = ""):
-    """A model of a class of the user's, whose file lies in the current folder alone, or in a package there."""
-    code = folder / "code"
-    (code / package).mkdir(parents=True)
-    (code / package / f"{module}.py").write_text(source)
-    (code / "halving.py").write_text("def halve(x):\n    return x / 2\n")
+@pytest.mark.parametrize(
+    ("module", "source", "cls", "auto"),
+    [
+        ("loud", OWN, "Loud", AutoModelForCausalLM),
+        pytest.param("halved", HALVED, "HalvedT5", AutoModelForSeq2SeqLM, marks=pytest.mark.slow),
+    ],
+    ids=["transformers", "ours"],
+)
+def test_a_class_of_ones_own_brings_its_code_along(tmp_path, monkeypatch, module, source, cls, auto):
+    """A new process, in another folder and without the user's, loads it as the card says."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / f"{module}.py").write_text(source)
     monkeypatch.chdir(code)
     monkeypatch.syspath_prepend(str(code))
-    names = importlib.import_module(f"{package}.{module}" if package else module)
+    names = importlib.import_module(module)
     torch.manual_seed(0)
-    if module == "loud":
-        model = names.Loud(names.LoudConfig(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=64))
-    else:
-        small = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
-        model = names.HalvedT5(names.HalvedConfig(**small))
-    save_toy("", folder / "saved", model)
-    return model
-
-
-def test_a_class_of_ones_own_brings_its_code_along(tmp_path, monkeypatch):
-    model = saved_own(tmp_path, "loud", OWN, monkeypatch)
+    model = getattr(names, cls)(names.CONFIG)
+    save_toy("", tmp_path / "saved", model)
     arguments = ["export", str(tmp_path / "saved"), "--to", str(tmp_path / "out")]
     assert main(arguments) == 2  # its class is nowhere named
-    assert main([*arguments, "--model_cls", "loud:Loud"]) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == {
-        "AutoConfig": "loud.LoudConfig",
-        "AutoModelForCausalLM": "loud.Loud",
-    }
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.chdir(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert torch.equal(logits(loaded), logits(model)) and "loud" in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_code_in_the_folder_of_a_clone_is_carried_to_other_folders(tmp_path, monkeypatch):
-    """A clone's own folder is where users keep their files and where its packages are imported from."""
-    saved_own(tmp_path, "needs_us", NEEDS_US.replace("v / 2", "halve(v)") + "from halving import halve\n", monkeypatch)
-    clone = tmp_path / "code"
-    for package in ("lm_experiments_tools", "modeling_t5", "modeling_bert"):
-        shutil.copytree(ROOT / package, clone / package, ignore=shutil.ignore_patterns("__pycache__"))
-    sites = [path for path in sys.path if "site-packages" in path]
-
-    def start(words, *paths):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *sites])}
-        subprocess.run([sys.executable, "-S", *words], cwd=tmp_path, env=environment, check=True)
-
-    arguments = ["export", "saved", "--to", "out", "--model_cls", "needs_us:HalvedT5"]
-    start(["-m", "lm_experiments_tools.tools.main", *arguments], clone)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "needs `lm_experiments_tools` to be installed" in card and "halving.py, needs_us.py" in card
-    start(["-c", card.partition("```python\n")[2].partition("```")[0]], ROOT)
-
-
-def test_a_class_whose_code_cannot_be_copied_says_what_to_install(tmp_path, monkeypatch, capsys):
-    saved_own(tmp_path, "loud", OWN, monkeypatch, package="my_package")
-    arguments = ["--to", str(tmp_path / "out"), "--model_cls", "my_package.loud:Loud"]
-    assert main(["export", str(tmp_path / "saved"), *arguments]) == 0
-    printed = capsys.readouterr().out
-    assert "it needs code that is not in the folder" in printed and "are equal" not in printed
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "install `my_package.loud`" in card and "from my_package.loud import Loud" in card
-    assert not list((tmp_path / "out").glob("*.py"))
+    assert main([*arguments, "--model_cls", f"{module}:{cls}"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"][auto.__name__] == f"{module}.{cls}"
+    card = (tmp_path / "out" / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    program = f"{card}\nimport torch\ntorch.save(model.state_dict(), 'weights.pt')\nprint(type(model).__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split()[-1] == cls, done.stderr
+    found = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(found[name], weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
