@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,8 @@ def world(tmp_path, text, request) -> Path:
     used = " ".join([*commands(page), *SMALL["before"].get(page, ())])
     used += "".join((ROOT / word).read_text() for word in used.split() if word.startswith("examples/"))
     for name, kind in SMALL["models"].items():
-        if name in used and name not in SMALL["makes"].get(page, ()):
+        is_used = any(name in word or fnmatch(name, word) for word in used.split())
+        if is_used and name not in SMALL["makes"].get(page, ()):
             write_model(kind, tmp_path / name)
     for name, kind in SMALL["runs"].get(page, {}).items():
         save_run(tmp_path / name, kind)
