@@ -1,4 +1,4 @@
-"""Exceptions with a message for users instead of a traceback."""
+"""Exceptions whose message is for users, without a traceback."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ _REMEDIES = {
 
 
 class UserError(ValueError):
-    """Input that the user can fix: a flag, a file, a configuration.
+    """An error that the user can fix: a flag, a file, a configuration.
 
     The message says what was found, where, and what to do. Entry points print it without a traceback and exit with
     code 2.
@@ -19,18 +19,18 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run cannot continue although its input is valid: a full disk, a loss that diverged.
+    """A run cannot continue although its input is valid, for example because of a full disk or diverged loss.
 
-    Entry points print the message and exit with code 1. Checkpoints saved before are untouched.
+    Entry points print the message and exit with code 1. Earlier checkpoints are intact.
     """
 
 
 class LostWorkerError(RunError):
-    """Another worker of the job has died or cannot be reached, so collectives are skipped at exit."""
+    """Another worker of the job has died or cannot be reached."""
 
 
 def os_sentence(error: OSError) -> str:
-    """Error message of an OSError: the file, the system's reason, and what to do."""
+    """Error message for an OSError: file, reason, and what to do."""
     if error.errno is None:
         return str(error)
     if error.filename is None and error.strerror != os.strerror(error.errno):
@@ -41,6 +41,6 @@ def os_sentence(error: OSError) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception's message, or its type."""
+    """First line of an exception's message; its type if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Small file operations that survive a kill at any moment, and strict JSON out of whatever a metric returns."""
+"""Atomic file operations, and JSON of metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLED_BYTES = 1 << 16  # of either end of a file, see `hash_of_ends`
 
 
 def fsync_path(path: Path) -> None:
-    """Flush one file or directory to the disk; a directory's own entry list needs this too after a rename."""
+    """Flush a file or directory to the disk. A rename is durable once its directory is flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,10 +33,9 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Replace a file atomically: yields a temporary file, which is flushed and renamed at the end of the block.
+    """Context that replaces a file atomically: yields a temporary file and renames it at the end.
 
-    Readers see the old file or the new one. Several processes may do this to the same file at once: one of their
-    contents stays, whole. After an exception the old file is still there.
+    Readers see the old or the new content, also after an error or with several writers.
     """
     temporary = path.with_name(f".{path.name}.tmp{secrets.token_hex(6)}")
     try:
@@ -52,7 +51,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add the file name to an OSError without one, such as an error of a write to an open file."""
+    """Context that adds the file name to an OSError without one."""
     try:
         yield
     except OSError as error:
@@ -68,7 +67,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def apply_umask(*files: Path) -> None:
-    """Give files the permissions of a new file here; safetensors creates files that only their owner can read."""
+    """Give files the default permissions of new files; safetensors makes files that only their owner can read."""
     if not files:
         return
     probe = files[0].with_name(f".{secrets.token_hex(6)}.tmp")
@@ -83,12 +82,12 @@ def apply_umask(*files: Path) -> None:
 
 
 def json_sha256(value: Any) -> str:
-    """sha256 of a JSON value, whatever the order of its keys."""
+    """sha256 of a JSON value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def hash_of_ends(path: str | os.PathLike) -> str:
-    """sha256 of the beginning and the end of a file, to detect a changed text without reading all of it."""
+    """sha256 of the first and last 64 KiB of a file, a quick check for changes."""
     with open(path, "rb") as file:
         content = file.read(SAMPLED_BYTES)
         file.seek(max(os.path.getsize(path) - SAMPLED_BYTES, 0))
@@ -97,7 +96,7 @@ def hash_of_ends(path: str | os.PathLike) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; waits for other holders. The lock is released if its process dies."""
+    """Context with an exclusive lock on `path`; waits for other holders. The lock ends with its process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with open(path, "w") as file:
@@ -125,10 +124,9 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Plain JSON types for numpy and torch scalars and arrays, paths, sets and tuples; NaN and infinities become None.
+    """Convert a value to JSON types: numpy and torch scalars and arrays, paths, sets and tuples.
 
-    JSON has no NaN; `null` keeps the key, and so the fact that the number is not finite, in a file any parser reads.
-    Anything of another type is written as its `str`, so a metric file is never lost to one odd value.
+    NaN and infinities become None; other types become their `str`.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -147,12 +145,12 @@ def to_jsonable(value: Any) -> Any:
 
 
 def dump_json(value: Any, *, indent: int | None = 2) -> str:
-    """Strict JSON text of `to_jsonable(value)`; dumped to a string first, so a failure never leaves half a file."""
+    """JSON text of `to_jsonable(value)`."""
     return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def human_bytes(size: float) -> str:
-    """`3.4 GiB`-style text, for messages."""
+    """Format a size, e.g. `3.4 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -161,7 +159,11 @@ def human_bytes(size: float) -> str:
 
 
 def read_json(path: Path, what: str = "an object") -> dict[str, Any]:
-    """The object in a JSON file; `what` it should be is for the message. Raises UserError."""
+    """Read a file that holds a JSON object. Raises UserError.
+
+    Args:
+        what: description of the object, for the message.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Objects found by their names: a package's public ones on first use, a user's by `module:name`."""
+"""Python objects by name: the public names of a package, imported on first use, and `module:name` strings."""
 
 import ast
 import difflib
@@ -21,10 +21,10 @@ _allowed_modules: set[str] = set()
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` (PEP 562) and public names of a package, each imported on first use.
+    """Create `__getattr__` and `__dir__` (PEP 562) and the list of public names of a package.
 
     Args:
-        package: its `__name__`; the names are those that the `__init__.pyi` next to it imports.
+        package: its `__name__`; public names are those that the `__init__.pyi` next to it imports.
     """
     module = sys.modules[package]
     stub = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
@@ -41,17 +41,17 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
 
 def resolve_name(text: str, base: type | None = None, said: str | None = None) -> Any:
-    """The class or function named by `module:name`, e.g. `transformers:T5ForConditionalGeneration`.
+    """Import the class or function `module:name`, e.g. `transformers:T5ForConditionalGeneration`.
 
-    A file of the current folder is a module too, wherever the script that runs lies.
+    Modules in the current folder are found too.
 
     Args:
-        text: an importable module and a name in it; dots are allowed on either side (`package.module:Outer.Inner`).
-        base: the class that it must be or derive from; None for a function, or anything else that can be called.
-        said: its name in error messages, such as "--metric my_metrics:f1"; None for `text` in quotes.
+        text: dots are allowed on both sides (`package.module:Outer.Inner`).
+        base: required base class; None for any callable.
+        said: name in error messages, such as "--metric my_metrics:f1"; default: `text`.
 
     Raises:
-        UserError: not of this form, a module that cannot be imported (with the reason), no such name, another kind.
+        UserError: malformed text, a module that cannot be imported, a missing name, or an object of another type.
     """
     said = said or f"'{text}'"
     module_name, _, path = text.partition(":")
@@ -83,14 +83,13 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
 
 
 def resolve_configured(text: str, base: type, said: str) -> Any:
-    """Find the class that a model's configuration names, by `resolve_name`.
+    """Import a class that a model's configuration names, if its module is trusted; see `resolve_name`.
 
-    The configuration may come with untrusted weights. Only classes of this project, of modules that are already
-    imported (such as that of `--model_cls`) and of modules passed to `allow_modules` are resolved; nothing else is
-    imported.
+    Configurations may come with untrusted weights. Trusted are modules of this project, modules that are already
+    imported, and those passed to `allow_modules`.
 
     Raises:
-        UserError: another module, or as `resolve_name`.
+        UserError: the module is not trusted, or as `resolve_name`.
     """
     module = text.partition(":")[0]
     if module.partition(".")[0] not in _OWN_PACKAGES and module not in sys.modules and module not in _allowed_modules:
@@ -103,12 +102,12 @@ def resolve_configured(text: str, base: type, said: str) -> Any:
 
 
 def allow_modules(values: Iterable[object]) -> None:
-    """Let `resolve_configured` import the modules of `module:Class` names in a file or flag that the user named."""
+    """Let `resolve_configured` import the modules of the `module:Class` strings in `values`."""
     _allowed_modules.update(text.partition(":")[0] for text in values if isinstance(text, str) and ":" in text)
 
 
 def is_of_user(thing: Any) -> bool:
-    """True for a user's class or function: it is not part of Python, an installed package or this project."""
+    """True for a class or function that is not part of Python, an installed package or this project."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "builtins")
     if module is None or module.__name__.partition(".")[0] in (*_OWN_PACKAGES, "megatron", "builtins"):
         return False
@@ -132,7 +131,7 @@ def _imported(module: str) -> ModuleType:
 
 @cache
 def source_imports(module: str, name: str) -> bool:
-    """True if a module's source imports from the module `name`; the module itself is not imported."""
+    """True if the source of `module` imports from `name`; nothing is imported."""
     folders: Iterable[str] | None = [*sys.path, ""]
     for part in module.split("."):  # without its package, which a namespace would look up in sys.modules
         spec = folders and PathFinder.find_spec(part, list(folders))
@@ -146,6 +145,6 @@ def source_imports(module: str, name: str) -> bool:
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:
-    """`; did you mean '...'` with the name most similar to `word`; empty without a similar name."""
+    """`; did you mean '...'` with the most similar name in `known`; empty if there is none."""
     near = difflib.get_close_matches(word, [str(key) for key in known], n=1)
     return f"; did you mean '{near[0]}'" if near else ""

@@ -20,21 +20,12 @@ import numpy as np
 
 _LOOKED_AT = 1024  # turns looked at together once few predictions are left, over all rows
 _NGRAM_BITS = 12  # low bits of a word's random number that choose n; the whole number decides its turn
-_GEOMETRIC = 0.2  # SpanBERT, https://arxiv.org/abs/1907.10529, section 3.1
 
 
-def ngram_probabilities(max_ngram: int, favor_longer: bool = False, geometric: bool = False) -> np.ndarray:
-    """float64[max_ngram], probability of n = 1, 2, ...: proportional to 1 / n (reversed by `favor_longer`).
-
-    `geometric`: 0.2 * 0.8 ** (n - 1), all longer spans shortened to max_ngram.
-    """
-    n = np.arange(1, max_ngram + 1)
-    if geometric:
-        probabilities = _GEOMETRIC * (1 - _GEOMETRIC) ** (n - 1)
-        probabilities[-1] += 1 - probabilities.sum()
-        return probabilities
-    probabilities = 1 / n / (1 / n).sum()
-    return probabilities[::-1].copy() if favor_longer else probabilities
+def ngram_probabilities(max_ngram: int) -> np.ndarray:
+    """float64[max_ngram], probability of n = 1, 2, ...: proportional to 1 / n."""
+    weights = 1 / np.arange(1, max_ngram + 1)
+    return weights / weights.sum()
 
 
 def word_starts(tokens: np.ndarray, maskable: np.ndarray, starts_word: np.ndarray) -> np.ndarray:

@@ -32,15 +32,7 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
-from lm_experiments_tools.data.text.records import (
-    BadRecord,
-    RejectedRecords,
-    allowed,
-    field_of,
-    locate,
-    no_documents,
-    read_shard,
-)
+from lm_experiments_tools.data.text.records import RejectedRecords, no_documents
 from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
 from lm_experiments_tools.data.tokens.encoding import EncodedWriter
 from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta
@@ -107,7 +99,6 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """Write the token files; returns the content of their .json files by prefix."""
     encoder = SentenceEncoder(args)
     shards, record = _plan(args, encoder)
-    _refuse_absent_keys(shards, args, encoder)
     if not args.split_sentences:
         logger.warning("without --split-sentences BERT has no sentence pairs and reads one sample of a document")
     if args.keep_newlines and not args.split_sentences:
@@ -147,30 +138,6 @@ def _plan(args: PreprocessArgs, encoder: SentenceEncoder) -> tuple[list[Shard], 
         return plan_shards([path]), {}
     shards, record = part_of_plan([path], *shard, encoder.identity)
     return shards, {"shard": record}
-
-
-def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: SentenceEncoder) -> None:
-    """UserError where none of the first lines, as many as may be bad, has the keys."""
-    num_lines, first = 0, ""
-    items = ((part, item) for part in shards for item in read_shard(part, None, max_bytes=encoder.max_bytes))
-    for shard, item in items:
-        if getattr(item, "raw", b"") == b"":  # of a text file, or unreadable
-            return
-        try:
-            for key in args.json_keys:
-                field_of(item.value, key)
-            return
-        except BadRecord as error:
-            num_lines += 1
-            bad = locate(shard, item.rejected(error))
-            first = first or f"{bad.where}: {bad.reason}"
-        if num_lines > allowed(args.max_bad_lines, num_lines):
-            break
-    if num_lines:
-        raise UserError(
-            f"none of the {num_lines} lines read from {args.input} has the keys --json-keys "
-            f"{' '.join(args.json_keys)}; the first is {first}"
-        )
 
 
 def _metas(

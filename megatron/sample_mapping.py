@@ -26,24 +26,20 @@ import hashlib
 import json
 import logging
 import os
-import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
-from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
 from lm_experiments_tools.data.order import sample_words, stream_key
-from lm_experiments_tools.data.tokens.checked import found_once
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
-from lm_experiments_tools.files import write_atomic
+from lm_experiments_tools.files import locked, replacing, write_atomic
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of the rows and counts that settings and data give; part of the cache's name
+_VERSION = 3  # of the rows and counts that settings and data give; part of the cache's name
 _CHUNK = 1 << 20  # sentences looked at together: bounds the memory of building
 _HASH_BLOCK = 1 << 20
 
@@ -71,18 +67,19 @@ class MappingSettings:
 
 @dataclass
 class MappingCounts:
-    """Documents and tokens that one epoch used and left out."""
+    """Documents and tokens of one epoch, and the tokens that fit in no sample.
+
+    Attributes:
+        few_sentences_tokens: of documents with fewer than `min_sentences` sentences.
+        long_sentence_tokens: of documents with a sentence of more than `max_sentence_length` tokens.
+        overlong_tokens: of sentences, beyond `max_length`.
+    """
 
     documents: int = 0
     tokens: int = 0
-    empty_documents: int = 0
-    few_sentences_documents: int = 0
     few_sentences_tokens: int = 0
-    long_sentence_documents: int = 0
     long_sentence_tokens: int = 0
-    truncated_tokens: int = 0
-    overlong_sentences: int = 0  # longer than the longest sample
-    overlong_tokens: int = 0  # of these, beyond the longest sample
+    overlong_tokens: int = 0
 
     @property
     def unread(self) -> float:
@@ -91,18 +88,12 @@ class MappingCounts:
         return unread / max(self.tokens, 1)
 
     def describe(self) -> str:
-        """One line for the log."""
-
-        def percent(number: int) -> str:
-            return f"{number:,} tokens ({100 * number / max(self.tokens, 1):.2g} %)"
-
+        """Log text: size of the data, and how many tokens fit in no sample."""
         return (
-            f"of {self.documents:,} documents with {self.tokens:,} tokens, left out: {self.empty_documents:,} empty; "
-            f"{self.few_sentences_documents:,} with too few sentences, {percent(self.few_sentences_tokens)}; "
-            f"{self.long_sentence_documents:,} with a sentence that is too long, "
-            f"{percent(self.long_sentence_tokens)}; "
-            f"cut from samples: {percent(self.truncated_tokens)}, of which in {self.overlong_sentences:,} sentences "
-            f"longer than any sample: {percent(self.overlong_tokens)}"
+            f"{self.documents:,} documents with {self.tokens:,} tokens; {self.unread:.1%} of the tokens fit in no "
+            f"sample: {self.few_sentences_tokens:,} in documents with too few sentences, "
+            f"{self.long_sentence_tokens:,} in documents with a sentence that is too long, {self.overlong_tokens:,} "
+            "at the ends of long sentences"
         )
 
 
@@ -154,8 +145,7 @@ def _packed(
             counted.documents += last - first
             counted.tokens += int(lengths.sum())
             documents, starts, ends = _usable(bounds - offset, lengths, settings, counted)
-            rows, truncated = _pack(first + documents, starts, ends, lengths, settings, number)
-            counted.truncated_tokens += truncated
+            rows = _pack(first + documents, starts, ends, lengths, settings, number)
             num_samples += len(rows)
             yield (rows + [offset, offset, 0]).astype(dtype)
         if num_samples == 0 or num_samples >= enough:
@@ -177,7 +167,6 @@ def _usable(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Numbers and sentence ranges (starts, ends) of the documents to pack; `counts` gets all documents."""
     numbers = np.flatnonzero(np.diff(bounds))
-    counts.empty_documents += len(bounds) - 1 - len(numbers)
     starts, ends = bounds[numbers], bounds[numbers + 1]
     if not starts.size:
         return numbers, starts, ends
@@ -188,13 +177,10 @@ def _usable(
         long = ~few & (ends - starts > 1) & (longest > settings.max_sentence_length)
     used = ~few & ~long
     tokens = np.add.reduceat(lengths, starts)
-    counts.few_sentences_documents += int(few.sum())
     counts.few_sentences_tokens += int(tokens[few].sum())
-    counts.long_sentence_documents += int(long.sum())
     counts.long_sentence_tokens += int(tokens[long].sum())
     excess = np.maximum(lengths - settings.max_length, 0)
     counts.overlong_tokens += int(np.add.reduceat(excess, starts)[used].sum())
-    counts.overlong_sentences += int(np.add.reduceat(excess > 0, starts, dtype=np.int64)[used].sum())
     return numbers[used], starts[used], ends[used]
 
 
@@ -205,10 +191,10 @@ def _pack(
     lengths: np.ndarray,
     settings: MappingSettings,
     number: int,
-) -> tuple[np.ndarray, int]:
-    """Rows int64[n, 3] of epoch `number` over documents, and the tokens beyond their targets."""
+) -> np.ndarray:
+    """Rows int64[n, 3] of epoch `number` over documents."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])  # of each sentence, in tokens
-    rows, truncated, step = [np.empty((0, 3), np.int64)], 0, 0
+    rows, step = [np.empty((0, 3), np.int64)], 0
     words = column = np.empty((0, 0), np.uint64)  # a document's words are those of its column
     while documents.size:
         targets = np.full(documents.size, settings.max_length)
@@ -225,13 +211,12 @@ def _pack(
         stops = np.maximum(stops, positions + settings.min_sentences)
         stops = np.where(ends - stops > 1, stops, ends)
         rows.append(np.stack([positions, stops, targets], axis=1))
-        truncated += int(np.maximum(offsets[stops] - offsets[positions] - targets, 0).sum())
         going = stops < ends
         documents, positions, ends = documents[going], stops[going], ends[going]
         column = column[going] if settings.short_seq_prob > 0 else column
         step += 1
     joined = np.concatenate(rows)
-    return joined[joined[:, 0].argsort(kind="stable")], truncated
+    return joined[joined[:, 0].argsort(kind="stable")]
 
 
 def load_mapping(
@@ -239,73 +224,58 @@ def load_mapping(
 ) -> SampleMapping:
     """The mapping of a data file, from the cache if it is valid, else built and cached.
 
-    The cache is NAME.npy and NAME.json (counts, checksum) in `cache_dir`, by default next to the data; NAME has a hash
-    of data and settings. Files are renamed when complete, the .json last, so any number of processes may do this at
-    the same time. Where nothing can be written, the mapping is used in memory and a warning is logged.
+    The cache is NAME.rows (`SampleMapping.rows`) and NAME.json (counts, checksum) in `cache_dir`, by default next to
+    the data; NAME has a hash of data and settings. Any number of processes may do this at the same time: one builds,
+    the others wait. Where nothing can be written, the mapping is built in memory and a warning is logged.
     """
     key = json.dumps([_VERSION, tokens.fingerprint, asdict(settings)], sort_keys=True)
     name = f"{Path(tokens.prefix).name}_samples_{settings.max_length}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    path = (Path(tokens.prefix).parent if cache_dir is None else Path(cache_dir)) / f"{name}.npy"
-    damaged = path.with_suffix(".json").is_file()
-    if (mapping := _read(path)) is not None:
-        return mapping
+    path = (Path(tokens.prefix).parent if cache_dir is None else Path(cache_dir)) / f"{name}.rows"
+    dtype = _row_dtype(tokens.sequence_lengths)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return _write(path, tokens, settings, damaged)
+        with locked(path.with_suffix(".lock")):
+            if (mapping := _read(path, dtype)) is None:
+                mapping = _write(path, dtype, tokens, settings)
+            return mapping
     except OSError as error:
-        logger.warning("%s cannot be written (%s), so each start builds it again", path, error.strerror)
-    return build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
+        reason = error.strerror
+    if (mapping := _read(path, dtype)) is None:
+        logger.warning("%s cannot be written (%s), so each start builds it again", path, reason)
+        mapping = build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
+    return mapping
 
 
-def _read(path: Path) -> SampleMapping | None:
-    """A mapping from its files, checked once a machine; None where there is none, or (warning) a damaged one."""
+def _read(path: Path, dtype: np.dtype) -> SampleMapping | None:
+    """A mapping from its files; None where there is none, or (warning) a damaged one."""
     record = path.with_suffix(".json")
     if not record.is_file():
         return None
     try:
         known = json.loads(record.read_bytes())
-        counts, checksum = MappingCounts(**known["counts"]), known["crc32"]
-        if str(checksum) != found_once(path, [path], lambda: str(_checksum(path))):  # before numpy parses it
+        counts = MappingCounts(**known["counts"])
+        if known["crc32"] != _checksum(path):
             raise ValueError("its checksum differs")
     except (OSError, ValueError, LookupError, TypeError) as error:
         logger.warning("the sample mapping %s is damaged (%s) and is built again", path, error)
         return None
-    return SampleMapping(np.load(path, mmap_mode="r"), counts, path)
+    return SampleMapping(_mapped(path, dtype), counts, path)
 
 
-def _write(path: Path, tokens: IndexedDataset, settings: MappingSettings, damaged: bool) -> SampleMapping:
-    """Build the mapping into its files; `damaged` ones are replaced."""
-    counts, temporary = MappingCounts(), path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            rows = _packed(tokens.document_indices, tokens.sequence_lengths, settings, counts)
-            _save(file, rows, _row_dtype(tokens.sequence_lengths))
-            file.flush()
-            os.fsync(file.fileno())
-        # Another process may have been faster, and its file may be mapped by others already.
-        if not damaged and (mapping := _read(path)) is not None:
-            return mapping
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    write_atomic(path.with_suffix(".json"), json.dumps({"crc32": _checksum(path), "counts": asdict(counts)}))
-    return SampleMapping(np.load(path, mmap_mode="r"), counts, path)
+def _write(path: Path, dtype: np.dtype, tokens: IndexedDataset, settings: MappingSettings) -> SampleMapping:
+    """Build the mapping into its files, a chunk of documents at a time."""
+    counts, checksum = MappingCounts(), 0
+    with replacing(path) as file:
+        for rows in _packed(tokens.document_indices, tokens.sequence_lengths, settings, counts):
+            content = rows.tobytes()
+            checksum = zlib.crc32(content, checksum)
+            file.write(content)
+    write_atomic(path.with_suffix(".json"), json.dumps({"crc32": checksum, "counts": asdict(counts)}))
+    return SampleMapping(_mapped(path, dtype), counts, path)
 
 
-def _save(file: BinaryIO, parts: Iterable[np.ndarray], dtype: np.dtype) -> None:
-    """np.save of rows [n, 3] that come in parts: numpy's header has the same size for any number of them."""
-
-    def write_header(num_rows: int) -> None:
-        shape = {"descr": dtype_to_descr(dtype), "fortran_order": False, "shape": (num_rows, 3)}
-        write_array_header_1_0(file, shape)
-
-    write_header(0)
-    num_rows = 0
-    for rows in parts:
-        file.write(np.ascontiguousarray(rows))
-        num_rows += len(rows)
-    file.seek(0)
-    write_header(num_rows)
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    rows = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # numpy maps no empty file
+    return rows.reshape(-1, 3)
 
 
 def _checksum(path: Path) -> int:

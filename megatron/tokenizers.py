@@ -13,7 +13,7 @@ transformers this is `split_special_tokens=True`). Apart from that, ids equal th
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -55,27 +55,18 @@ def build_tokenizer(
         if name_or_path is None:
             raise UserError("--tokenizer-type HFTokenizer needs --tokenizer-name-or-path, a folder or a hub name")
         return _from_pretrained(os.fspath(name_or_path))
-    if tokenizer_type == "GPT2BPETokenizer":
-        raise UserError(f"GPT2BPETokenizer has no [CLS], [SEP] and [MASK]; use one of {', '.join(TOKENIZER_TYPES)}")
-    raise UserError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}")
+    raise UserError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}, which BERT needs")
 
 
 def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> None:
     """Refuse token files made with another tokenizer, by the fingerprint in PREFIX.json, if there is one."""
     made_with = data.meta.get("vocab_sha256")
     if made_with is not None and made_with != tokenizer.fingerprint:
-        if tokenizer.other_case is not None and made_with == tokenizer.other_case().fingerprint:
-            raise UserError(_other_case(data, tokenizer))
         raise UserError(
             f"the tokens {data.prefix} were made with the tokenizer {data.meta.get('vocab_file')} (fingerprint "
-            f"{made_with[:12]}), not with {tokenizer.name} (fingerprint {tokenizer.fingerprint[:12]}): give that one"
+            f"{made_with[:12]}), not with {tokenizer.name} (fingerprint {tokenizer.fingerprint[:12]}): give that one, "
+            "in the same case (--lower_case)"
         )
-
-
-def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:
-    """Error message for tokens of the same vocabulary in the other case."""
-    remedy = "give --no_lower_case" if tokenizer.lowercase else "leave out --no_lower_case"
-    return f"the tokens {data.prefix} were made with the other case of {tokenizer.name}: {remedy}"
 
 
 class BertDataTokenizer:
@@ -86,7 +77,6 @@ class BertDataTokenizer:
         special: ids of cls, sep, mask, pad and eod, which ends a document: eos, else sep.
         name: the file, folder or hub name it came from.
         pretrained: the transformers tokenizer, if any.
-        other_case: makes the tokenizer of the same vocab.txt with the other treatment of case.
 
     Attributes:
         vocab_size: every id is below this (a vocabulary may have unused ids).
@@ -99,9 +89,8 @@ class BertDataTokenizer:
         special: dict[str, int],
         name: str,
         pretrained: Any = None,
-        other_case: "Callable[[], BertDataTokenizer] | None" = None,
     ):
-        self.name, self.other_case = name, other_case
+        self.name = name
         self._tokenizer, self._special, self._pretrained = FastTokenizer(content), special, pretrained
         self.vocab_size = self._tokenizer.size
         self.cls, self.sep, self.mask, self.pad = (special[role] for role in _ROLES)
@@ -283,20 +272,13 @@ def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
         logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
     backend = tokenizers.BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
     special = {role: vocab[_BERT_ROLES[role]] for role in _ROLES}
-    other_case = partial(_from_vocab_file, path, not lowercase)
-    roles = {**special, "eod": special["sep"]}
-    return BertDataTokenizer(backend.to_str(), roles, str(path), other_case=other_case)
+    return BertDataTokenizer(backend.to_str(), {**special, "eod": special["sep"]}, str(path))
 
 
 def _from_pretrained(name: str) -> BertDataTokenizer:
     from transformers import AutoTokenizer
 
-    path = Path(name)
-    if path.is_file():
-        raise UserError(f"the tokenizer {name} is a file: give a folder, or a vocab.txt as the vocabulary file")
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # no name on the hub
-        raise UserError(f"the tokenizer {name} does not exist")
-    verify_model(path)
+    verify_model(Path(name))
     remedy = "give a folder with the tokenizer.json that a tokenizer's save_pretrained() writes"
     pretrained = open_pretrained(
         f"the tokenizer {name}", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False), remedy

@@ -1,8 +1,8 @@
 """Decoders of transformers as bidirectional encoders with a masked language model head.
 
-The modules and weight names are those of Gemma2ForCausalLM, Gemma3ForCausalLM and Qwen3ForCausalLM; only the causal
-mask is gone (LLM2Vec, arXiv 2404.05961, section 2.1), and labels are those of the same position. A layer with a
-sliding window sees that many tokens on each side. For Llama and Qwen 2 transformers has EuroBertForMaskedLM.
+Modules and weight names are those of Gemma2ForCausalLM, Gemma3ForCausalLM and Qwen3ForCausalLM. There is no causal
+mask, and a token's label is at its own position (LLM2Vec, arXiv 2404.05961, section 2.1). A layer with a sliding
+window sees that many tokens on each side. For Llama and Qwen 2 use transformers' EuroBertForMaskedLM.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _MaskedLM:
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Logits [B, L, V], and with `labels` [B, L] (-100: none) their mean cross-entropy in nats."""
+        """Logits [batch, length, vocabulary], and the mean loss of `labels` [batch, length] (-100: none)."""
         kwargs["use_cache"] = False
         outputs = self.model(
             input_ids, attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs

@@ -18,32 +18,32 @@ class BertConfig(VariantConfig, transformers.BertConfig):
     """transformers' BertConfig and these keys:
 
     Args:
-        pre_layer_norm: norm the inputs of attention and feed-forward (Xiong et al. 2020, arXiv 2002.04745), not the
-            sums behind them.
-        last_layer_norm: with pre_layer_norm, norm the output of the last layer, which nothing else does.
+        pre_layer_norm: normalize the inputs of attention and feed-forward (Xiong et al. 2020, arXiv 2002.04745)
+            instead of the sums after them.
+        last_layer_norm: with pre_layer_norm, normalize the output of the last layer.
         position_embedding_type: "absolute" (Devlin et al. 2018), "relative_key" (Shaw et al. 2018, arXiv 1803.02155),
-            "relative_key_query" (Huang et al. 2020, method 4, arXiv 2009.13658), "relative_attention_bias" (one T5
-            table for all layers), "rotary", "alibi", "none", or a class of yours, "module:Class", a
-            `lm_experiments_tools.attention.positions.PositionScheme` made as Class(config, bidirectional). All but
-            "absolute" do without position embeddings.
+            "relative_key_query" (Huang et al. 2020, method 4, arXiv 2009.13658), "relative_attention_bias" (a T5 bias
+            shared by all layers), "rotary", "alibi", "none", or a class of yours, "module:Class", a
+            `lm_experiments_tools.attention.positions.PositionScheme` made as Class(config, bidirectional). Only
+            "absolute" has position embeddings.
         relative_attention_num_buckets, relative_last_bucket_distance: of "relative_attention_bias"; T5's 32 and 128.
-        rotary_dim: features of a head that "rotary" turns, the first ones; all if None.
+        rotary_dim: number of features of a head that "rotary" rotates, the first ones; all if None.
         rotary_base: of "rotary".
         norm_type: "layer_norm", or "rms_norm" (Zhang and Sennrich 2019, arXiv 1910.07467), of all norms.
         norm_bias: biases of layer norms; RMSNorm has none.
         attention_bias, mlp_bias: biases of the linear layers of attention, of the feed-forward network.
         gated_mlp: gate the feed-forward network: activation(x W) * (x V), e.g. GeGLU with hidden_act "gelu" and SwiGLU
             with "silu" (Shazeer 2020, arXiv 2002.05202). `intermediate_size` is the width of each half.
-        embedding_norm: norm the embeddings.
-        first_attention_norm: with pre_layer_norm, norm the input of the first attention, which `embedding_norm` has
-            already done.
+        embedding_norm: normalize the embeddings.
+        first_attention_norm: with pre_layer_norm, normalize the input of the first attention; not needed after
+            `embedding_norm`.
         num_key_value_heads: heads of keys and values, each shared by a group of query heads (Ainslie et al. 2023,
             arXiv 2305.13245); None for `num_attention_heads`.
         layer_types: "full_attention" or "sliding_attention" for each layer (transformers' names); None for full.
-        local_attention: window in tokens of "sliding_attention": a token sees those at a distance of up to half of it.
-        local_rotary_base: `rotary_base` of these layers; None for the same.
-        head_transform: layer and norm between the hidden states and the MLM head's output layer.
-        classifier_bias, decoder_bias: biases of that layer, and of the output layer.
+        local_attention: window of "sliding_attention" in tokens, half of it on each side.
+        local_rotary_base: `rotary_base` of "sliding_attention" layers; None for the same.
+        head_transform: linear layer and norm before the MLM head's output layer.
+        classifier_bias, decoder_bias: biases of that linear layer, and of the output layer.
         is_decoder: causal attention, for language modeling from left to right.
         sparse_config_cls, sparse_attention: name and settings of a block-sparse layout, e.g. "BigBird" and
             `{"block": 64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
@@ -123,7 +123,7 @@ class BertConfig(VariantConfig, transformers.BertConfig):
 
     @property
     def is_variant(self) -> bool:
-        """True if transformers' class would compute something else, or lacks a BERT without token types."""
+        """True if transformers' BertModel would compute something else, or cannot (no token types)."""
         return super().is_variant or self.type_vocab_size == 0
 
     def _check_sizes(self) -> None:

@@ -49,10 +49,10 @@ class _Family(NamedTuple):
 
 
 def from_original(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BertForMaskedLM:
-    """Our model with the weights of a ModernBERT, EuroBERT or NeoBERT.
+    """Convert a ModernBERT, EuroBERT or NeoBERT to `BertForMaskedLM`.
 
     Args:
-        settings: of its config.json, or `model.config.to_dict()`.
+        settings: values of its config.json, or `model.config.to_dict()`.
         weights: its state dict, with the MLM head.
 
     Raises:
@@ -79,10 +79,10 @@ def from_original(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
 
 
 def to_original(model: BertForMaskedLM, kind: str) -> PreTrainedModel:
-    """transformers' "modernbert" or "eurobert" with the weights of our model.
+    """Convert `BertForMaskedLM` to transformers' "modernbert" or "eurobert".
 
     Raises:
-        UserError: no such kind, or a configuration that it cannot express.
+        UserError: another kind, or a configuration that it cannot express.
     """
     family = FAMILIES.get(kind)
     if family is None or family.config is None:

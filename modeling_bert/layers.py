@@ -23,7 +23,7 @@ from modeling_bert.positions import content_position, local_position, shared_pos
 
 
 class CanBeFast(nn.Module):
-    """Mixin of modules that have a fused path for training, which `use_fast_step` enables."""
+    """Mixin of modules with a fused training path, which `use_fast_step` enables."""
 
     is_fast = False
 
@@ -49,7 +49,10 @@ class BertEmbeddings(CanBeFast):
         self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """Input embeddings [B, L, D] from word embeddings; types [B, L] default to 0, positions to 0..L-1."""
+        """Add token types and positions to word embeddings [batch, length, features].
+
+        Token types [batch, length] default to 0, positions to 0..length - 1.
+        """
         x = inputs_embeds
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
@@ -64,7 +67,7 @@ class BertEmbeddings(CanBeFast):
 
 
 class BertSelfAttention(CanBeFast):
-    """Self-attention; positions and sparsity are arguments, not branches."""
+    """Multi-head self-attention."""
 
     def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class BertSelfAttention(CanBeFast):
         offset: int | Tensor,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, L, D] -> [B, L, D] and, on request, the weights [B, H, L, L]; `offset` is for `position.rotate`."""
+        """Attention output [batch, length, features], and weights [batch, heads, length, length] or None."""
         projections = self.query, self.key, self.value
         features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in features)  # [B, H, L, d]
@@ -139,7 +142,7 @@ class BertAttention(nn.Module):
 
 
 class BertIntermediate(nn.Module):
-    """First half of the feed-forward network; with `gated_mlp`, activated features first, then the gate."""
+    """First half of the feed-forward network. With `gated_mlp` its weight holds the activated half, then the gate."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -156,9 +159,9 @@ class BertIntermediate(nn.Module):
 
 
 class BertLayer(CanBeFast, GradientCheckpointingLayer):
-    """Attention and feed-forward, with norms in front of them (`pre_layer_norm`) or behind their sums.
+    """Attention and feed-forward, with norms before them (`pre_layer_norm`) or after the residual connections.
 
-    The norms in front have the names of t5-experiments, which the GENA-LM checkpoints made with it carry.
+    The norms before them have the names of t5-experiments, as in its GENA-LM checkpoints.
     """
 
     def __init__(self, config: BertConfig, number: int) -> None:
@@ -187,12 +190,12 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
         return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Feed-forward network of each token, [B, L, D] -> [B, L, D]."""
+        """Apply the feed-forward network and its residual connection to each token."""
         return self.output(self.intermediate(self.norm(self.post_attention_ln, x)), x)
 
 
 class BertEncoder(nn.Module):
-    """All layers, their position schemes, and biases, which are computed once for each kind of layer."""
+    """All layers. Position biases are computed once, for full and for sliding-window attention."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -205,7 +208,7 @@ class BertEncoder(nn.Module):
         self.last_layer_ln = make_norm(config) if final_norm else nn.Identity()
 
     def forward(self, x: Tensor, spec: AttentionSpec, offset: int | Tensor, output_attentions: bool) -> Tensor:
-        """[B, L, D] -> [B, L, D]"""
+        """Apply all layers to hidden states [batch, length, features]."""
         length = x.shape[1]
         spec = spec._replace(causal=self.config.is_decoder)
         whole = self.position, *self._bias(self.position.bias(length, length, device=x.device), x, spec)
@@ -241,12 +244,12 @@ class BertEncoder(nn.Module):
 
 
 def backend_for(config: BertConfig, fused_on: torch.device | None = None) -> str:
-    """The attention backend: "auto" with a layout, otherwise `backend_of`'s."""
+    """Attention backend of a model: "auto" with a block-sparse layout, otherwise by `attn_implementation`."""
     return "auto" if config.sparse_config_cls is not None else backend_of(config._attn_implementation, fused_on)
 
 
 def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:
-    """A norm of D features, of the configured type."""
+    """Create a norm of D features, of the configured type."""
     if config.norm_type == "rms_norm":
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.norm_bias)

@@ -1,4 +1,4 @@
-"""Losses of words and of places in a text."""
+"""Losses of BERT's masked language modeling and question answering."""
 
 from torch import Tensor
 
@@ -13,8 +13,10 @@ def place_loss(scores: Tensor, positions: Tensor) -> Tensor:
 
 
 def words_loss(logits: Tensor, labels: Tensor, segment_ids: Tensor | None, is_decoder: bool) -> Tensor:
-    """Cross-entropy of logits [B, L, V] and labels [B, L]: of a token's own position, or for a decoder of the position
-    before it, except for the first token of a document of packed rows [B, L]."""
+    """Cross-entropy of logits [B, L, V] and labels [B, L].
+
+    A decoder predicts the next token, but not across documents of packed rows (`segment_ids` [B, L]).
+    """
     if is_decoder:
         logits, labels = logits[:, :-1], labels[:, 1:]
         if segment_ids is not None:

@@ -1,10 +1,9 @@
-"""BERT (Devlin et al. 2018, arXiv 1810.04805) with its heads; the maths of a layer is in `layers`.
+"""BERT (Devlin et al. 2018, arXiv 1810.04805) with its heads; `layers` has the transformer layer.
 
-Parameters have the names of transformers' BERT, so weights go either way: `BertForMaskedLM.from_pretrained` reads any
-BERT of the Hub, and transformers reads what `save_pretrained` writes, as long as no variant is switched on
-(`BertConfig` lists them; each is a key of config.json).
+Parameters have the names of transformers' BERT: `BertForMaskedLM.from_pretrained` reads any BERT of the Hub.
+transformers reads what `save_pretrained` writes, unless a variant is enabled (a key of `BertConfig`).
 
-Shapes: B sequences, L tokens, D features, V words.
+Shapes: B sequences, L tokens, D features, V words; in packed rows at most S documents a row.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ TIED = {
 
 
 class BertPreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):
-    """Loading, saving, initial values and everything else that transformers gives a model."""
+    """Base class: loading, saving and initial values."""
 
     config_class = BertConfig
     base_model_prefix = "bert"
@@ -101,7 +100,7 @@ class BertPooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
-        """[B, L, D] -> [B, D], or with the places of S first tokens, int64 [B, S] -> [B, S, D]"""
+        """Pool the first token of each row, [batch, features], or the tokens at `starts` [batch, documents]."""
         first = x[:, 0] if starts is None else x[torch.arange(len(x), device=x.device)[:, None], starts]
         return self.dense(first).tanh()
 
@@ -132,22 +131,22 @@ class BertModel(BertPreTrainedModel):
         num_segments: int | None = None,
         **unset: object,
     ) -> BaseModelOutputWithPooling:
-        """Encode a batch; `capture_outputs` collects hidden states and attention weights where they are asked for.
+        """Encode a batch.
 
         Args:
             input_ids: [B, L]; or inputs_embeds [B, L, D], one of the two.
             attention_mask: [B, L], 1 for tokens and 0 for padding; or what each token may attend to, bool or integer
                 [B, L, L] or [B, 1 or heads, L, L].
             token_type_ids: [B, L]; all 0 if None.
-            position_ids: [B or 1, L], for position_embedding_type "absolute" alone; 0..L-1 if None.
-            segment_ids: int [B, L], the documents of packed rows (packing.py), from 1 on, 0 for padding.
-            num_segments: of a row at most, each of which is then pooled; None looks them up, and makes a GPU wait.
+            position_ids: [B or 1, L], for position_embedding_type "absolute" only; 0..L-1 if None.
+            segment_ids: int [B, L], document IDs of packed rows (packing.py), from 1 on, 0 for padding.
+            num_segments: S, documents to pool in each row; None takes the largest ID, which synchronizes with a GPU.
             unset: arguments of transformers' models that this one lacks (head_mask, use_cache, ...), None or False.
 
         Raises:
             TypeError: one of `unset` has a value.
-            ValueError: more tokens than positions, inputs that are missing, doubled or of another shape, or packed
-                rows under a layout of blocks, or with more than a mask of tokens.
+            ValueError: more tokens than positions; missing, duplicate or misshapen inputs; packed rows with a
+                block-sparse layout or with a mask other than [B, L].
         """
         if given := [name for name, value in unset.items() if value is not None and value is not False]:
             raise TypeError(f"BertModel does not take {', '.join(given)}.")
@@ -185,7 +184,7 @@ class BertModel(BertPreTrainedModel):
 
 
 class BertPredictionTransform(nn.Module):
-    """Transform of the hidden states before the output layer."""
+    """Linear layer, activation and norm before the output layer of the MLM head."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -198,7 +197,7 @@ class BertPredictionTransform(nn.Module):
 
 
 def has_named_bias(config: BertConfig) -> bool:
-    """True if the output layer's bias is a parameter of the head too, as in BERT's checkpoints."""
+    """True if the output layer's bias is also the parameter `cls.predictions.bias`, as in BERT's checkpoints."""
     return config.decoder_bias and config.head_transform
 
 
@@ -213,7 +212,7 @@ class BertPredictions(nn.Module):
             self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] -> [B, L, V]"""
+        """Logits [batch, length, vocabulary] of hidden states [batch, length, features]."""
         return self.decoder(self.transform(x))
 
 
@@ -257,7 +256,7 @@ class _WithWords(BertPreTrainedModel):
 
 @dataclasses.dataclass
 class BertForPreTrainingOutput(ModelOutput):
-    """Fields of transformers' output, followed by the two terms of the loss, which average over different counts."""
+    """Fields of transformers' output, and the two terms of the loss."""
 
     loss: Tensor | None = None
     prediction_logits: Tensor | None = None
@@ -269,7 +268,7 @@ class BertForPreTrainingOutput(ModelOutput):
 
 
 class BertForPreTraining(_WithWords):
-    """BERT with masked language modelling and next-sentence prediction, as it was pre-trained."""
+    """BERT with masked language modeling and next-sentence prediction."""
 
     _judges_pairs = True
 
@@ -286,15 +285,15 @@ class BertForPreTraining(_WithWords):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BertForPreTrainingOutput:
-        """Args as of `BertModel`, and:
+        """Predict masked tokens and sentence order. Args as in `BertModel.forward`, and:
 
         Args:
             labels: [B, L], the masked words, -100 elsewhere.
-            next_sentence_label: [B], 0 for a pair in its order and 1 for another; of packed rows [B, S].
+            next_sentence_label: [B], 0 for a pair in its order and 1 for another; [B, S] for packed rows.
 
         Returns:
-            `loss` is the sum of what labels were given for: `loss_mlm`, a mean over labels that are not -100, and
-            `loss_nsp`, a mean over sequences; 0 where no label is valid.
+            `loss` is the sum of `loss_mlm`, a mean over labels that are not -100, and `loss_nsp`, a mean over
+            sequences, as far as labels are given. A term without valid labels is 0.
         """
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         packed = of_documents(segment_ids, next_sentence_label)
@@ -315,7 +314,7 @@ class BertForPreTraining(_WithWords):
 
 
 class BertForMaskedLM(_WithWords):
-    """BERT with masked language modelling only."""
+    """BERT with masked language modeling."""
 
     _judges_pairs = False
 
@@ -331,8 +330,10 @@ class BertForMaskedLM(_WithWords):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere. With `is_decoder` they are the
-        tokens themselves, each of which is predicted from those before it."""
+        """Args as in `BertModel.forward`; labels [batch, length] are the masked words, -100 elsewhere.
+
+        With `is_decoder` labels are the tokens themselves, each predicted from those before it.
+        """
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         words = self.cls.predictions(outputs.last_hidden_state)
@@ -372,10 +373,16 @@ class BertForSequenceClassification(_WithClassifier):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Args as of `BertModel`, and labels by `config.problem_type`, told from them where it is None: numbers [B]
-        (num_labels 1) or [B, num_labels] for "regression", classes [B] for "single_label_classification", 0. and 1.
-        [B, num_labels] for "multi_label_classification". Of packed rows they are [B, S] or [B, S, num_labels], with
-        -100 for documents that a row does not have, and logits [B, S, num_labels]."""
+        """Args as in `BertModel.forward`, and labels by `config.problem_type`; None takes the type from the first
+        labels.
+
+        - "single_label_classification": classes [B].
+        - "multi_label_classification": 0. and 1., [B, num_labels].
+        - "regression": numbers [B] (num_labels 1) or [B, num_labels].
+
+        Packed rows have labels [B, S] or [B, S, num_labels], -100 for missing documents, and logits [B, S,
+        num_labels].
+        """
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, **of_documents(segment_ids, labels), return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.pooler_output))
@@ -400,7 +407,7 @@ class BertForTokenClassification(_WithClassifier):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """Args as of `BertModel`; labels [B, L] are classes, -100 where there is none."""
+        """Args as in `BertModel.forward`; labels [batch, length] are classes, -100 where there is none."""
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
@@ -430,7 +437,7 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         end_positions: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """Args as of `BertModel`; start_positions and end_positions [B]; those beyond the text do not count."""
+        """Args as in `BertModel.forward`; start_positions and end_positions [B], ignored if beyond the text."""
         if "segment_ids" in kwargs:
             raise ValueError("an answer is looked for in the whole row, so segment_ids cannot part it.")
         outputs = self.bert(

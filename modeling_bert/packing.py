@@ -3,9 +3,9 @@
 One worked example, documents of 3 and 2 tokens in a row of 6; 0 is padding::
 
     segment_ids     1 1 1 2 2 0     tokens see those of their own number, padding sees padding
-    position_ids    0 1 2 0 1 0     begin again with every document
-    starts          0 3             where the documents begin, whose states there are pooled
-    labels          7 4             of documents 1 and 2; -100 in rows that have fewer
+    position_ids    0 1 2 0 1 0     restart with every document
+    starts          0 3             indices of the documents' first tokens, which are pooled
+    labels          7 4             of documents 1 and 2; -100 for documents that a row lacks
 """
 
 from typing import Any
@@ -19,16 +19,17 @@ from modeling_bert.configuration_bert import BertConfig
 
 
 def positions_of(segment_ids: Tensor) -> Tensor:
-    """Position of each token in its document, int64 [B, L], from segment IDs int [B, L]."""
+    """Position of each token in its document, int64 [batch, length], from segment IDs int [batch, length]."""
     places = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     begins = segment_ids != segment_ids.roll(1, -1)
     return places - places.where(begins, 0).cummax(-1).values
 
 
 def starts_of(segment_ids: Tensor, num_segments: int) -> Tensor:
-    """The place in its row of the first token of each document, int64 [B, num_segments]; 0 for one that is not there.
+    """Index of the first token of each document, int64 [B, num_segments]; 0 for documents that a row lacks.
 
-    Numbers int [B, L] run from 1 on.
+    Args:
+        segment_ids: int [B, L], from 1 on.
     """
     numbers = torch.arange(1, num_segments + 1, device=segment_ids.device)
     return (segment_ids[:, None] == numbers[:, None]).byte().argmax(-1)
@@ -37,12 +38,12 @@ def starts_of(segment_ids: Tensor, num_segments: int) -> Tensor:
 def spec_of_packed_rows(
     segment_ids: Tensor, spec: AttentionSpec, config: BertConfig, position: PositionScheme
 ) -> tuple[AttentionSpec, int | Tensor]:
-    """The attention of packed rows, and the position offset of each token for schemes that rotate.
+    """Attention settings for packed rows, and each token's position offset for `PositionScheme.rotate`.
 
-    Masked tokens become padding, which only padding attends to.
+    Masked tokens become padding.
 
     Raises:
-        ValueError: a layout of blocks, or a mask of more than tokens.
+        ValueError: a block-sparse layout, or a mask other than [B, L].
     """
     if config.sparse_config_cls is not None:
         raise ValueError(
@@ -60,10 +61,10 @@ def spec_of_packed_rows(
 
 
 def of_documents(segment_ids: Tensor | None, labels: Tensor | None) -> dict[str, Any]:
-    """Arguments of packed rows for `BertModel`; labels of documents [B, S, ...] say how many a row has at most.
+    """Arguments of `BertModel.forward` for packed rows; `labels` [B, S, ...] of documents give the number S.
 
     Raises:
-        ValueError: labels of rows.
+        ValueError: labels [B].
     """
     if segment_ids is None:
         return {}

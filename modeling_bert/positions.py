@@ -1,4 +1,4 @@
-"""Position schemes of BERT by the name in its configuration, and the two that are BERT's alone."""
+"""Positional encodings of BERT, by the name in its configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from modeling_bert.configuration_bert import BertConfig
 
 
 def shared_position(config: BertConfig) -> PositionScheme:
-    """The scheme that all layers share; one that does nothing where embeddings, or each layer, know positions."""
+    """Positional encoding that all layers share; `NoPosition` for "absolute", "none" and relative keys."""
     return named_position(
         config,
         not config.is_decoder,
@@ -23,7 +23,7 @@ def shared_position(config: BertConfig) -> PositionScheme:
 
 
 def local_position(config: BertConfig) -> PositionScheme | None:
-    """The scheme of "sliding_attention" layers; None without such layers."""
+    """Positional encoding of "sliding_attention" layers; None without such layers."""
     if config.local_attention is None:
         return None
     base = config.rotary_base if config.local_rotary_base is None else config.local_rotary_base
@@ -33,11 +33,11 @@ def local_position(config: BertConfig) -> PositionScheme | None:
 
 
 def window_bias(config: BertConfig, is_checked: bool, like: Tensor) -> T5Bias:
-    """0 up to a distance of half of `local_attention`, -inf beyond it, as a table that every backend reads.
+    """Sliding window as a bias: 0 up to a distance of `local_attention` // 2, -inf beyond it.
 
     Args:
-        is_checked: the backend wants a column for each head; one that makes a matrix of it needs a single one.
-        like: its device and dtype.
+        is_checked: repeat the bias for each head, which block-sparse backends require.
+        like: tensor with the device and dtype of the bias.
     """
     reach = config.local_attention // 2
     heads = config.num_attention_heads if is_checked else 1
@@ -48,7 +48,7 @@ def window_bias(config: BertConfig, is_checked: bool, like: Tensor) -> T5Bias:
 
 
 def window_layout(config: BertConfig) -> SparsityConfig | None:
-    """Block layout that covers every sliding window; `window_bias` masks the rest. None without windows."""
+    """Block-sparse layout that contains every sliding window; None without sliding-window layers."""
     if config.local_attention is None:
         return None
     reach = config.local_attention // 2
@@ -62,7 +62,7 @@ def window_layout(config: BertConfig) -> SparsityConfig | None:
 
 
 def content_position(config: BertConfig) -> RelativeKeyPosition | None:
-    """A layer's own scheme, whose bias depends on the content of queries and keys."""
+    """Relative key positions of one layer, for "relative_key" and "relative_key_query"; otherwise None."""
     schemes = {"relative_key": RelativeKeyPosition, "relative_key_query": RelativeKeyQueryPosition}
     scheme = schemes.get(config.position_embedding_type)
     head_dim = config.hidden_size // config.num_attention_heads
@@ -73,8 +73,8 @@ class RelativeKeyPosition(nn.Module):
     """Relative positions in keys: queries also score an embedding of the distance (Shaw et al. 2018, arXiv 1803.02155,
     equation 5).
 
-    `weight` [2 * max_length - 1, head_dim] has the name and the order that it had in transformers 4: row
-    query position - key position + max_length - 1.
+    `weight` [2 * max_length - 1, head_dim] is named and ordered as in transformers 4: row query position - key
+    position + max_length - 1.
     """
 
     def __init__(self, max_length: int, head_dim: int) -> None:
@@ -84,11 +84,11 @@ class RelativeKeyPosition(nn.Module):
         nn.init.normal_(self.weight)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """The bias of scaled scores [B, H, L, L], from q and k [B, H, L, d]."""
+        """Bias of the scaled scores [batch, heads, length, length], from q and k [batch, heads, length, head_dim]."""
         return self.by_query(q) * q.shape[-1] ** -0.5
 
     def by_query(self, q: Tensor) -> Tensor:
-        """q_i . a_(i - j), [B, H, L, L]."""
+        """Products of each query i with the embedding of distance i - j, [batch, heads, length, length]."""
         return diagonals(q @ self._embeddings(q.shape[2]).flip(0).t(), q.shape[2])
 
     def _embeddings(self, length: int) -> Tensor:
@@ -103,5 +103,5 @@ class RelativeKeyQueryPosition(RelativeKeyPosition):
         return (self.by_query(q) + self.by_key(k)) * q.shape[-1] ** -0.5
 
     def by_key(self, k: Tensor) -> Tensor:
-        """k_j . a_(i - j), [B, H, L, L]."""
+        """Products of each key j with the embedding of distance i - j, [batch, heads, length, length]."""
         return diagonals(k @ self._embeddings(k.shape[2]).t(), k.shape[2]).transpose(-1, -2)

@@ -24,10 +24,9 @@ _MUST_AGREE = "vocab_size", "type_vocab_size", "max_position_embeddings", "tie_w
 
 
 def tile_model(small: BertForMaskedLM, config: BertConfig) -> BertForMaskedLM:
-    """A larger model of the same kind with tiled weights.
+    """Initialize a larger model with tiled copies of a smaller one's weights.
 
-    Layer i is made of layer round(i * layers of the smaller / layers of the larger) (Rae et al. 2021, arXiv
-    2112.11446, appendix G.3.3).
+    Layer i copies layer round(i * small layers / large layers) (Rae et al. 2021, arXiv 2112.11446, appendix G.3.3).
 
     Raises:
         UserError: a size is smaller than the model's, or another vocabulary, head size or variant.
@@ -60,12 +59,12 @@ def tile_model(small: BertForMaskedLM, config: BertConfig) -> BertForMaskedLM:
 
 
 def tile(weight: Tensor, shape: tuple[int, ...], parts: int = 1, units: tuple[int, int] = (1, 1)) -> Tensor:
-    """A larger tensor of copies of `weight`: one in the centre of each dimension, the others wrapped around it.
+    """Fill a larger tensor with copies of `weight`: one in the centre of each dimension, the others wrapped around it.
 
     Args:
         shape: of the result, each size at least that of `weight`.
-        parts: equal parts of the rows that are tiled on their own, as the halves of a gated feed-forward network.
-        units: rows, and columns, that stay together, as the features of a head.
+        parts: tile equal parts of the rows separately, such as the two halves of a gated feed-forward network.
+        units: number of rows, and of columns, that must stay together, such as the features of a head.
     """
     if parts > 1:
         size = (shape[0] // parts, *shape[1:])

@@ -1,11 +1,11 @@
-"""Attention whose queries know the whole sequence: the "cdQ" variant of t5-experiments, with its parameter names.
+"""Context-dependent queries: the "cdQ" attention of t5-experiments, with its parameter names.
 
 A context-dependent head h pools the sequence into one vector, and computes each token's query from both::
 
-    P_h = softmax over tokens of T_h relu(W_t x)  times  x      [D], padding left out
+    P_h = softmax over tokens of T_h relu(W_t x)  times  x      [D], without padding
     q_h = cd_q cd_w [P_h; x]                                    [d]
 
-Regular heads are as ever. Head i of either sort has the same keys, values and position bias.
+Other heads are unchanged. If half of the heads are context-dependent, both halves share keys, values and bias.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from modeling_t5.layers import ENCODER_SELF, T5Attention, limit_float16
 
 
 class T5CDQAttention(T5Attention):
-    """`T5Attention` with `num_cdq_heads` context-dependent heads among its `num_heads`: half of them, or all.
-
-    With none it is `T5Attention`. Half of the heads keep half of the keys and values, and thereby of their weights.
+    """`T5Attention` with `num_cdq_heads` context-dependent heads: half of `num_heads`, all, or 0.
 
     Raises:
-        ValueError: anywhere but in an encoder; the pooled vector would tell a decoder what comes next.
+        ValueError: in a decoder, where the pooled vector would reveal the tokens to predict.
     """
 
     def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
@@ -73,7 +71,7 @@ class T5CDQAttention(T5Attention):
         return self.join_heads(torch.cat(outputs, dim=1)), bias, weights
 
     def context_queries(self, x: Tensor, spec: AttentionSpec) -> Tensor:
-        """Queries [B, num_cdq_heads, L, d] of tokens x [B, L, D]."""
+        """Context-dependent queries [batch, num_cdq_heads, length, d_kv] from x [batch, length, d_model]."""
         scores = self.T(F.relu(limit_float16(self.W_t(x)))).transpose(1, 2)  # [B, heads, L]
         visible = spec.key_padding_mask
         if spec.mask is not None:  # a token counts if any other may attend to it

@@ -1,7 +1,6 @@
-"""The parts of T5's training step that `use_fast_step` changes; in float32 all compute what the plain ones do.
+"""Fused operations of T5's training step, enabled by `use_fast_step`; in float32 results are equal up to rounding.
 
-Under autocast to bfloat16 the sum that layers add to is kept in bfloat16, while norms and softmax compute in float32
-and the position bias, with its gradient, stays in float32.
+Under autocast to bfloat16 the residual stream is bfloat16. Norms, softmax and the position bias stay in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LOSS_CHUNK = 2048  # target tokens whose logits are held at once where nobody as
 
 
 def activate(activation: nn.Module, x: Tensor) -> Tensor:
-    """The activation; transformers' gelu_new, eight passes over memory, is the same formula as torch's in one."""
+    """Apply an activation; transformers' gelu_new is computed by torch's fused GELU, which has the same formula."""
     return F.gelu(x, approximate="tanh") if type(activation) is NewGELUActivation else activation(x)
 
 
@@ -28,7 +27,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def embed_both(first: nn.Embedding, second: nn.Embedding, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Rows of one table for two tensors of ids, with one gradient [vocabulary, features]; None if it is not one."""
+    """Look up the ids of encoder and decoder in their shared embedding at once; None if it is not shared."""
     if first.weight is not second.weight or not all(is_plain(table, nn.Embedding) for table in (first, second)):
         return None
     if any(getattr(first, name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")):

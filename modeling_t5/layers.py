@@ -1,10 +1,10 @@
-"""The maths of T5, in the order in which a batch passes through it. Modules carry the names of transformers' T5.
+"""The layers of T5, with the module names of transformers' T5.
 
-Shapes: B sequences, Q tokens that ask and K that answer (Q = K = L in self-attention), D features (`d_model`), H heads
-of d features (`d_kv`).
+Shapes: B sequences, Q queries and K keys (Q = K = L in self-attention), D features (`d_model`), H heads of d features
+(`d_kv`).
 
-float16: T5's activations outgrow its range of 65504, so every float16 tensor that leaves a matrix product or a sum is
-cut to it (`limit_float16`, which does nothing to other dtypes); infinities would become NaN one operation later.
+float16: T5's activations exceed its range, so each float16 result of a matrix product or sum is clamped
+(`limit_float16`), before an infinity can become NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DECODER_CROSS = "decoder_cross_attention"
 
 
 class T5LayerNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467), the mean in float32."""
+    """Root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467), with the mean in float32."""
 
     is_fast = False
 
@@ -59,7 +59,7 @@ class T5LayerNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """wo(inner(x)); subclasses define `inner` and name its matrices [d_ff, D] in `inner_layers`."""
+    """Base of feed-forward networks wo(inner(x)); subclasses define `inner` and list its `inner_layers`."""
 
     inner_layers: tuple[str, ...]
     is_fast = False
@@ -73,7 +73,7 @@ class FeedForward(nn.Module):
         self.activation = ACT2FN[config.dense_act_fn]
 
     def act(self, x: Tensor) -> Tensor:
-        """The activation; in float32 for float16, whose cube in GELU makes infinite gradients from 40 on."""
+        """Apply the activation, for float16 in float32: GELU's cube overflows."""
         if x.dtype == torch.float16:
             return self.activation(x.float()).to(x.dtype)
         return activate(self.activation, x) if self.is_fast else self.activation(x)
@@ -120,7 +120,7 @@ class T5Sublayer(nn.Module):
         self.dropout = Dropout(config.dropout_rate)
 
     def added(self, x: Tensor, output: Tensor) -> Tensor:
-        """x + output, normed where there is a norm."""
+        """Residual connection: x + output, after `post_layer_norm` if there is one."""
         output = self.post_layer_norm(output) if self.has_post_norm else output
         return limit_float16(x + self.dropout(output))
 
@@ -138,7 +138,7 @@ class T5LayerFF(T5Sublayer):
 
 
 class T5ClassificationHead(nn.Module):
-    """out_proj(tanh(dense(x))): [B, D] -> [B, num_labels]."""
+    """out_proj(tanh(dense(x))), from d_model features to num_labels logits."""
 
     linear_layers = ("dense", "out_proj")
 
@@ -163,7 +163,7 @@ def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | 
 
 
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
-    """How one layer learns of positions. Layers behind one with a shared bias are given it, and have none."""
+    """Positional encoding of one layer; `NoPosition` for cross-attention and layers with a shared bias."""
     is_given = config.position_embedding_type == "relative_attention_bias" and config.shares_position_bias
     if kind == DECODER_CROSS or (is_given and layer_idx > 0):
         return NoPosition()
@@ -215,7 +215,7 @@ class T5Attention(nn.Module):
 
     @property
     def backend(self) -> str:
-        """The attention backend; "auto" with a layout."""
+        """Attention backend: "auto" with a block-sparse layout, otherwise by `attn_implementation`."""
         fused_on = self.o.weight.device if self.is_fast and self.training else None
         return "auto" if self.layout is not None else backend_of(self.config._attn_implementation, fused_on)
 
@@ -234,17 +234,17 @@ class T5Attention(nn.Module):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        """Attend.
+        """Compute attention.
 
         Args:
             x: normed hidden states [B, Q, D].
-            spec: the attention of the stack: masks, causality, scale.
-            bias: position bias that an earlier layer shares.
+            spec: masks, causality and scale, the same for all layers.
+            bias: position bias of an earlier layer, to be shared.
             key_value_states: the encoder's output [B, K, D] in cross-attention.
             past_key_values: cache of a decoder.
 
         Returns:
-            [B, Q, D]; the bias, for layers that share it; weights [B, H, Q, K] if asked for or "eager", else None.
+            [B, Q, D]; the position bias; attention weights [B, H, Q, K] if requested or "eager", else None.
         """
         offset = self.tokens_seen(past_key_values)
         states = x if key_value_states is None else key_value_states
@@ -262,7 +262,7 @@ class T5Attention(nn.Module):
         return self.join_heads(output), bias, weights
 
     def own_spec(self, spec: AttentionSpec, q: Tensor, k: Tensor, offset: int | Tensor) -> AttentionSpec:
-        """The stack's spec with the masks of the cache and of this layer's window."""
+        """`spec` with the masks of the cache and of this layer's window."""
         if self.kind == DECODER_SELF:
             spec = with_cache(spec, q.shape[2], k.shape[2], offset, q.device)
         if self.window is not None:
@@ -278,7 +278,7 @@ class T5Attention(nn.Module):
         spec: AttentionSpec,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, H, Q, d] from queries, keys and values of that shape, and the weights or None."""
+        """Attention output [batch, heads, queries, d_kv], and the attention weights or None."""
         lengths, groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -298,22 +298,22 @@ class T5Attention(nn.Module):
         return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
-        """Queries of x, keys and values of the states, [B, L, H * d] each, in as few matrix products as possible."""
+        """Queries of x, and keys and values of the states, [batch, length, heads * d_kv] each."""
         if self.kind == DECODER_CROSS:
             return self.q(x), *joined(states, self.k, self.v)
         return joined(x, self.q, self.k, self.v)
 
     def split_heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """[B, L, H * d] -> [B, H, L, d], each head normed by `norm`."""
+        """[batch, length, heads * d_kv] -> [batch, heads, length, d_kv]; `norm` is applied to each head."""
         heads = limit_float16(x).unflatten(-1, (-1, self.head_dim))
         return (heads if norm is None else norm(heads).to(x.dtype)).transpose(1, 2)
 
     def join_heads(self, x: Tensor) -> Tensor:
-        """[B, H, L, d] -> [B, L, D]."""
+        """Output projection, [batch, heads, length, d_kv] -> [batch, length, d_model]."""
         return limit_float16(self.o(x.transpose(1, 2).flatten(2)))
 
     def tokens_seen(self, past_key_values: Cache | None) -> int | Tensor:
-        """Tokens in the cache before this call; a static cache counts in a tensor, which it then changes."""
+        """Number of tokens in the cache before this call, as a tensor for a static cache."""
         if past_key_values is None or self.kind == DECODER_CROSS:
             return 0
         seen = past_key_values.get_seq_length(self.layer_idx)
@@ -327,7 +327,7 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         is_cross: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [B, H, K, d], including cached ones, and queries with positions.
+        """Keys and values [batch, heads, keys, d_kv], including cached ones, and queries with rotary positions.
 
         Args:
             is_cross: the states are the encoder's, which have no positions.
@@ -355,7 +355,7 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         device: torch.device,
     ) -> Bias | None:
-        """The shared bias of an earlier layer, otherwise this layer's own."""
+        """The position bias shared by an earlier layer, otherwise this layer's own."""
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
@@ -370,7 +370,7 @@ def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
 
 
 class T5LayerAttention(T5Sublayer):
-    """x + attention(norm(x)); returns what `T5Attention` does. `attention_name` is the module's in state dicts."""
+    """Base of attention sublayers: x + attention(norm(x)). `attention_name` is the module's name in state dicts."""
 
     attention_name: ClassVar[str]
 
@@ -400,21 +400,21 @@ class T5LayerAttention(T5Sublayer):
 
 
 class T5LayerSelfAttention(T5LayerAttention):
-    """Self-attention, or that of a decoder over its own and the encoder's tokens."""
+    """Self-attention sublayer."""
 
     attention_name = "SelfAttention"
 
 
 class T5LayerCrossAttention(T5LayerAttention):
-    """Attention to the encoder's output."""
+    """Cross-attention sublayer."""
 
     attention_name = "EncDecAttention"
 
 
 class T5Block(GradientCheckpointingLayer):
-    """Self-attention, in a decoder cross-attention unless it is merged, feed-forward.
+    """Self-attention, cross-attention (in a decoder, unless merged into self-attention) and feed-forward.
 
-    Returns hidden states and the bias to share.
+    Returns hidden states and the position bias for the next layer.
     """
 
     def __init__(self, config: T5Config, layer_idx: int) -> None:

@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear layer's logits with its gradient made in the forward pass: logits exist once, and briefly.
+"""Cross-entropy of a linear layer's logits, with the gradient computed in the forward pass.
 
-The gradient of the loss by a logit is softmax - target, known as soon as the logits are. It is written over them, and
-the two products that lead on from it are made at once. So nothing of the vocabulary's width waits for the backward
-pass, and nothing is computed twice (Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989).
+The gradient by the logits, softmax - target, overwrites each chunk of logits. Gradients of the hidden states and the
+weight follow at once, so that no logits are saved for the backward pass and none are computed twice (Wijmans et al.
+2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -16,45 +16,54 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
+from lm_experiments_tools.modules.devices import has_kernels
 from lm_experiments_tools.modules.fast_step import is_unwrapped
 
 BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 MiB, which its caches hold
 
 
 def replaces_head(head: nn.Module, states: Tensor) -> bool:
-    """True if `linear_token_loss` computes what calling the head would, hooks and wrappers included.
+    """True if `linear_token_loss` computes the same as calling the head, hooks and wrappers included.
 
-    float16 is left out: its gradients need the loss's scale, which is known in the backward pass only.
+    float16 is excluded, because its loss scale is known in the backward pass only.
     """
     is_linear = is_unwrapped(head, nn.Linear) and head.bias is None
     return is_linear and not torch.compiler.is_compiling() and compute_dtype(states) != torch.float16
 
 
 def compute_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with these: autocast's, where it is on."""
+    """Dtype of a matrix product with `states`: autocast's, if enabled."""
     kind = states.device.type
     is_cast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else states.dtype
 
 
 def linear_token_loss(
-    states: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, z_loss: float = 0.0, label_smoothing: float = 0.0
+    states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_size: int,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    compiled: bool = True,
 ) -> Tensor:
-    """`token_loss(states @ weight.T, labels)`, and its gradients, with `chunk_size` rows of logits in memory.
+    """`token_loss(states @ weight.T, labels)` with the logits of at most `chunk_size` tokens in memory.
 
     Args:
         states: [tokens, features].
         weight: [vocabulary, features].
         labels: [tokens], -100 where there is none.
-        chunk_size: tokens; each chunk adds to the whole gradient of the weight, so a small one costs time.
+        chunk_size: tokens; small chunks are slower, because each adds to the full gradient of the weight.
         z_loss, label_smoothing: as in `token_loss`.
+        compiled: compile the loss where Triton runs.
     """
     if not torch.is_grad_enabled():
         states, weight = states.detach(), weight.detach()
+    # not in a memory estimate, which has tensors without values
+    is_compiled = compiled and has_kernels(states.device) and not is_in_torch_dispatch_mode()
     dtype = compute_dtype(states)
-    return _LinearTokenLoss.apply(states, weight, labels, chunk_size, z_loss, label_smoothing, dtype)
+    return _LinearTokenLoss.apply(states, weight, labels, chunk_size, z_loss, label_smoothing, dtype, is_compiled)
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -68,6 +77,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         z_loss: float,
         label_smoothing: float,
         dtype: torch.dtype,
+        is_compiled: bool,
     ) -> Tensor:
         wants_states, wants_weight = ctx.needs_input_grad[:2]
         with torch.autocast(states.device.type, enabled=False):
@@ -78,7 +88,7 @@ class _LinearTokenLoss(torch.autograd.Function):
                 x.split(chunk_size), labels.split(chunk_size), range(0, max(1, len(x)), chunk_size), strict=True
             ):
                 logits = rows @ w.T
-                if has_kernels(logits.device) and not is_in_torch_dispatch_mode():  # as in a memory estimate
+                if is_compiled:
                     loss, logits = _fused(logits, targets, z_loss, label_smoothing)
                 else:
                     loss = turn_into_gradient(logits, targets, z_loss, label_smoothing)
@@ -99,7 +109,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             None if product is None else product * grad.to(dtype).reshape(1, 1)  # cast and scaled in one pass
             for product, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, *[None] * 6
 
 
 def _fused(logits: Tensor, labels: Tensor, *settings: float) -> tuple[Tensor, Tensor]:
@@ -115,7 +125,7 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """The loss of logits [tokens, vocabulary], and its gradient in their dtype."""
+    """Loss of logits [tokens, vocabulary], and its gradient by the logits in their dtype."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_valid = (labels != IGNORED)[:, None]
     index = labels.where(labels != IGNORED, 0)[:, None]
@@ -133,7 +143,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoot
 
 
 def turn_into_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> Tensor:
-    """Write the gradient of the loss over the logits [tokens, vocabulary]; returns the loss, in float32 at least."""
+    """Overwrite logits [tokens, vocabulary] with the gradient of the loss; returns the loss, in float32 or higher."""
     exact = torch.promote_types(logits.dtype, torch.float32)
     count, vocabulary = logits.shape
     block = max(1, BLOCK // vocabulary) if logits.device.type == "cpu" else max(1, count)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, of all logits or of some at a time."""
+"""Cross-entropy over a large vocabulary, from all logits or in chunks."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ def chunked_token_loss(
     chunk_size: int,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    compiled: bool = True,
 ) -> Tensor:
     """`token_loss(head(hidden_states), labels)` with the logits of at most `chunk_size` tokens in memory.
 
-    For a head that is a linear layer, gradients are made in the forward pass (linear_loss.py). For others (adapters,
-    sharded or quantized weights), under torch.compile and in float16 the backward pass computes each chunk's logits
-    once more: one product with the vocabulary's matrix, about a third of the head's cost, instead of 4 to 10 bytes for
-    each token and word.
+    A plain linear head computes its gradients in the forward pass (linear_loss.py). Other heads (adapters, sharded or
+    quantized weights), torch.compile and float16 recompute the logits of each chunk in the backward pass.
 
     Args:
         hidden_states: [tokens, features].
         head: [tokens, features] -> [tokens, vocabulary].
         labels: [tokens], -100 where there is none.
+        chunk_size: tokens.
+        z_loss, label_smoothing: as in `token_loss`.
+        compiled: compile the loss of a plain linear head where Triton runs.
     """
-
     if replaces_head(head, hidden_states):
-        return linear_token_loss(hidden_states, head.weight, labels, chunk_size, z_loss, label_smoothing)
+        return linear_token_loss(hidden_states, head.weight, labels, chunk_size, z_loss, label_smoothing, compiled)
 
     def chunk_loss(states: Tensor, targets: Tensor) -> Tensor:
         return token_loss(head(states), targets, z_loss, label_smoothing)

@@ -10,11 +10,12 @@ from modeling_t5.packing import Segments
 
 
 def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> AttentionSpec:
-    """The attention of a stack from a mask as in transformers, with T5's unscaled scores.
+    """Attention settings of a stack from a mask as in transformers, with T5's unscaled scores.
 
     Args:
-        attention_mask: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K]. A mask of floats
-            [B, 1 or heads, Q, K] becomes the bias, and the lowest number of its type forbids a key.
+        attention_mask: [B, K] of 1 and 0; bool or integers [B, Q, K] or [B, 1 or heads, Q, K]; or floats [B, 1 or
+            heads, Q, K], which are added to the scores, and whose lowest number masks a key. Or `Segments` of packed
+            rows.
     """
     if isinstance(attention_mask, Segments):
         return AttentionSpec(segment_ids=attention_mask, causal=causal, scale=1.0)
@@ -36,7 +37,7 @@ def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> A
 def with_cache(
     spec: AttentionSpec, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
 ) -> AttentionSpec:
-    """The spec for a decoder's queries, `offset` tokens into a cache; unchanged where nothing is cached."""
+    """Attention settings of a decoder with `offset` cached tokens; unchanged if nothing is cached."""
     if spec.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
         return spec
     queries = torch.arange(query_length, device=device) + offset
@@ -54,7 +55,7 @@ def with_window(
     offset: int | Tensor,
     device: torch.device,
 ) -> AttentionSpec:
-    """The spec of a local layer, whose queries see `window` tokens before and after them."""
+    """Attention settings of a local layer: queries see `window` tokens (before, after) them."""
     before, after = window
     distance = torch.arange(lengths[0], device=device)[:, None] + offset - torch.arange(lengths[1], device=device)
     near = (distance <= before) & (distance >= -after)

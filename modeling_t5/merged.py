@@ -13,12 +13,13 @@ from modeling_t5.layers import DECODER_SELF, T5Attention
 
 
 class T5MergedAttention(T5Attention):
-    """Attention of a decoder over its own earlier tokens and all of the encoder's, whose keys have no positions.
+    """Decoder attention over earlier target tokens and all encoder tokens, in one softmax.
 
-    A window hides own tokens alone. Weights are [B, H, Q, K], own tokens first.
+    Encoder keys have no positions, and a local window hides target tokens only. Attention weights [B, H, Q, K] have
+    target tokens first.
 
     Raises:
-        ValueError: anywhere but in a decoder's self-attention, or positions that are a bias.
+        ValueError: in another place than a decoder's self-attention, or with positions that are a bias.
     """
 
     is_merged = True
@@ -43,7 +44,7 @@ class T5MergedAttention(T5Attention):
         output_attentions: bool = False,
         encoder_spec: AttentionSpec | None = None,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        """As `T5Attention.forward`, which is called without encoder states."""
+        """As `T5Attention.forward`; `key_value_states` are the encoder's output, None for self-attention only."""
         if key_value_states is None:
             return super().forward(x, spec, bias, None, past_key_values, output_attentions)
         if spec.bias is not None or encoder_spec.bias is not None:

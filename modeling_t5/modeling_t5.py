@@ -1,8 +1,7 @@
-"""T5 (Raffel et al. 2020, arXiv 1910.10683) and its heads; the maths of a layer is in `layers`.
+"""T5 (Raffel et al. 2020, arXiv 1910.10683) with its heads; `layers` has the transformer layers.
 
-Parameters have the names of transformers' T5, so weights go either way: `T5ForConditionalGeneration.from_pretrained`
-reads any T5, FLAN-T5 or UL2 of the Hub, and transformers reads what `save_pretrained` writes, as long as no variant is
-switched on (`T5Config` lists them; each is a key of config.json).
+Parameters have the names of transformers' T5: `T5ForConditionalGeneration.from_pretrained` reads any T5, FLAN-T5 or
+UL2 of the Hub. transformers reads what `save_pretrained` writes, unless a variant is enabled (a key of `T5Config`).
 
 Shapes: B sequences, L tokens of the encoder, T of the decoder, M memory tokens, D features, V words.
 """
@@ -43,7 +42,7 @@ def _copy(config: T5Config, **values: Any) -> T5Config:
 
 
 class T5EncoderModel(T5PreTrainedModel):
-    """The encoder alone; `last_hidden_state` is [B, M + L, D]."""
+    """The encoder alone; `last_hidden_state` is [batch, memory tokens + length, d_model]."""
 
     _input_embed_layer = "shared"
     _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}
@@ -71,7 +70,7 @@ class T5EncoderModel(T5PreTrainedModel):
 
 
 class T5Model(T5PreTrainedModel):
-    """Encoder and decoder; `last_hidden_state` is the decoder's [B, T, D]."""
+    """Encoder and decoder; `last_hidden_state` is the decoder's [batch, target length, d_model]."""
 
     _input_embed_layer = "shared"
     _tied_weights_keys = {
@@ -114,7 +113,7 @@ class T5Model(T5PreTrainedModel):
         decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Args are those of transformers' T5Model, and segments of packed rows (packing.py) beside masks of tokens."""
+        """Args are those of transformers' T5Model, and segment IDs of packed rows (packing.py)."""
         cross_mask = None
         if (segment_ids is None) != (decoder_segment_ids is None):
             raise ValueError("segment_ids and decoder_segment_ids belong together: give both, or neither.")
@@ -171,6 +170,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
     _tied_weights_keys = {**T5Model._tied_weights_keys, "lm_head.weight": "shared.weight"}
     _keys_to_ignore_on_load_unexpected = [r"EncDecAttention\.relative_attention_bias"]
     accepts_loss_kwargs = True  # num_items_in_batch
+    compiles_loss = True  # on a GPU, if logits are computed in chunks
 
     def __init__(self, config: T5Config) -> None:
         T5PreTrainedModel.__init__(self, config)
@@ -198,12 +198,13 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """Loss and logits [B, T, V]; args are those of transformers' T5ForConditionalGeneration, and these.
+        """Loss and logits [B, T, V]. Args are those of transformers' T5ForConditionalGeneration, and:
 
         Args:
-            labels: [B, T], -100 where there is none; also the decoder's input, shifted, unless that is given.
-            return_logits: with labels and `cross_entropy_chunk_size`, False leaves logits out; None does in training.
-            num_items_in_batch: valid labels of the whole step, which the loss is then divided by.
+            labels: [B, T], -100 where there is none; shifted, they are the decoder's input unless that is given.
+            return_logits: False leaves logits out if the loss is computed in chunks. None: False in training.
+            num_items_in_batch: divide the loss by this number of labels (of the whole step) instead of the batch's
+                own.
             segment_ids, decoder_segment_ids: int64[B, L] and [B, T], examples of packed rows from 1 on, 0 for padding.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -245,12 +246,13 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         chunk_size: int = 0,
     ) -> Tensor:
-        """Mean over valid labels [B, T] of the loss of logits, or, chunk by chunk, of those made from x [B, T, D]."""
+        """Mean loss over valid labels [batch, target length], from logits or, in chunks, from hidden states x."""
         labels = labels.to(x.device).flatten()
         extras = {"z_loss": self.config.z_loss, "label_smoothing": self.config.label_smoothing}
         if logits is not None:
             total = token_loss(logits.flatten(0, -2), labels, **extras)
         else:
+            extras["compiled"] = self.compiles_loss
             total = chunked_token_loss(x.flatten(0, -2), self.lm_head, labels, chunk_size, **extras)
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED).sum().clamp(min=1)
@@ -261,7 +263,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
 
 
 class T5ForSequenceClassification(T5PreTrainedModel):
-    """Sequence classification as in BART: the decoder reads the encoder's input, a head its last `</s>`."""
+    """Sequence classification as in BART: the decoder reads the input too; its last `</s>` is classified."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head", r"EncDecAttention\.relative_attention_bias"]
 
@@ -287,7 +289,7 @@ class T5ForSequenceClassification(T5PreTrainedModel):
     ) -> Seq2SeqSequenceClassifierOutput:
         """Loss and logits [B, num_labels]; labels are classes [B], or values [B, num_labels] (`problem_type`).
 
-        With inputs_embeds, in which `</s>` cannot be found, the last place that is not padding is classified.
+        With inputs_embeds the last token that is not padding replaces `</s>`.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             if input_ids is None:
@@ -319,9 +321,11 @@ class T5ForSequenceClassification(T5PreTrainedModel):
 
 
 class T5EncoderForSequenceClassification(T5PreTrainedModel):
-    """A linear layer on the mean of the encoder's output, which for T5 without a decoder is better than the first
-    token's (Sentence-T5: Ni et al. 2021, arXiv 2108.08877, "ST5-Enc mean"). Its parameters have the names of
-    transformers' T5ForTokenClassification."""
+    """A linear layer on the mean of the encoder's output (Sentence-T5: Ni et al. 2021, arXiv 2108.08877, "ST5-Enc
+    mean").
+
+    Parameters have the names of transformers' T5ForTokenClassification.
+    """
 
     _keys_to_ignore_on_load_unexpected = [r"^decoder", r"^lm_head"]
     linear_layers = ("classifier",)
@@ -344,7 +348,7 @@ class T5EncoderForSequenceClassification(T5PreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Loss and logits [B, num_labels]; labels are as in `T5ForSequenceClassification`, attention_mask is [B, L].
 
-        Memory tokens and padding are not part of the mean; that of a row of padding is 0.
+        The mean leaves out memory tokens and padding; it is 0 for a row of padding.
         """
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(

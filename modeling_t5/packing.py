@@ -19,30 +19,29 @@ from modeling_t5.losses import IGNORED
 
 
 class Segments(NamedTuple):
-    """The examples of queries int64[B, Q] and keys [B, K], from 1 on, 0 for padding: attention stays within each.
+    """Example IDs of queries int64[B, Q] and keys [B, K], from 1 on, 0 for padding: attention stays within an example.
 
-    Padding sees padding. A decoder's padding has no source padding to look at where the row is full; in a mask it then
-    sees all of the source, without one nothing, and nothing learns from either.
+    Padding attends to padding. If no key is padding, it attends to all keys (`mask`) or none; its output is not used.
     """
 
     queries: Tensor
     keys: Tensor
 
     def mask(self, causal: bool = False) -> Tensor:
-        """True where allowed, bool [B, 1, Q, K], with no empty row."""
+        """Attention mask, bool [B, 1, Q, K], in which every query has a key."""
         same = self.queries[:, None, :, None] == self.keys[:, None, None, :]
         return same.tril() if causal else same | ~same.any(-1, keepdim=True)
 
     def added_to(self, bias: Tensor | None, causal: bool = False) -> Tensor:
-        """A bias [1, H, Q, K] that is -inf where the mask is False, [B, 1 or H, Q, K]."""
+        """Add -inf to a bias [1, H, Q, K] wherever attention is not allowed: [B, 1 or H, Q, K]."""
         return torch.where(self.mask(causal), 0.0 if bias is None else bias, -torch.inf)
 
 
 def masked(segment_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Segment IDs int64[B, L], set to 0 (padding) for tokens outside of a mask [B, L].
+    """Segment IDs int64[B, L], set to 0 (padding) where an attention mask [B, L] is 0.
 
     Raises:
-        ValueError: a mask of more than tokens.
+        ValueError: a mask of another shape.
     """
     if attention_mask is None:
         return segment_ids
@@ -52,7 +51,7 @@ def masked(segment_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def shift_right_in_segments(labels: Tensor, decoder_segment_ids: Tensor, start: int, padding: int) -> Tensor:
-    """The decoder's input for labels int64[B, T]: those before each, and the start token where an example begins."""
+    """Shift labels int64[B, T] of packed rows right; each example begins with the start token."""
     before = labels.roll(1, -1).masked_fill(labels.roll(1, -1) == IGNORED, padding)
     begins = decoder_segment_ids != decoder_segment_ids.roll(1, -1)
     begins[..., 0] = True

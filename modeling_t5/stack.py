@@ -1,6 +1,6 @@
-"""The base of all T5 models, with their initial values, and the encoder's or decoder's stack of layers.
+"""Base class of all T5 models with initial values, and the stack of layers of an encoder or decoder.
 
-Shapes: B sequences, L tokens, M memory tokens, D features.
+Shapes: B sequences, L tokens, M memory tokens, D features, H heads.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ from modeling_t5.packing import Segments, shift_right_in_segments
 
 
 class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):
-    """Loading, saving, initial values and everything else that transformers gives a model."""
+    """Base class: loading, saving and initial values."""
 
     config_class = T5Config
     base_model_prefix = "transformer"
@@ -67,7 +67,7 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
                 part.is_fast = enabled
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Of the stacks too, whose configurations are copies, which transformers 5.17 would leave as they are."""
+        """Set it for the stacks too; transformers 5.17 would leave their copies of the configuration unchanged."""
         super().set_attn_implementation(*args, **kwargs)
         for part in self.modules():
             if isinstance(part, T5PreTrainedModel):
@@ -122,7 +122,7 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
             module.reset_parameters()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
-        """transformers ties all or nothing; a T5 with an output layer of its own still has one input table."""
+        """Tied weights; unlike in transformers, an untied output layer leaves the embeddings tied."""
         separate = self.config.separate_encoder_embeddings
         if all_submodels or (self.config.tie_word_embeddings and not separate):
             return super().get_expanded_tied_weights_keys(all_submodels)
@@ -174,9 +174,9 @@ class T5Stack(T5PreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Hidden states [B, M + L, D]; masks are [B, L] or, as they are, [B, 1 or heads, L, keys].
+        """Hidden states [batch, memory tokens + length, d_model].
 
-        `capture_outputs` collects hidden states and attention weights of all layers where they are asked for.
+        Masks are [batch, length] or [batch, 1 or heads, length, keys].
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -211,11 +211,10 @@ class T5Stack(T5PreTrainedModel):
         )
 
     def folded_bias(self, x: Tensor, spec: AttentionSpec) -> tuple[Bias | None, AttentionSpec]:
-        """The position bias [1 or B, H, L, L] of all layers, with causality or segments as -inf where it can be, and
-        the spec that is left; on a GPU the bias by distance. The first layer is then like the others, and one graph
-        serves all.
+        """Position bias that all layers share, computed once, and the `AttentionSpec` that remains.
 
-        None where layers make their own.
+        On a CPU it is a matrix [1 or B, H, L, L] that includes causality or segments as -inf, so that compiled layers
+        share a graph. On a GPU it is a `T5Table`. None: layers compute their own.
         """
         layers = [block.layer[0].SelfAttention for block in self.block]
         first = layers[0]
@@ -241,14 +240,14 @@ class T5Stack(T5PreTrainedModel):
         return bias, spec
 
     def mask_of(self, segments: Segments, is_cross: bool = False) -> Tensor | Segments:
-        """Packed rows as the layers' argument: segments if every layer supports them, otherwise a dense mask."""
+        """Mask of packed rows: `Segments` if every layer supports them, otherwise a dense mask."""
         layers = [block.layer[1].EncDecAttention if is_cross else block.layer[0].SelfAttention for block in self.block]
         if self.memory_tokens is None and all(layer.takes_segments for layer in layers):
             return segments
         return segments.mask(causal=self.is_decoder and not is_cross)
 
     def with_memory(self, attention_mask: Tensor | None) -> Tensor | None:
-        """The encoder's mask [B, L] or [B, heads, Q, L] with its memory tokens, which all may look at, before it."""
+        """Extend the encoder's mask [B, L] or [B, heads, Q, L] by memory tokens, which all tokens attend to."""
         if attention_mask is None or self.memory_tokens is None:
             return attention_mask
         num_memory_tokens = len(self.memory_tokens)

@@ -1,8 +1,8 @@
-"""transformers' T5Gemma (arXiv 2504.06225) and the text part of its T5Gemma 2 (arXiv 2512.14856) as this package's
-T5, and back: the same numbers, gradients included.
+"""Convert transformers' T5Gemma (arXiv 2504.06225), and the text part of T5Gemma 2 (arXiv 2512.14856), to our T5 and
+back.
 
-Gemma keeps a norm's weight minus one; everything else is renamed. T5Gemma 2 loses its modules for images; on the way
-back they are small and random.
+Outputs and gradients are equal. Parameters are renamed, and 1 is added to the weights of norms, as Gemma stores them.
+T5Gemma 2's modules for images are dropped; on the way back they are small and random.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _NAMES = (
 
 
 def name_of(theirs: str, is_merged: bool = False) -> str:
-    """modeling_t5's name for a parameter of T5GemmaForConditionalGeneration or, if merged, of T5Gemma 2's."""
+    """Name in our T5 of a T5Gemma parameter or, with `is_merged`, of a T5Gemma 2 parameter."""
     name = theirs
     for pattern, ours in _NAMES:
         name = re.sub(pattern, ours, name)
@@ -77,7 +77,7 @@ def name_of(theirs: str, is_merged: bool = False) -> str:
 
 
 def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
-    """The configuration here.
+    """Convert a T5Gemma configuration to a `T5Config`.
 
     Raises:
         UserError: encoder and decoder differ in more than their number of layers, or another unsupported setting.
@@ -124,7 +124,7 @@ def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
 
 
 def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
-    """The inverse of `config_of`; UserError for a T5 whose logits would change."""
+    """Convert a `T5Config` to a T5Gemma configuration; UserError if the logits would change."""
     if ours.d_model % ours.num_heads:  # checked by the classes of transformers, with another error
         raise UserError(f"T5Gemma requires d_model={ours.d_model} to be a multiple of num_heads={ours.num_heads}.")
     is_merged = ours.decoder_self_attention_layer == MERGED
@@ -166,14 +166,14 @@ def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
 
 
 def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
-    """A T5 of this package with the weights of a T5Gemma or T5Gemma 2, in its dtype; UserError as `config_of`."""
+    """Convert a T5Gemma or T5Gemma 2 to our T5, in its dtype; UserError as in `config_of`."""
     model = T5ForConditionalGeneration(config_of(theirs.config)).to(theirs.dtype)
     _copy(theirs, model, 1.0)
     return model.train(theirs.training)
 
 
 def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
-    """The inverse of `from_t5gemma`."""
+    """Convert our T5 to a T5Gemma or T5Gemma 2, in its dtype; UserError as in `t5gemma_config_of`."""
     config = t5gemma_config_of(ours.config)
     cls = T5GemmaForConditionalGeneration if isinstance(config, T5GemmaConfig) else T5Gemma2ForConditionalGeneration
     model = cls(config).to(ours.dtype)

@@ -44,7 +44,7 @@ SETTINGS_KEY = "sparse_attention"
 
 
 def register() -> None:
-    """Make `attn_implementation="block_sparse"` known to transformers; importing this module has done it."""
+    """Register `attn_implementation="block_sparse"` with transformers; importing this module does it."""
     # Both interfaces are needed: an attention without a mask function gets no mask, and padding would be ignored.
     for name, forward in ((NAME, attention_forward), (WITH_WEIGHTS, forward_with_weights)):
         AttentionInterface.register(name, forward)
@@ -71,8 +71,8 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
 
     Args:
         model: any whose attention goes through transformers' AttentionInterface (T5, BERT, ...).
-        layout: a configuration, or the name of one with its `settings` as in `get_sparsity_config`; None for what the
-            model's own configuration says, which is exact attention if it says nothing.
+        layout: a layout, or its name with `settings` as in `get_sparsity_config`. None takes the layout of the model's
+            configuration; without one, attention is exact.
 
     Returns:
         The model.
@@ -112,7 +112,7 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
 
 
 def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
-    """The layout that a model's configuration names by `sparse_config_cls` and `sparse_attention`; None without one.
+    """Layout named in a model's configuration (`sparse_config_cls`, `sparse_attention`); None without one.
 
     Raises:
         UserError: an unknown layout, wrong settings, or settings without a layout.
@@ -128,7 +128,7 @@ def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
 
 
 def layer_layout(config: PreTrainedConfig, layer_idx: int) -> SparsityConfig | None:
-    """The layout of one layer, with random blocks of its own; equal layouts are one object. None without a layout.
+    """Layout of one layer, with random blocks of its own; None without a layout. Equal layouts are one object.
 
     Raises:
         UserError: as `configured_layout`, or a layout for another number of heads.
@@ -152,9 +152,11 @@ def attention_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask function: the padding mask, bool [batch, keys] or None, if nothing else is masked.
+    """Mask function for transformers' AttentionMaskInterface.
 
-    A cache of earlier keys, packed documents and sliding windows give bool [batch, 1, queries, keys].
+    Returns:
+        The padding mask, bool [batch, keys], or None if nothing is masked. Cached keys, packed documents and sliding
+        windows give bool [batch, 1, queries, keys].
     """
     modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
     if modeling is not None:
@@ -196,17 +198,17 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function.
+    """Attention function for transformers' AttentionInterface.
 
     Args:
         module: the attention layer; its `config` has the layout.
         query: [batch, heads, queries, head_dim].
         key, value: [batch, heads or fewer, keys, head_dim].
-        attention_mask: as from `attention_mask`, or what the user gave, [batch, 1 or heads, queries, keys].
-        position_bias: a T5 bias as its table [num_buckets, heads] or dense [1, heads, queries, keys]; empty for none.
+        attention_mask: as from `attention_mask`, or a user's mask [batch, 1 or heads, queries, keys].
+        position_bias: a T5 bias, [num_buckets, heads] or expanded [1, heads, queries, keys]; an empty tensor for none.
 
     Returns:
-        [batch, queries, heads, head_dim], and None instead of attention weights, which are never formed.
+        [batch, queries, heads, head_dim], and None instead of attention weights.
 
     Raises:
         UserError: attention weights, soft capping or sinks are requested, or the layout does not fit.
@@ -242,7 +244,7 @@ def forward_with_weights(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As `attention_forward`, but dense, without dropout, and with the weights [batch, heads, queries, keys]."""
+    """Attention function that returns attention weights [batch, heads, queries, keys]; dense and without dropout."""
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling}
     layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)

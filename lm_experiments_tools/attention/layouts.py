@@ -1,7 +1,7 @@
-"""Block-sparse layouts: which blocks of keys each block of queries attends to, under DeepSpeed's names and arguments.
+"""Block-sparse layouts with the names, arguments and defaults of DeepSpeed's `sparsity_config.py`.
 
-The classes take the arguments of DeepSpeed's `sparsity_config.py`, which it removed in 0.19.7, with the same defaults.
-They return the same tensors, int64 [num_heads, blocks, blocks], except where `compat="deepspeed"` is needed for that:
+A layout says which blocks of keys each block of queries attends to: int64 [num_heads, blocks, blocks]. DeepSpeed
+removed the module in 0.19.7. `compat="deepspeed"` gives its tensors. Without it three things differ:
 
 - Random blocks depend on (seed, layer_idx, head, row) alone, not on Python's global generator.
 - "unidirectional" lets no block attend to a later one. Some of DeepSpeed's layouts do.
@@ -38,20 +38,20 @@ _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 
 @dataclass
 class SparsityConfig:
-    """Base of all layouts. Subclass it and write `blocks` or `make_layout` for a new one.
+    """Base class of layouts. A new layout overrides `blocks` or `make_layout`.
 
-    The `__init__` of a subclass must store its arguments in attributes of the same names, so that they can be saved.
+    Its `__init__` must store each argument in an attribute of the same name, which `to_dict` saves.
 
     Args:
         num_heads: heads of the attention layer.
         block: tokens of a block.
         different_layout_per_head: draw a layout for each head instead of one for all.
         seed: seed for random blocks.
-        layer_idx: number of the layer; layers with the same seed have different random blocks.
-        max_seq_length: if given, a shorter input gets the corner of this length's layout, as in DeepSpeed, instead of
-            a layout made for its own length.
-        compat: "deepspeed" for its layouts bit for bit, its errors included. Random blocks are those that it draws
-            after `random.seed(seed)` when it makes the layouts of layers 0, 1, ...
+        layer_idx: index of the layer; each layer draws other random blocks.
+        max_seq_length: tokens; shorter inputs use the upper left corner of the layout for this length, as in
+            DeepSpeed. None makes a layout for each length.
+        compat: "deepspeed" gives its layouts bit for bit, including errors. Random blocks are those that it draws
+            after `random.seed(seed)` for layers 0, 1, ...
 
     Raises:
         UserError: a setting of another type or out of range, or settings that exclude each other.
@@ -89,7 +89,7 @@ class SparsityConfig:
 
     @property
     def num_layout_heads(self) -> int:
-        """Layouts drawn: one, or one for each head."""
+        """Number of layouts to draw: 1, or one for each head."""
         return self.num_heads if self.different_layout_per_head else 1
 
     @property
@@ -97,13 +97,13 @@ class SparsityConfig:
         return self.attention == "unidirectional"
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout of inputs of `seq_len` tokens.
+        """Build the layout for inputs of `seq_len` tokens.
 
         Returns:
             int64 [num_heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block.
 
         Raises:
-            UserError: seq_len is no multiple of `block`, is beyond max_seq_length, or with compat="deepspeed" is too
+            UserError: seq_len is not a multiple of `block`, is above max_seq_length, or with compat="deepspeed" is too
                 short for the pattern.
         """
         num_blocks = self._num_blocks(seq_len)
@@ -117,7 +117,7 @@ class SparsityConfig:
         return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
 
     def blocks(self, num_blocks: int) -> Tensor:
-        """The pattern: bool [num_layout_heads, num_blocks, num_blocks]. "unidirectional" cuts off later blocks."""
+        """Pattern, bool [num_layout_heads, num_blocks, num_blocks]; `make_layout` applies "unidirectional"."""
         raise self._error("it has no pattern: write its method `blocks`, or use a subclass")
 
     def density(self, seq_len: int) -> float:
@@ -147,10 +147,10 @@ class SparsityConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SparsityConfig:
-        """The configuration that `to_dict` described.
+        """Create the configuration that `to_dict` saved.
 
         Raises:
-            UserError: no class named, an unknown one, settings it does not have, or none where it needs one.
+            UserError: the class is missing or unknown, or its settings are unknown, invalid or incomplete.
         """
         values = dict(values)
         if TYPE_KEY not in values or "num_heads" not in values:
@@ -201,15 +201,16 @@ class DenseSparsityConfig(SparsityConfig):
 
 @dataclass
 class FixedSparsityConfig(SparsityConfig):
-    """Disjoint local windows, and in each some blocks that all others attend to (Child et al. 2019, arXiv 1904.10509).
+    """Disjoint local windows, each with global blocks that every block attends to (Child et al. 2019, arXiv
+    1904.10509).
 
     Args:
         num_local_blocks: blocks of a local window.
-        num_global_blocks: consecutive blocks of each window that are global, its last ones in the first pattern.
-        attention: "bidirectional", or "unidirectional" for blocks that attend to earlier ones alone.
+        num_global_blocks: global blocks of a window: its last ones, or in other patterns those before them.
+        attention: "bidirectional", or "unidirectional": blocks attend to themselves and earlier blocks only.
         horizontal_global_attention: let global blocks attend to all blocks too; bidirectional only.
-        num_different_global_patterns: patterns with different global blocks that heads use round robin; more than one
-            needs different_layout_per_head.
+        num_different_global_patterns: number of patterns of global blocks, assigned to heads round robin; more than
+            one needs different_layout_per_head.
     """
 
     num_local_blocks: int = 4
@@ -264,13 +265,14 @@ class FixedSparsityConfig(SparsityConfig):
 
 @dataclass
 class VariableSparsityConfig(SparsityConfig):
-    """Fixed with windows of several sizes, global blocks by number, and random blocks.
+    """Local windows of several sizes, global blocks by index, and random blocks.
 
     Args:
-        num_random_blocks: random blocks in each row.
-        local_window_blocks: blocks of the first window, the second, ...; the last number holds for all others.
-        global_block_indices: blocks that all others attend to; negative ones count from the end.
-        global_block_end_indices: if given, groups of global blocks go from each index to this one, exclusive.
+        num_random_blocks: random key blocks of each query block.
+        local_window_blocks: blocks of the first window, the second, ...; the last value is repeated.
+        global_block_indices: blocks that every block attends to; negative indices count from the end.
+        global_block_end_indices: exclusive ends of groups of global blocks that start at `global_block_indices`; None
+            for single blocks.
         attention: as in FixedSparsityConfig.
         horizontal_global_attention: as in FixedSparsityConfig.
     """
@@ -318,9 +320,9 @@ class BigBirdSparsityConfig(SparsityConfig):
     """Sliding window, global blocks at the start, random blocks (Zaheer et al. 2020, arXiv 2007.14062, ITC).
 
     Args:
-        num_random_blocks: random blocks in each row; they may fall on the window or on global blocks.
+        num_random_blocks: random key blocks of each query block; they may coincide with the window or global blocks.
         num_sliding_window_blocks: blocks of the window around each block; an even number counts as the next odd one.
-        num_global_blocks: first blocks that attend to all and that all attend to.
+        num_global_blocks: number of first blocks that attend to all blocks, and that all blocks attend to.
         attention: as in FixedSparsityConfig.
     """
 
@@ -342,11 +344,12 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass
 class BSLongformerSparsityConfig(SparsityConfig):
-    """Sliding window and global blocks (Beltagy et al. 2020, arXiv 2004.05150), in blocks.
+    """Sliding window and global blocks (Beltagy et al. 2020, arXiv 2004.05150).
 
     Args:
         num_sliding_window_blocks: as in BigBirdSparsityConfig.
-        global_block_indices: blocks that attend to all and that all attend to; negative ones count from the end.
+        global_block_indices: blocks that attend to all blocks, and that all blocks attend to; negative indices count
+            from the end.
         global_block_end_indices: as in VariableSparsityConfig.
         attention: as in FixedSparsityConfig.
     """
@@ -371,10 +374,10 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window and nothing else; unidirectional by default.
+    """A sliding window only; unidirectional by default.
 
     Args:
-        num_sliding_window_blocks: as in BigBirdSparsityConfig; unidirectional keeps the half before each block.
+        num_sliding_window_blocks: as in BigBirdSparsityConfig; "unidirectional" drops the later half of the window.
         attention: as in FixedSparsityConfig.
     """
 
@@ -392,16 +395,16 @@ SPARSITY_CONFIGS: dict[str, type[SparsityConfig]] = {cls.__name__: cls for cls i
 
 
 def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityConfig:
-    """A layout by name.
+    """Create a layout by its name.
 
     Args:
-        name: "BigBirdSparsityConfig", "BigBird" or "bigbird" (DeepSpeed's `mode`), its old home
+        name: "BigBirdSparsityConfig", "BigBird", "bigbird" (DeepSpeed's `mode`), DeepSpeed's import path
             "deepspeed.ops.sparse_attention:BigBirdSparsityConfig", or "module:Class" of an imported module.
         num_heads: heads of the attention layer.
         settings: arguments of the class.
 
     Raises:
-        UserError: no such class, settings that it does not have or refuses, or none where it needs one.
+        UserError: an unknown class, or settings that are unknown, invalid or missing.
     """
     config_cls = _config_class(name)
     settings["num_heads"] = num_heads

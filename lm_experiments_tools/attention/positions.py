@@ -1,6 +1,6 @@
-"""Positional encodings: one object per layer that rotates queries and keys, adds a bias to scores, or does neither.
+"""Positional encodings of attention layers, which rotate queries and keys or add a bias to the scores.
 
-A model calls `rotate` before keys enter the cache, and `bias`. A user-defined scheme overrides one of the two.
+A model calls `rotate` (before keys enter the cache) and `bias`. A user-defined scheme overrides one of the two.
 """
 
 from __future__ import annotations
@@ -19,28 +19,35 @@ Device = torch.device | str | None
 
 
 class PositionScheme(nn.Module):
-    """Base of all schemes: rotates nothing and adds nothing."""
+    """Base class of positional encodings; it changes nothing. Subclasses override `rotate` or `bias`."""
 
     def rotate(self, q: Tensor, k: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys by their positions.
 
         Args:
-            q, k: [batch, heads, length, head_dim], of the tokens at positions offset, offset + 1, ...
-            offset: number of tokens already in the cache; for packed rows a token's position minus its index,
-                [batch, 1, length].
+            q, k: [batch, heads, length, head_dim], tokens at positions offset, offset + 1, ...
+            offset: number of cached tokens. For packed rows each token's position minus its index, [batch, 1, length].
         """
         return q, k
 
     def bias(
         self, query_length: int, key_length: int, offset: int | Tensor = 0, device: Device = None
     ) -> DistanceBias | Tensor | None:
-        """The bias to add to scores: a table by distance if queries and keys are the same tokens, otherwise a matrix
-        [1, heads, query_length, key_length] for `query_length` tokens after `offset` others."""
+        """Bias to add to the scores, or None.
+
+        Args:
+            query_length, key_length: number of tokens.
+            offset: number of cached tokens, which come before the queries.
+
+        Returns:
+            A `DistanceBias` if queries and keys are the same tokens, otherwise a matrix [1, heads, query_length,
+            key_length].
+        """
         return None
 
 
 class NoPosition(PositionScheme):
-    """No positional encoding; in a decoder the causal mask still gives an order."""
+    """No positional encoding. A decoder still learns the order from its causal mask."""
 
 
 class RotaryPosition(PositionScheme):
@@ -98,7 +105,8 @@ class AlibiPosition(PositionScheme):
 
 
 class RelativeBiasPosition(PositionScheme):
-    """T5's relative attention bias (Raffel et al. 2020, arXiv 1910.10683, 2.1): a number per head and bucket.
+    """T5's relative attention bias (Raffel et al. 2020, arXiv 1910.10683, 2.1): a number per head and bucket of
+    distances.
 
     Its parameter is `weight` [num_buckets, num_heads], as in transformers' state dicts.
 
@@ -107,7 +115,7 @@ class RelativeBiasPosition(PositionScheme):
         num_heads: heads of the layer.
 
     Raises:
-        UserError: buckets without a logarithmic part, or fewer than the direction needs.
+        UserError: num_buckets or max_distance is too small.
     """
 
     def __init__(self, num_buckets: int, max_distance: int, num_heads: int, bidirectional: bool) -> None:
@@ -131,14 +139,16 @@ class RelativeBiasPosition(PositionScheme):
 def named_position(
     config: Any, bidirectional: bool, *, head_dim: int, max_distance: int, rotary_base: float
 ) -> PositionScheme:
-    """The scheme that a configuration names by `position_embedding_type`; one that does nothing for other names.
+    """Create the positional encoding named by `config.position_embedding_type`; `NoPosition` for other names.
 
     Args:
         config: has `num_attention_heads`, `rotary_dim` and `relative_attention_num_buckets`.
-        max_distance: as of `T5Bias`.
+        bidirectional: True in an encoder, False in a decoder.
+        max_distance: as in `T5Bias`.
+        rotary_base: `base` of `RotaryPosition`.
 
     Raises:
-        UserError: settings that the scheme refuses, or no such class.
+        UserError: invalid settings, or an unknown user-defined class.
     """
     name, num_heads = config.position_embedding_type, config.num_attention_heads
     if ":" in name:

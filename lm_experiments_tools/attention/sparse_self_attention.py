@@ -1,8 +1,12 @@
-"""DeepSpeed's `SparseSelfAttention` for those who have code or checkpoints on it: same call, same buffer, any dtype.
+"""Replacement for DeepSpeed's `SparseSelfAttention`, for code and checkpoints that use it.
 
-What differs from DeepSpeed: `rpe` gets a gradient (there a learned bias never trained), every instance has its own
-layout (there all layers of one length shared the first one's), any length up to `max_seq_length` is padded inside, it
-runs on CPU and in any precision, and queries that may attend to nothing give zeros.
+Differences from DeepSpeed:
+
+- `rpe` gets a gradient; in DeepSpeed a learned bias never trains.
+- Every instance has its own layout; in DeepSpeed layers of equal length share the first one's.
+- Any length up to `max_seq_length` is padded inside.
+- It runs on CPU and in any precision.
+- Queries without an allowed key give zeros.
 """
 
 from __future__ import annotations
@@ -25,17 +29,17 @@ _BLOCKED = -1e4
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the signature of `deepspeed.ops.sparse_attention.SparseSelfAttention`.
 
-    The layout of `max_seq_length` is made once and stored in the buffer `master_layout`, DeepSpeed's name, so that
-    its checkpoints load and a layout is saved with the weights. Shorter inputs use its upper left corner.
+    The layout of `max_seq_length` is made once and stored in DeepSpeed's buffer `master_layout`, so its checkpoints
+    load. Shorter inputs use its upper left corner.
 
     Args:
-        sparsity_config: the layout; give layers that shall draw different random blocks different `layer_idx`.
-        key_padding_mask_mode: "add" for a mask that is added to scores, "mul" for one that is 0 at keys to leave out.
+        sparsity_config: the layout; give each layer its own `layer_idx` to draw different random blocks.
+        key_padding_mask_mode: "add": the mask is added to scores. "mul": keys with mask 0 are left out.
         attn_mask_mode: the same for `attn_mask`.
-        max_seq_length: longest input, a multiple of the block.
+        max_seq_length: longest input in tokens, a multiple of the block.
 
     Raises:
-        UserError: no layout, a mode that does not exist, or a length that is no multiple of the block.
+        UserError: no layout, an unknown mode, or a length that is not a multiple of the block.
     """
 
     master_layout: Tensor
@@ -71,16 +75,16 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """softmax(query key^T / sqrt(head_dim) + rpe + masks) value over the blocks of the layout.
+        """Compute softmax(query key^T / sqrt(head_dim) + rpe + masks) value over the blocks of the layout.
 
         Args:
             query, value: [batch, heads, length, head_dim].
             key: the same, or already transposed, [batch, heads, head_dim, length].
-            rpe: bias added to the scaled scores, [1 or batch, 1 or heads, length, length], or a T5Bias or AlibiBias,
-                which needs no such matrix; trained if it requires gradients.
+            rpe: bias added to the scaled scores: `T5Bias`, `AlibiBias` or a matrix [1 or batch, 1 or heads, length,
+                length].
             key_padding_mask: [batch, length] or [batch, 1, 1, length].
-            attn_mask: [length, length], or that after dimensions of 1. A mask that is added leaves out what it makes
-                less by 10000 or more, as one that is 0 does in the mode "mul".
+            attn_mask: [length, length], or with leading dimensions of 1. In mode "add" values of -10000 or less mask a
+                key.
 
         Returns:
             [batch, heads, length, head_dim] in the dtype of query.

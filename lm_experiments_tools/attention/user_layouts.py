@@ -21,7 +21,7 @@ _TESTS: dict[str, Callable[[Any], bool]] = {  # by annotation
 
 
 def has_type(setting: Field, value: object) -> bool:
-    """True if a value is of the type that its annotation names, or the annotation is none of the known ones."""
+    """True if a value has the annotated type of its setting; unknown annotations allow any value."""
     kind, _, optional = getattr(setting.type, "__name__", str(setting.type)).partition(" | ")
     return kind not in _TESTS or (value is None and optional == "None") or _TESTS[kind](value)
 
@@ -40,7 +40,7 @@ def _arguments_of(config_cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_settings(config_cls: type, settings: Mapping[str, object]) -> None:
-    """Refuse settings that a class does not have, and missing ones."""
+    """Raise UserError if settings of a layout class are unknown or missing."""
     names, others = _arguments_of(config_cls)
     known = [*names, *others]
     for key in settings:
@@ -54,7 +54,7 @@ def check_settings(config_cls: type, settings: Mapping[str, object]) -> None:
 
 
 def settings_of(config: object) -> dict[str, Any]:
-    """The arguments that make such a configuration again, as JSON values."""
+    """Constructor arguments of a configuration, as JSON values."""
     names, others = _arguments_of(type(config))
     missing = [name for name in names if not hasattr(config, name)]
     if missing:

@@ -1,6 +1,6 @@
-"""Workers and their communication: one protocol, three backends; imports config and modules.
+"""Backends: how one or several worker processes train together; imports config and modules.
 
-`get_backend` picks the backend of the launcher that started the process.
+`get_backend` picks the backend that fits the launcher of the process (horovodrun, accelerate, torchrun or none).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ BACKENDS = {
 
 
 def detect_backend(environ: Mapping[str, str] = os.environ) -> str:
-    """Name of the backend of the launcher that set this environment (horovodrun, accelerate, torchrun or none).
+    """Name of the backend that fits the launcher, read from its environment variables.
 
-    Tasks of srun and similar launchers use Accelerate; tasks of mpirun without an address use Horovod with MPI.
+    Returns:
+        "horovod" under horovodrun, and under mpirun without MASTER_ADDR; "accelerate" under accelerate launch,
+        torchrun, srun and similar; otherwise "local".
     """
     if "HOROVOD_RANK" in environ or "HOROVOD_SIZE" in environ:
         return "horovod"
@@ -41,7 +43,7 @@ def detect_backend(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def get_backend(args: TrainerArgs) -> Backend:
-    """The backend that `--backend` names, `auto` reading the launcher's environment. Raises UserError."""
+    """Create the backend that `--backend` names; "auto" uses `detect_backend`. Raises UserError."""
     detected, tasks = detect_backend(), cluster.started_tasks()
     name = detected if args.backend == "auto" else args.backend
     if any(variable in os.environ for variable in ("WORLD_SIZE", "HOROVOD_SIZE")):

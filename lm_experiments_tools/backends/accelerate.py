@@ -53,8 +53,8 @@ class AccelerateBackend(Backend):
     """One worker of an Accelerate job with DDP, or a single process; base class of FSDP and DeepSpeed.
 
     Args:
-        precision: forward autocast and loss scaling.
-        fp16_allreduce: send gradients as fp16, half the traffic, rounded to 11 bits of mantissa.
+        precision: autocast and loss scaling.
+        fp16_allreduce: send gradients between workers as fp16. This halves the traffic and rounds to 11 bits.
     """
 
     name = "accelerate"
@@ -77,12 +77,12 @@ class AccelerateBackend(Backend):
 
     @staticmethod
     def from_args(args: TrainerArgs) -> AccelerateBackend:
-        """The backend on an Accelerator made from our arguments and the launcher's environment."""
+        """Create an Accelerator from `args` and the launcher's environment, and its backend. Raises UserError."""
         return AccelerateBackend.from_accelerator(make_accelerator(args), args)
 
     @staticmethod
     def from_accelerator(accelerator: Accelerator, args: TrainerArgs) -> AccelerateBackend:
-        """The backend on a user's Accelerator. Raises UserError."""
+        """Create the backend for a user's Accelerator. Raises UserError if `args` contradict it."""
         check_agreement(accelerator, args)
         kind = str(accelerator.distributed_type.value)
         precision = get_precision(**args.precision_options()) if kind != "DEEPSPEED" else None
@@ -192,7 +192,7 @@ class AccelerateBackend(Backend):
 
 
 class FullyShardedBackend(AccelerateBackend):
-    """FSDP2: parameters, gradients and optimizer state are DTensors, each worker holds a shard."""
+    """FSDP2: each worker holds a shard of the parameters, gradients and optimizer state, as DTensors."""
 
     wrapping = "FSDP2"
     shards_model = True
@@ -266,9 +266,9 @@ class FullyShardedBackend(AccelerateBackend):
 
 
 class DeepSpeedBackend(AccelerateBackend):
-    """A DeepSpeed engine with ZeRO 1, 2 or 3. It casts the model, scales the loss and clips; we call its steps.
+    """DeepSpeed with ZeRO stage 1, 2 or 3. DeepSpeed casts the model, scales the loss and clips gradients.
 
-    Its checkpoints hold full tensors, as those of any other backend; see zero.py.
+    Checkpoints hold full tensors, so any other backend can load them.
     """
 
     shards_optimizer = True
@@ -398,7 +398,7 @@ def _gathered(tensor: Tensor, modifier_rank: int | None) -> AbstractContextManag
 
 
 def make_accelerator(args: TrainerArgs) -> Accelerator:
-    """An Accelerator whose settings are our arguments, in the environment of its launcher. Raises UserError."""
+    """Create an Accelerator from `args` and the launcher's environment. Raises UserError."""
     initialized = PartialState._shared_state != {}
     launch.check_device(initialized)
     sharding, ours = launch.wanted_sharding(), _precision_name(args)
@@ -418,11 +418,7 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
 
 
 def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
-    """Check that an Accelerator and our arguments agree, and complete DeepSpeed's settings.
-
-    Raises:
-        UserError: naming both values.
-    """
+    """Check that an Accelerator and `args` agree, and fill in DeepSpeed's open settings. Raises UserError."""
     kind = str(accelerator.distributed_type.value)
     _check_equal("the Accelerator", "mixed_precision", accelerator.mixed_precision, _precision_name(args))
     steps = args.gradient_accumulation_steps

@@ -1,10 +1,7 @@
-"""The methods that the trainer calls, and the backend for one process.
+"""The methods that the trainer calls on a backend, and the backend for one process.
 
-A backend owns what depends on the number of workers and on how they communicate: the wrapped model, the reduction of
-gradients, mixed precision, and the few collectives the trainer needs. A new backend overrides the methods that differ
-from those of one process.
-
-Order of calls in one training step of M micro-batches::
+A backend wraps the model, averages gradients over workers, and sets precision. A subclass overrides the methods that
+differ from those of one process. One training step of M micro-batches calls::
 
     for m in range(M):
         with backend.accumulate(sync=m == M - 1):
@@ -13,7 +10,7 @@ Order of calls in one training step of M micro-batches::
             backend.backward(loss)
     grad_norm, applied = backend.clip_and_step(max_norm).result()
 
-Gradients are averaged over workers, so the trainer multiplies a loss that is to be summed by `averaged_over` first.
+Gradients are averaged over `averaged_over` workers: multiply a loss by this number to sum it over workers.
 """
 
 from __future__ import annotations
@@ -47,8 +44,9 @@ class PendingStep:
     """An optimizer step, possibly still running on the device.
 
     Attributes:
-        result: returns the global L2 norm of the reduced gradient before clipping, and True if the step was applied.
-        is_done: True if `result` returns without waiting for the device.
+        result: function that waits for the step and returns (gradient norm, applied): the global L2 norm before
+            clipping, and False if the step was skipped because the norm was not finite.
+        is_done: True if `result` does not wait.
     """
 
     result: Callable[[], tuple[float, bool]]
@@ -60,22 +58,22 @@ class PendingStep:
 
 
 class Backend(Collectives):
-    """The methods that the trainer calls, for one process on one device; the base of every backend. Ranks are global.
+    """Base class of the backends; itself the backend for one process on one device.
 
     Args:
-        precision: forward autocast and loss scaling.
-        device: default the GPU if there is one.
+        precision: autocast and loss scaling.
+        device: default: the GPU if there is one, else the CPU.
 
     Attributes:
         model: the wrapped model; call it for a forward pass.
-        optimizer: the wrapped optimizer; read its param_groups, set their lr.
-        shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker makes equally many.
-        shards_optimizer: `optimizer` holds shards of flat vectors.
-        shares: virtual data-parallel ranks that this worker computes; 1 but for `--reproducible elastic`.
-        reproducible: [--reproducible, virtual ranks], which a run keeps.
-        exact: the component that sums gradients with `--reproducible`, once set up for training.
-        before_update: called by `clip_and_step` when gradients are reduced, neither clipped nor applied.
-        runs_ahead: the device works asynchronously, so that steps may be too (see `clip_and_step`).
+        optimizer: the wrapped optimizer, whose `param_groups` hold the learning rates.
+        shards_model: True for FSDP and ZeRO-3, where all workers must run the same number of forward passes.
+        shards_optimizer: True if `optimizer` holds shards of flattened parameters (DeepSpeed).
+        shares: number of virtual data-parallel ranks of this worker; 1 unless `--reproducible elastic` is set.
+        reproducible: [value of --reproducible, number of virtual ranks]; a resumed run must have the same.
+        exact: order-independent sum of gradients for `--reproducible`; None without it.
+        before_update: hook that `clip_and_step` calls when `.grad` holds the reduced, unclipped gradients.
+        runs_ahead: True if an optimizer step may be launched asynchronously (see `clip_and_step`).
     """
 
     name: str
@@ -96,10 +94,10 @@ class Backend(Collectives):
         self._addends: int | None = None  # micro-batches of an update over all workers, where they are summed exactly
 
     def reproduce(self, args: TrainerArgs) -> None:
-        """Configure `--reproducible`, before data is read: it decides which rows each worker reads.
+        """Configure `--reproducible`; call it before data is read.
 
         Raises:
-            UserError: this backend or another flag cannot be exact, or the workers do not divide the virtual ranks.
+            UserError: another flag or this backend rules it out, or the workers do not divide the virtual ranks.
         """
         if args.reproducible == "off" or self._addends is not None:
             return
@@ -115,7 +113,11 @@ class Backend(Collectives):
 
     # ---- training step
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Move, wrap and broadcast the model and (None: evaluation only) its optimizer; sets `model`, `optimizer`."""
+        """Move the model to the device, wrap it, and give all workers rank 0's weights.
+
+        Args:
+            optimizer: None to evaluate only.
+        """
         self._inner = model if is_spread(model) else model.to(self.device)
         self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
         self.exact = None
@@ -124,14 +126,14 @@ class Backend(Collectives):
             self.exact = ExactSum(self.precision.parameters(self.optimizer), self._addends, self)
 
     def release(self) -> None:
-        """Unwrap the model after its training or evaluation, so that it can be set up again.
+        """Unwrap the model, so that it can be set up again.
 
-        A sharded model stays sharded. It can be evaluated again, but not trained.
+        A sharded model stays sharded: it can be set up again for evaluation, not for training.
         """
         self.model = self._inner
 
     def forget(self) -> None:
-        """Release model and optimizer, and undo `reproduce`, so that others can be set up."""
+        """Release model and optimizer and undo `reproduce`, so that another model can be set up."""
         self.release()
         self.model = self._inner = self.optimizer = self.exact = self._addends = None
 
@@ -145,7 +147,7 @@ class Backend(Collectives):
 
     @contextmanager
     def accumulate(self, sync: bool) -> Iterator[None]:
-        """Context of one micro-batch; gradients are reduced over workers only where `sync` is True (the last one)."""
+        """Context of one micro-batch; `sync`, set for the last one, reduces gradients over workers."""
         self._sync = sync
         yield
 
@@ -160,21 +162,20 @@ class Backend(Collectives):
             self.exact.finish()
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if the micro-batches of this step have to be computed again; see `ExactSum`."""
+        """True, on all workers, if gradients overflowed `ExactSum` and the step must be computed again."""
         return self.exact is not None and self.exact.must_repeat()
 
     def clip_and_step(
         self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True
     ) -> PendingStep:
-        """Clip, step the optimizer and clear the gradients.
+        """Clip the gradients, step the optimizer and clear the gradients.
 
-        The step is skipped on all workers where the gradient is not finite: weights and optimizer stay untouched.
+        All workers skip the step if the gradient is not finite; weights and optimizer then stay unchanged.
 
         Args:
-            wait: read the result before returning. False: a GPU decides by itself whether to skip the step, and the
-                host reads the result later. This needs an optimizer that, like torch's fused ones, has
-                `_step_supports_amp_scaling` and leaves weights and state unchanged if its attribute `found_inf`, a
-                scalar on the device, is 1; any other is waited for.
+            wait: True to wait for the result. With False a GPU launches the step asynchronously and decides by itself
+                whether to skip it. This needs an optimizer that supports `found_inf` like torch's fused ones and has
+                `_step_supports_amp_scaling`; for any other optimizer the result is waited for.
         """
         if not wait and self._can_skip_on_device():
             return self._launch_step(max_norm, max_value)
@@ -223,7 +224,7 @@ class Backend(Collectives):
         return self._inner
 
     def model_state(self) -> dict[str, Tensor] | None:
-        """The full tensors that `saved_state` names, on rank 0 at least."""
+        """Full tensors of the model's state (see `saved_state`) on rank 0, None elsewhere; collective."""
         names, full = saved_state(self.unwrap()), {}
         for name, tensor in untied(names).items():
             full[id(tensor)] = self._get_weight(name, tensor)
@@ -231,7 +232,7 @@ class Backend(Collectives):
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        """The inverse of `model_state`: rank 0's full tensors, one at a time, into the model on every worker."""
+        """Load rank 0's `state`, a result of `model_state`, on every worker; collective."""
         names = saved_state(self.unwrap())
         if self.is_main:
             check_keys(state, names)
@@ -251,7 +252,7 @@ class Backend(Collectives):
         tensor.copy_(value)
 
     def optimizer_state(self) -> Any:
-        """The tree (dicts, lists, scalars, full tensors) of optimizer and loss-scaler state, on rank 0 at least."""
+        """Nested state of the optimizer and the loss scaler, with full tensors, on rank 0 at least; collective."""
         state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
         state["names"], state["shapes"] = self._optimized()
         return state if self.exact is None else {**state, "exponents": self.exact.exponents}
@@ -269,19 +270,21 @@ class Backend(Collectives):
 
     @property
     def whole_optimizer(self) -> Optimizer:
-        """The optimizer, or an unsharded view of it if the backend shards its state into flat vectors."""
+        """The optimizer with unsharded parameter groups and state."""
         return self.optimizer
 
     @property
     def optimizer_kind(self) -> str:
-        """Class name of the optimizer that `setup` was given, which a checkpoint records."""
+        """Class name of the optimizer that was passed to `setup`."""
         return type(self.optimizer).__name__
 
     def load_optimizer_state(self, tree: Any) -> None:
-        """The inverse of `optimizer_state`, of any backend on any number of workers; only rank 0's tree is read.
+        """Load rank 0's `tree`, a result of `optimizer_state`, on every worker; collective.
+
+        Any backend with any number of workers may have saved it.
 
         Raises:
-            ValueError: it is of other parameters, for example because `--freeze` has changed.
+            ValueError: the state belongs to other parameters, for example because `--freeze` changed.
         """
         tree = tree if self.is_main else {}
         saved = self.broadcast({name: value for name, value in tree.items() if name != "optimizer"})
@@ -299,16 +302,16 @@ class Backend(Collectives):
             self.exact.exponents = exponents
 
     def load_optimizer_state_by_name(self, tree: Any, *, same_kind: bool) -> int:
-        """Restore the optimizer's state of the parameters that another phase trained under the same name and shape.
+        """Load the state of parameters that the saving run trained under the same name and shape.
 
-        Settings stay those of this optimizer, and other parameters have no state.
+        Other parameters start without state. The optimizer's settings do not change.
 
         Args:
-            tree: from `optimizer_state`; only rank 0's is read.
-            same_kind: the optimizer is of the class that saved it, else only the loss scaler is restored.
+            tree: result of `optimizer_state`; only rank 0's is read.
+            same_kind: False if another optimizer class saved it; then only the loss scaler is loaded.
 
         Returns:
-            The number of parameters that have a state.
+            The number of parameters whose state was loaded.
         """
         names, shapes = self._optimized()
         here = {name: (number, shape) for number, (name, shape) in enumerate(zip(names, shapes, strict=True)) if name}
@@ -328,11 +331,11 @@ class Backend(Collectives):
         return self.broadcast(len(states))
 
     def share_weights(self, model: nn.Module) -> None:
-        """Give every worker rank 0's weights of a model that is not set up yet, unless `setup` does."""
+        """Give all workers rank 0's weights of a model that is not set up yet, unless `setup` will."""
         self.broadcast_tensors(list(untied(saved_state(model)).values()))
 
     def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """A full tensor of a parameter's optimizer state, as this worker's optimizer holds it."""
+        """Convert a full tensor of a parameter's optimizer state to this worker's device or shard."""
         return tensor.to(parameter.device) if tensor.dim() else tensor  # a scalar is a number of steps
 
     # ---- for the log
@@ -348,7 +351,7 @@ class Backend(Collectives):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
     def memory(self) -> dict[str, float]:
-        """`peak_memory_mib`, and the ratio of the memory estimate, if there is one, to it."""
+        """`memory_mib`, the peak; with a memory estimate also its ratio to the peak."""
         found = {"memory_mib": self.peak_memory_mib()}
         if self.planned_mib is not None:
             found["memory_predicted_over_measured"] = self.planned_mib / found["memory_mib"]
@@ -361,30 +364,35 @@ class Backend(Collectives):
 
     @property
     def averaged_over(self) -> int:
-        """Number of workers that gradients are averaged over; 1 if they are summed."""
+        """Number of workers that gradients are averaged over; 1 with `--reproducible`, which sums them."""
         return self.world_size if self.exact is None else 1
 
     @property
     def sums_exactly(self) -> bool:
-        """True if sums do not depend on their order (`--reproducible`), also if nothing is trained."""
+        """True if sums do not depend on the order of their summands (`--reproducible`)."""
         return self._addends is not None
 
 
 class LocalBackend(Backend):
-    """One process alone."""
+    """The backend for one process, which refuses flags for several workers."""
 
     name = "local"
 
     @classmethod
     def from_args(cls, args: TrainerArgs) -> LocalBackend:
-        """The backend with the precision that the flags name."""
+        """Create the backend with the precision that `args` select. Raises UserError."""
         if args.fp16_allreduce:
             raise UserError("--fp16_allreduce is for several workers, and this run has only one: leave it out")
         return cls(get_precision(**args.precision_options()))
 
 
 def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
-    """Raises UserError if the backend `name`, which may shard the model, cannot train it."""
+    """Check that a backend can train the model: no `--device_map`, and no unsupported parameters where it shards.
+
+    Args:
+        name: the backend's, for the message of the UserError.
+        shards: the backend shards the model.
+    """
     if is_spread(model):
         raise UserError(f"--device_map is for one process, not for {name}: use --backend local, or leave it out.")
     if any(isinstance(module, HostEmbedding) for module in model.modules()):
@@ -400,7 +408,7 @@ def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
 
 
 def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
-    """Raises UserError where a model that `name` has sharded is to be trained."""
+    """Refuse to train a model that an earlier `setup` has sharded. Raises UserError."""
     if optimizer is not None:
         raise UserError(
             f"under {name} a model is sharded by its first training or evaluation, and cannot be trained again: train "
@@ -416,6 +424,6 @@ def _clip(parameters: list[nn.Parameter], norm: Tensor, max_norm: float | None, 
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """L2 norm over all tensors (0 of none), a plain scalar also where they are sharded (DTensor); then collective."""
+    """Global L2 norm over all tensors, a plain scalar; 0 without tensors. Collective for DTensors."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,6 +1,6 @@
-"""Tasks of a cluster's launcher (srun, mpirun, mpiexec, jsrun) and the job that they form.
+"""Jobs of several processes that srun, mpirun, mpiexec or jsrun starts.
 
-These launchers start the same command several times and set variables that torch does not read.
+These launchers start one command several times (as "tasks") and set variables that torch does not read.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ class Tasks:
 
 
 def started_tasks(environ: Mapping[str, str] = os.environ) -> Tasks | None:
-    """The tasks that this process is one of; None for a single process or a shell within an allocation.
+    """Read from the environment which task this process is; None if no launcher started it.
 
-    `SLURM_NTASKS` alone is not enough: in a batch script or under salloc it is the size of the allocation. Only the
-    variables of a step show that srun started this process.
+    `SLURM_NTASKS` does not count: a batch script and salloc set it without starting the process as a task.
     """
     by_srun, by_mpi = _slurm_step(environ), _mpi_tasks(environ)
     if by_mpi is None or (by_srun is not None and (by_srun.count, by_srun.rank) == (by_mpi.count, by_mpi.rank)):
@@ -100,7 +99,7 @@ def _slurm_step(environ: Mapping[str, str]) -> Tasks | None:
 
 
 def first_host(nodes: str) -> str | None:
-    """The first name of a list in Slurm's short form, such as `n[01-04,7],gpu3`; None of an empty one."""
+    """First name of a Slurm host list such as `n[01-04,7],gpu3`; None if the list is empty."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else None
 
@@ -117,10 +116,10 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def attempt(function: Callable[[], T]) -> Callable[[], T]:
-    """Call `function` now; the returned function returns its result or raises its error.
+    """Call `function` now and return a function that returns its result.
 
-    On one machine all workers meet the same error, which is raised immediately. On several machines one of them may
-    lack a file. Then the error is raised by the returned function, under `on_all`, so that other workers do not hang.
+    On several machines a UserError is raised only by the returned function: call it under `on_all`, so that no worker
+    waits for one that failed, for example because its machine lacks a file. On one machine it is raised now.
     """
     future: Future[T] = Future()
     try:
@@ -133,12 +132,12 @@ def attempt(function: Callable[[], T]) -> Callable[[], T]:
 
 
 def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables by which torch forms one job of these tasks.
+    """Set RANK, WORLD_SIZE and the other variables by which torch forms one job of these tasks.
 
-    `MASTER_ADDR` and `MASTER_PORT` that are there already are kept.
+    Existing values of MASTER_ADDR and MASTER_PORT are kept.
 
     Raises:
-        UserError: the launcher does not say enough, or a task may be an interactive shell.
+        UserError: the launcher reports too little, or the task may be an interactive shell.
     """
     hint = f"`torchrun --nproc_per_node {tasks.count} SCRIPT ...` (or horovodrun) forms a job on one machine"
     if tasks.interactive:

@@ -1,4 +1,4 @@
-"""Collectives between the workers of a job, and work on them whose errors reach every worker."""
+"""Collectives between the workers of a job, and functions whose errors reach every worker."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BEAT = 10.0  # seconds between two looks at who is still at work
 
 
 class Collectives:
-    """A worker and its collectives with the others; here those of one process alone.
+    """A worker and its collectives; this base class is for a single process.
 
     Attributes:
-        rank, local_rank: among all workers, and among those of this machine.
+        rank, local_rank: global rank, and rank among the workers of this machine.
     """
 
     rank = local_rank = 0
@@ -54,10 +54,10 @@ class Collectives:
         """Overwrite tensors with rank 0's."""
 
     def missing(self) -> list[int] | None:
-        """Ranks that do not answer after a collective has failed; None if the backend cannot ask.
+        """Ranks that no longer answer after a collective has failed; None if the backend cannot tell.
 
         Raises:
-            ConnectionError: the store through which workers answer cannot be reached.
+            ConnectionError: the key-value store of the job cannot be reached.
         """
         return None
 
@@ -65,14 +65,15 @@ class Collectives:
 def on_all(
     workers: Collectives, function: Callable[[], T], *, only_main: bool = False, takes_long: bool = False
 ) -> T | None:
-    """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
+    """Run `function` on every worker, or on rank 0 alone, and raise its error on all of them.
 
-    Otherwise a full disk on one worker would leave the others waiting in a barrier forever. The error message names
-    the machine if there are several.
+    A worker that failed alone would leave the others waiting forever.
 
     Args:
-        takes_long: it may take some workers minutes or hours longer than others (see `_wait_for_all`); it may then not
-            use the workers.
+        takes_long: `function` may take longer on some workers than a collective may wait. It must not use collectives.
+
+    Returns:
+        The result of `function` on this worker; None where it was not run.
     """
     if takes_long and workers.world_size > 1:
         function = _wait_for_all(workers, function if workers.is_main or not only_main else lambda: None)
@@ -98,13 +99,13 @@ def on_all(
 
 
 def agreed(error: E) -> E:
-    """Mark an error as one that every worker raises, whichever machine it is about."""
+    """Mark an error as one that every worker raises."""
     error.agreed = True
     return error
 
 
 def on_main(workers: Collectives, function: Callable[[], T], *, takes_long: bool = False) -> T:
-    """Run `function` on rank 0 and give its result, or raise its error, on every worker."""
+    """Run `function` on rank 0; every worker gets its result or raises its error."""
     return workers.broadcast(on_all(workers, function, only_main=True, takes_long=takes_long))
 
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration and our arguments made one: what the file leaves open is filled, the rest must agree."""
+"""Fill the open settings of a DeepSpeed configuration from our arguments, and check the others against them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ REFUSED = (
 
 
 def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, source: str) -> None:
-    """Complete a DeepSpeed configuration in place; "auto" and absent values are open.
+    """Set all open values of a DeepSpeed configuration in place, from `args`.
 
-    A gradient_accumulation_steps of 1 counts as open too: DeepSpeedPlugin writes it where a file says nothing.
+    Open are absent values, "auto", and gradient_accumulation_steps = 1, which Accelerate writes by default.
 
     Args:
-        source: name of the configuration in error messages.
+        source: name of the configuration, for error messages.
 
     Raises:
-        UserError: the configuration and the arguments say different things, or it asks for what this package does
-            itself or cannot do.
+        UserError: a value contradicts `args`, or the configuration requests something unsupported.
     """
     for section, ours in (("optimizer", "--optimizer and --lr"), ("scheduler", "--lr_scheduler")):
         if section in config:
@@ -79,7 +78,12 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
 
 
 def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source: str) -> None:
-    """Set `config[key]` (dots descend) if it is open; with a flag, what is there must equal `value`."""
+    """Set `config[key]` if it is absent or "auto". Raises UserError if it contradicts `value`.
+
+    Args:
+        key: dots separate levels, as in "fp16.enabled".
+        flag: where `value` comes from, for the message; None to accept any existing value.
+    """
     *parents, leaf = key.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})
@@ -94,7 +98,7 @@ def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn DeepSpeed's errors about its configuration into UserError, while an engine is created."""
+    """Context that turns DeepSpeed's errors about its configuration into UserError."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
@@ -106,7 +110,7 @@ def refusals() -> Iterator[None]:
 
 
 def check_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse an optimizer that would silently compute something else on ZeRO's flat shards. Raises UserError."""
+    """Refuse optimizers that need whole matrices: ZeRO flattens all parameters into one vector. Raises UserError."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if stage == 3 and any(getattr(parameter, "ds_numel", parameter.numel()) == 0 for parameter in parameters):
         raise UserError("ZeRO stage 3 cannot train a parameter without elements: remove it, or use stage 2 or DDP.")
@@ -124,6 +128,6 @@ def check_optimizer(optimizer: Optimizer, stage: int) -> None:
 
 
 def has_cpu_version(optimizer: Optimizer) -> bool:
-    """True if a DeepSpeed CPU optimizer computes the same update; other offloaded optimizers run in torch."""
+    """True if DeepSpeed's CPU Adam computes the same update as this optimizer."""
     adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return adam and not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)

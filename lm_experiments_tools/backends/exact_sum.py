@@ -1,13 +1,10 @@
-"""Gradients summed as integers, so that the order and grouping of the summands do not matter.
+"""Order-independent sums of gradients for `--reproducible`.
 
-Floating-point sums depend on the number of workers, the ring of an all-reduce and the fusion of buckets. Integer sums
-do not. Each gradient is rounded to a grid that all workers share, counted in units of that grid as int64, summed over
-micro-batches and workers, and converted to fp32 once (the idea of https://doi.org/10.1109/ARITH.2013.9, with one
-fixed-point window a tensor instead of several).
-
-A tensor's grid is 2^(exponent - `bits`): its values must stay below 2^exponent. If one does not, the step is computed
-again with a wider grid, which every worker decides identically. With 2^5 summands 57 bits are left, of which 12 are
-reserved for growth: values below the largest sum by a factor of 2^45 are lost.
+The sum of floating-point numbers depends on their order, and so on the number of workers. A sum of integers does not.
+Each gradient tensor is converted to int64 multiples of 2^(exponent - bits), summed over micro-batches and workers, and
+converted back to fp32 (the idea of https://doi.org/10.1109/ARITH.2013.9). The exponent leaves room for gradients to
+grow 2^12-fold in one step; if they grow more, the step is repeated with a larger exponent. The number of bits is
+62 - log2(micro-batches). With 2^5 micro-batches, values more than 2^45 times smaller than the largest are lost.
 """
 
 from __future__ import annotations
@@ -35,14 +32,14 @@ _SENT_AT_ONCE = 1 << 23  # elements of one collective: 64 MiB
 
 
 class ExactSum:
-    """Sums the gradients of one optimizer update in int64.
+    """Sums gradients of one optimizer step in int64, independent of order and number of workers.
 
     Args:
         parameters: trained parameters, in the same order on all workers.
-        addends: number of micro-batches per update over all workers; each worker has the same number.
+        addends: number of micro-batches per optimizer step, over all workers.
 
     Attributes:
-        exponents: of each parameter's grid; equal on all workers, and part of a checkpoint.
+        exponents: one per parameter; gradients must stay below 2^exponent. Saved in checkpoints.
 
     Raises:
         UserError: the parameters are on more than one device.
@@ -62,7 +59,7 @@ class ExactSum:
         self._started = self._overflowed = False
 
     def add(self) -> None:
-        """Add the `.grad` of each parameter, a micro-batch's, to the sums, and clear it. Raises UserError."""
+        """Add each parameter's `.grad` to the sums and clear it. Raises UserError at too many micro-batches."""
         self._start()
         self._added += 1
         if self._added > self._max_added:
@@ -87,9 +84,10 @@ class ExactSum:
             self.parameters[i].grad, self._has_addend[i] = None, True
 
     def finish(self) -> None:
-        """Sum over all workers, into `.grad` as fp32; a parameter that no micro-batch used has none.
+        """Sum over all workers and write the result to `.grad` in the parameter's dtype.
 
-        A sum with a non-finite summand is NaN. After an overflow gradients are None: see `must_repeat`.
+        `.grad` is NaN if a summand was not finite. It is None if no micro-batch used the parameter, and after an
+        overflow (see `must_repeat`).
         """
         self._start()
         number = len(self.parameters)
@@ -113,7 +111,7 @@ class ExactSum:
         self._started = False
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if a gradient exceeded its grid: grids were widened and the step must be repeated."""
+        """True, on all workers, if a gradient reached 2^exponent. The exponent is then larger; repeat the step."""
         if not self._overflowed:
             return False
         largest = [max(values) for values in zip(*self._workers.gather(self._largest.tolist()), strict=True)]
@@ -175,13 +173,10 @@ def _chunks(flat: Tensor) -> Iterator[slice]:
 
 
 def check_exact(args: TrainerArgs, sharded_by: str | None) -> None:
-    """Refuse flags that cannot be exact.
+    """Refuse flags that rule out order-independent sums. Raises UserError.
 
     Args:
-        sharded_by: FSDP or DeepSpeed, which reduce gradients in their own order.
-
-    Raises:
-        UserError: naming the flag to change.
+        sharded_by: "FSDP" or "DeepSpeed", which reduce gradients themselves; None without sharding.
     """
     how = args.reproducible
     if sharded_by and how == "elastic":
@@ -196,7 +191,7 @@ def check_exact(args: TrainerArgs, sharded_by: str | None) -> None:
 
 
 def check_buffers(model: nn.Module, how: str) -> None:
-    """Refuse running means under elastic: each worker's are of its own rows. Raises UserError."""
+    """Refuse BatchNorm under `--reproducible elastic`: its running means depend on the worker. Raises UserError."""
     means = (name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None)
     if how == "elastic" and (name := next(means, None)) is not None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Helpers around FSDP2 (torch's fully_shard): shared modules joined, and state in and out by tensor."""
+"""Helpers for FSDP2 (torch's fully_shard): shared modules, and full tensors to and from shards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 
 def join_shared_modules(model: nn.Module) -> int:
-    """Replace leaf modules that share their parameters by one module; returns the number of replaced modules.
+    """Replace leaf modules that share a parameter by one of them; returns the number of replaced modules.
 
-    HF's T5 has one embedding matrix in three modules. They would be in three FSDP groups, which torch refuses for a
-    shared parameter. Names in the state dict do not change.
+    FSDP2 refuses a parameter that is in several sharding groups, such as the embedding that HF's T5 holds in three
+    modules. Names in the state dict do not change.
     """
     first: dict[tuple, nn.Module] = {}
     replaced = 0
@@ -35,20 +35,19 @@ def join_shared_modules(model: nn.Module) -> int:
 
 
 def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The module classes among `names` that share no parameter with other modules, so that they can be units."""
+    """Select the module classes that share no parameter with other modules, so that FSDP can wrap each on its own."""
     apart = {type(module).__name__ for module in model.modules() if _is_shared(model, [module])}
     return [name for name in names if name not in apart]
 
 
 @contextmanager
 def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
-    """Hide embeddings and output layer from accelerate's `prepare`, which would make them an FSDP unit.
+    """Context in which accelerate's `prepare` does not wrap embeddings and output layer on their own.
 
-    torch cannot shard a parameter of two units: the bias of BERT's output layer also belongs to the module around it,
-    and the embedding of a BERT classifier is inside a unit already.
+    torch cannot shard a parameter that two wrapped modules share, such as the bias of BERT's output layer.
 
     Args:
-        units: names of the module classes that are units.
+        units: names of the module classes that FSDP wraps.
     """
     getters = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
     ends = [module for module in (getattr(model, name)() for name in getters) if module is not None]
@@ -64,7 +63,7 @@ def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
 
 def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
-    """Weights gathered in `dtype`, gradients reduced in fp32; None where weights stay as they are."""
+    """FSDP's policy: weights are gathered in `dtype` and gradients reduced in fp32; None if `dtype` is None."""
     if dtype is None:
         return None
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -72,7 +71,7 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
 
 @contextmanager
 def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of an object temporarily, inside the block."""
+    """Context in which attributes of `holder` have other values."""
     before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():
@@ -92,26 +91,26 @@ def _is_shared(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard the parameters again that FSDP left full after a forward pass (the root's)."""
+    """Free the full parameters that FSDP's root module keeps after a forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_tensor(tensor: Tensor, is_main: bool) -> Tensor | None:
-    """The full CPU tensor of a sharded (or plain) one, on rank 0 alone; collective."""
+    """Gather a DTensor (or plain tensor) to the CPU of rank 0, None elsewhere; collective."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu() if is_main else None
 
 
 def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
-    """`optimizer.state_dict()` with full tensors on rank 0: the same tree as without sharding; collective."""
+    """Unsharded `optimizer.state_dict()` on rank 0, None elsewhere; collective."""
     tree = tree_map_only(Tensor, lambda tensor: full_tensor(tensor, is_main), optimizer.state_dict())
     return tree if is_main else None
 
 
 def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """The DTensor of a full tensor: sharded as its parameter if it has its shape, else replicated; a scalar stays."""
+    """Convert a full tensor of optimizer state to a DTensor, sharded like a `parameter` of its shape or replicated."""
     if not isinstance(parameter, DTensor) or not tensor.dim():
         return tensor
     mesh = parameter.device_mesh

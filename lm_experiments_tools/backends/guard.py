@@ -1,8 +1,8 @@
-"""A guard process that kills its worker if the worker is stopped (SIGSTOP) for longer than the others wait.
+"""A guard process that kills its worker when the worker is suspended (SIGSTOP) for too long.
 
-A stopped worker (SIGSTOP) does not see SIGTERM, and its launcher waits forever for it, while the other workers give up
-after `--stall_timeout`. The guard is this file, run with the standard library alone. It is in its worker's process
-group: suspending the whole job (Ctrl-Z, `scontrol suspend`) suspends the guard too.
+Other workers give up after `--stall_timeout`, but a suspended process ignores SIGTERM, so its launcher would wait
+forever. The guard runs this file without other packages. It is in the worker's process group: suspending the whole job
+(Ctrl-Z, `scontrol suspend`) suspends the guard too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _guards: list[subprocess.Popen] = []  # of this process: one
 
 
 def watch(args: TrainerArgs) -> None:
-    """Start a guard of this process if it is one of several workers on Linux and has no guard yet."""
+    """Start a guard for this process, on Linux and if the job has several workers."""
     import subprocess
 
     from lm_experiments_tools.backends.collective import STALL_SECONDS
@@ -43,7 +43,7 @@ def watch(args: TrainerArgs) -> None:
 
 
 def guard(process: int, seconds: float, rank: int, log: str) -> None:
-    """Wait for the end of the parent `process`; kill it if it is stopped for `seconds`.
+    """Kill the parent `process` if it is suspended for `seconds`; return when it ends.
 
     Args:
         log: log file of the worker; "" for none.

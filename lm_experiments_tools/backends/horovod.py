@@ -1,7 +1,7 @@
 """Data parallelism over Horovod: `horovodrun -np 8 python run_t5_pretraining.py ...`, or `mpirun` with an MPI build.
 
-Horovod's DistributedOptimizer overlaps the reduction of gradients with the backward pass. It re-creates the optimizer
-that it wraps from its param_groups, which loses other arguments, so it wraps an SGD that never steps.
+Horovod's DistributedOptimizer reduces gradients during the backward pass. It re-creates the optimizer that it wraps
+and loses some of its arguments, so it wraps a placeholder SGD whose `step` is never called.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NEVER = 1 << 30  # backward passes: more than any step has
 
 
 class HorovodBackend(Backend):
-    """One worker of a Horovod job, pinned to the GPU of its local rank where there are GPUs.
+    """One worker of a Horovod job. On GPUs each worker uses the one of its local rank.
 
     Args:
-        precision: forward autocast and loss scaling.
-        fp16_allreduce: send gradients as fp16, half the traffic, rounded to 11 bits of mantissa.
-        stall_timeout: seconds that workers wait for a late or lost one. None: STALL_SECONDS for a late one,
-            Horovod's 30 for a lost one, in an elastic job 300.
+        precision: autocast and loss scaling.
+        fp16_allreduce: send gradients between workers as fp16. This halves the traffic and rounds to 11 bits.
+        stall_timeout: seconds to wait for a late or lost worker. None: STALL_SECONDS for a late worker; for a lost
+            worker Horovod's 30, or 300 in an elastic job.
 
     Raises:
         UserError: the launcher started more workers than Horovod sees, or more local workers than GPUs.
@@ -80,10 +80,10 @@ class HorovodBackend(Backend):
         )
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """See `Backend.setup`. The optimizer's state is not broadcast: it is empty, and filling it takes a step.
+        """See `Backend.setup`.
 
         Raises:
-            UserError: a parameter is bfloat16, or the optimizer is Horovod's already.
+            UserError: a parameter is bfloat16, or Horovod already wraps the optimizer.
         """
         _check_supported(model, optimizer)
         check_whole(model, "Horovod")
@@ -166,7 +166,7 @@ class HorovodBackend(Backend):
 
 
 class SummedAsFp16(hvd.compression.Compressor):
-    """Gradients summed as fp16 and divided in fp32; Horovod's own compression divides in fp16, which loses more."""
+    """Horovod compression that sums gradients in fp16 and divides in fp32; `hvd.Compression.fp16` divides in fp16."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:

@@ -1,4 +1,4 @@
-"""A worker of an elastic Horovod job: its rank from the driver, and notifications of changed hosts."""
+"""Elastic Horovod jobs: a worker's rank, and notifications when hosts are added or removed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _START = 300  # seconds in which a worker on a new machine loads; Horovod gives 
 
 
 def ask_for_rank() -> None:
-    """Wait for the other workers and take the rank that the driver assigns; for restarted workers, before `hvd.init`.
+    """Wait for the other workers and take the rank that Horovod's driver assigns; call it before `hvd.init`.
 
     Raises:
-        SystemExit: with 0, the job continues without this worker.
+        SystemExit: with 0, because the job continues without this worker.
         RunError: the driver has ended.
     """
     if not restart.is_elastic() or not restart.has_begun_anew():
@@ -37,12 +37,10 @@ def ask_for_rank() -> None:
 
 
 def listen(manager: Any) -> None:
-    """Register with the driver, through Horovod's WorkerNotificationManager, for changes of hosts.
+    """Register for notifications of host changes; call it before `ask_for_rank`. Raises RunError.
 
-    Called before `ask_for_rank`: the driver notifies only once of hosts that change after its answer.
-
-    Raises:
-        RunError: the driver has ended.
+    Args:
+        manager: Horovod's WorkerNotificationManager.
     """
     if not restart.is_elastic():
         return

@@ -1,6 +1,7 @@
-"""Checks that the launcher's request is what runs.
+"""Checks that the processes and sharding that the user requested are what runs.
 
-Accelerate silently runs one process, or several that each train alone, or DDP instead of FSDP or DeepSpeed.
+Without these checks Accelerate may silently run one process, several independent ones, or DDP instead of FSDP or
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CPU_FORM = "`torchrun --nproc_per_node {n} SCRIPT ...` trains on CPUs with DDP"
 
 
 def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
-    """FSDP or DEEPSPEED, if the launcher's settings request one of them."""
+    """Sharding that the launcher's environment requests: "FSDP", "DEEPSPEED" or None. Raises UserError for both."""
     wanted = [kind for variable, kind in SHARDING.items() if environ.get(variable, "false").lower() == "true"]
     if len(wanted) > 1:
         raise UserError(f"the launcher asked for {' and '.join(wanted)} (ACCELERATE_USE_...): choose one")
@@ -33,7 +34,7 @@ def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """Number of workers that the user requested from the launcher, and the variable that says so."""
+    """Number of workers that the launcher was asked for, and the environment variable that reports it."""
     reported = [(int(environ[variable]), variable) for variable in COUNTS if environ.get(variable, "").isdigit()]
     if (tasks := started_tasks(environ)) is not None:
         reported.append((tasks.count, tasks.source))
@@ -41,15 +42,15 @@ def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]
 
 
 def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if the user wants CPUs though there may be GPUs (ACCELERATE_USE_CPU, as Accelerate reads it)."""
+    """True if ACCELERATE_USE_CPU requests CPUs."""
     return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def check_device(initialized: bool) -> None:
-    """Check, before an Accelerator is made, that sharding has GPUs and that each worker has its own.
+    """Check that there are GPUs for the requested sharding, and one for each local worker. Raises UserError.
 
     Args:
-        initialized: Accelerate's state exists already, so check the device that it chose.
+        initialized: an Accelerator exists already and has chosen a device, so nothing is checked.
     """
     sharding, (count, _) = wanted_sharding(), wanted_processes()
     if initialized:
@@ -101,7 +102,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_parent(command: Sequence[str]) -> None:
-    """Refuse to train in one process if `accelerate launch` ignored --num_processes, as it does without GPUs."""
+    """Refuse one process if `accelerate launch` was asked for several: without GPUs it ignores --num_processes.
+
+    Args:
+        command: command line of the parent process.
+    """
     words = [os.path.basename(word) for word in command]
     alone = ("accelerate-launch", "accelerate.commands.launch")
     pairs = (("accelerate", "launch"), ("accelerate.commands.accelerate_cli", "launch"))
@@ -124,11 +129,7 @@ def check_parent(command: Sequence[str]) -> None:
 
 
 def open_deepspeed_settings() -> None:
-    """Remove defaults of accelerate launch, so that `deepspeed_config.fill_config` can set them.
-
-    Raises:
-        UserError: DeepSpeed cannot be imported.
-    """
+    """Remove accelerate launch's defaults from the environment; `fill_config` sets them. Raises UserError."""
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:

@@ -1,7 +1,4 @@
-"""Numerical precision of a training step: fp32, bf16 autocast, fp16 with loss scaling, NVIDIA apex.
-
-`Precision.backward` calls the reduction of gradients: torch.amp unscales after it, apex needs it inside `scale_loss`.
-"""
+"""Numerical precision of training: fp32, bf16 autocast, fp16 with loss scaling, NVIDIA apex."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from lm_experiments_tools.errors import UserError
 
 
 class Precision:
-    """Full precision, or autocast to `dtype` (bf16 needs no loss scaling)."""
+    """fp32, or autocast to `dtype` without loss scaling (bf16)."""
 
     scaler: Any = None  # has a state to save, if the loss is scaled
     skips_on_device = True  # only the optimizer depends on whether the gradient is finite
@@ -40,7 +37,7 @@ class Precision:
             reduce()
 
     def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The parameters whose `.grad` is clipped and measured."""
+        """Parameters whose `.grad` is clipped."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def step(self, optimizer: Optimizer, finite: bool) -> None:

@@ -1,4 +1,4 @@
-"""torch's process groups: timeouts, restarts, and the name of a lost worker."""
+"""torch's process groups: timeouts, restarts, and error messages that name a lost worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Peers = Sequence[tuple[str, int]]  # (host, process) of each worker, by rank
 # ---- forming and leaving groups -------------------------------------------------------------------------------------
 @contextmanager
 def meeting(seconds: float) -> Iterator[None]:
-    """Context of the rendezvous at the start of a job. Raises LostWorkerError."""
+    """Context of the rendezvous, in which the workers of a job connect. Raises LostWorkerError after `seconds`."""
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
@@ -48,13 +48,13 @@ def meeting(seconds: float) -> Iterator[None]:
 
 
 def restarts_store() -> str | None:
-    """The init_method of workers that torchrun has restarted (`--max-restarts`); None where torch's own works.
+    """Rendezvous URL for workers that torchrun restarted (`--max-restarts`); None if torch's default works.
 
-    torchrun keeps its store over a restart, with the addresses of the old workers, which the new ones would try to
-    reach. Each restart writes under its own prefix instead.
+    torchrun's key-value store survives a restart and holds the old workers' addresses. This URL gives each restart
+    keys of its own.
 
     Raises:
-        UserError: on several machines, whose agents count restarts independently.
+        UserError: torchrun runs on several machines, where restarts are counted independently.
     """
     env = os.environ.get
     if env("TORCHELASTIC_USE_AGENT_STORE") != "True" or env("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -78,18 +78,14 @@ def _rendezvous_of_restart(url: str, **options: Any) -> Iterator[tuple[dist.Stor
 
 
 def limit_waiting(seconds: float | None) -> None:
-    """Set the timeout of all existing groups; None leaves them as they are."""
+    """Set the timeout of all existing process groups, in seconds; None changes nothing."""
     if seconds is not None:
         for group in list(c10d._world.pg_map):
             c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def host_group(world_size: int, device: torch.device, seconds: float) -> dist.ProcessGroup | None:
-    """A gloo group for CPU tensors, so that counts do not wait for the GPU; None if the default group is gloo.
-
-    Raises:
-        LostWorkerError: the workers do not reach one another within `seconds`.
-    """
+    """Create a gloo group for CPU tensors; None for one worker or on CPUs. Raises LostWorkerError after `seconds`."""
     if world_size == 1 or device.type == "cpu":
         return None
     with meeting(seconds):
@@ -97,14 +93,12 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
 
 
 def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Leave gloo groups at the end of a program that did not close its backend, unless it uses DDP itself.
+    """Destroy gloo groups at exit; without this a gloo thread may abort the process (pytorch issue 190489).
 
-    A gloo thread that frees a tensor while Python ends aborts the process
-    (https://github.com/pytorch/pytorch/issues/190489). NCCL groups stay: all workers leave them together, and this
-    one may have failed alone.
+    NCCL groups stay. Nothing is destroyed after an error, or if the program still holds a DDP model.
 
     Args:
-        drop_wrapper: of the backend, if it still exists.
+        drop_wrapper: weak reference to the method by which the backend drops its DDP wrapper.
     """
     if not dist.is_initialized() or hasattr(sys, "last_value"):  # after an error others may wait in a collective
         return
@@ -119,9 +113,10 @@ def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 # ---- naming a lost worker -------------------------------------------------------------------------------------------
 def lost_peer(error: Exception, peers: Peers, workers: Collectives) -> str | None:
-    """Error message that names the lost worker, if `error` is a collective's; None for any other error.
+    """Error message that names the lost worker after a failed collective; None for any other error.
 
-    Workers of this machine are looked up by their process; those of others answer through the store, or do not.
+    Args:
+        peers: (host, process ID) of each rank.
     """
     text = f"{type(error).__name__} {error}".lower()
     if not isinstance(error, RuntimeError) or isinstance(error, RunError) or len(peers) == 1:
@@ -173,12 +168,10 @@ def _ended(processes: dict[int, int], seconds: float) -> dict[int, str]:
 
 
 def missing_ranks(rank: int, world_size: int) -> list[int]:
-    """Ranks that do not answer after a collective has failed; the others call this at about the same time.
-
-    They answer through the store by which they met, which is on the machine of rank 0.
+    """Ranks that do not answer after a collective has failed; all live workers call this at about the same time.
 
     Raises:
-        ConnectionError: the store does not answer.
+        ConnectionError: torch's key-value store, on the machine of rank 0, does not answer.
     """
     answers: list[list[int]] = []
 

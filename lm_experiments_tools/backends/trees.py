@@ -1,4 +1,4 @@
-"""Names of a model's state, and tensors sent between workers: optimizer state, gradients as fp16."""
+"""Model state by name, and optimizer state and fp16 gradients sent between workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the s
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor, not copied, of a checkpoint: the state dict, or the trained part of an adapted model."""
+    """{name: the model's own tensor} of a checkpoint: the state dict, or only what was trained with an adapter."""
     if is_adapted(model):
         return dict(trained_parameters(model))
     return model.state_dict(keep_vars=True)
 
 
 def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`saved_state` with the first name of each tied weight only."""
+    """Keep only the first name of each tied weight."""
     first: dict[int, str] = {}
     for name, tensor in names.items():
         first.setdefault(id(tensor), name)
@@ -37,7 +37,12 @@ def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
-    """A state to load has exactly the names and full shapes of `saved_state`, whose tensors may be shards."""
+    """Check that a state to load has the names and full shapes of the model's. Raises UserError.
+
+    Args:
+        state: state to load; None raises.
+        names: `saved_state` of the model, whose tensors may be shards.
+    """
     if state is None:
         raise UserError("no model state to load; the checkpoint holds no weights")
     shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
@@ -51,12 +56,12 @@ def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> Non
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
-    """Reinterpret a tensor in a dtype that Horovod and gloo can broadcast; contiguous, and a view if possible."""
+    """Reinterpret a tensor in a dtype that Horovod and gloo can broadcast: bf16 as fp16, bool as uint8."""
     return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 
 def put_back(carrier: Tensor, tensor: Tensor) -> None:
-    """Undo `as_carrier`: copy a received carrier into `tensor`, unless it is a view of it."""
+    """Copy the broadcast result of `as_carrier` back into `tensor`, if they do not share memory."""
     if carrier.data_ptr() != tensor.data_ptr() or carrier.device != tensor.device:
         tensor.detach().copy_(carrier.view(tensor.dtype))
 
@@ -67,13 +72,12 @@ def load_optimizer_tree(
     workers: Collectives,
     place_state: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """`optimizer.load_state_dict` of rank 0's tree on every worker.
+    """Load rank 0's optimizer state dict `tree` on every worker; collective.
 
-    The state of one parameter is sent and placed at a time. A tree of another form is sent as one. Settings
-    such as `fused` stay those of the optimizer.
+    The state of one parameter is sent at a time, to save memory. Settings such as `fused` keep the optimizer's values.
 
     Args:
-        place_state: f(parameter, full tensor of its state) -> the tensor that this worker's optimizer holds.
+        place_state: f(parameter, full tensor of its state) -> this worker's tensor, for example a shard.
     """
     is_main = workers.is_main
 
@@ -108,11 +112,10 @@ def load_optimizer_tree(
 
 
 def send_as_fp16(world_size, bucket):  # DDP refuses annotations that are strings
-    """Average a bucket of gradients over workers as fp16; a hook for DDP's `register_comm_hook`.
+    """Average a bucket of gradients over workers in fp16; a hook for DDP's `register_comm_hook`.
 
-    torch's own hook divides by the number of workers in fp16, which flushes all below 6e-8 to zero. Here the largest
-    element of all workers is scaled by a power of two so that the sum just fits, and the division is done in fp32:
-    elements down to 2^-29 / world_size of the largest keep 11 bits.
+    The bucket is scaled by a power of two so that the sum just fits, and divided in fp32: values down to
+    2^-29 / world_size of the largest keep 11 bits. torch's own hook divides in fp16 and flushes all below 6e-8 to 0.
     """
     buffer = bucket.buffer()
     largest = torch.linalg.vector_norm(buffer, torch.inf).float()

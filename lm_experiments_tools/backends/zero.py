@@ -1,6 +1,6 @@
-"""The unsharded view of a DeepSpeed optimizer, which holds shards of flat vectors.
+"""An unsharded view of a DeepSpeed ZeRO optimizer, so that its state can be saved and loaded like any other.
 
-Its state is saved and loaded as that of any other backend, by ZeRO of any stage and on any number of workers.
+ZeRO flattens the parameters of a group into one vector, and each worker holds a shard of the vector.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def take_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of a torch optimizer. Frozen and empty parameters are removed from the optimizer."""
+    """Copy the parameter groups, then remove frozen and empty parameters from the optimizer, as DeepSpeed needs."""
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = list(_optimized(group["params"]).values())
@@ -46,12 +46,12 @@ def _optimized(parameters: list[Tensor]) -> dict[int, Tensor]:
 
 
 class UnshardedOptimizer:
-    """The parameter groups and the state that a torch optimizer would have without ZeRO.
+    """The parameter groups and state that the torch optimizer would have without ZeRO.
 
     Args:
         zero: DeepSpeed's optimizer, of stage 1, 2 or 3.
-        groups: what `take_groups` gave before DeepSpeed took the parameters away.
-        device: on which shards are gathered.
+        groups: result of `take_groups`, called before DeepSpeed flattened the parameters.
+        device: device on which shards are gathered.
     """
 
     def __init__(self, zero: Any, groups: list[dict[str, Any]], device: torch.device) -> None:
@@ -61,13 +61,13 @@ class UnshardedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Settings and full parameters of each group; initial settings for groups without trained parameters."""
+        """Current settings of each group, with its unflattened parameters."""
         own = iter(self.zero.optimizer.param_groups)
         pairs = zip(self.groups, self._optimized, strict=True)
         return [{**(next(own) if optimized else group), "params": group["params"]} for group, optimized in pairs]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """`torch.optim.Optimizer.state_dict` with full fp32 tensors on the CPU, on rank 0 alone; collective."""
+        """`torch.optim.Optimizer.state_dict` with full fp32 CPU tensors on rank 0, None elsewhere; collective."""
         state, groups, held_by = {}, [], self.zero.optimizer.state
         numbers, index = count(), count()
         for group, optimized in zip(self.param_groups, self._optimized, strict=True):
@@ -86,10 +86,10 @@ class UnshardedOptimizer:
         return {"state": state, "param_groups": groups} if self.is_main else None
 
     def cut(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """This worker's shard of a full tensor of a parameter's state; a scalar, such as a number of steps, stays.
+        """Select this worker's shard of a parameter's full state tensor; a scalar is returned unchanged.
 
         Raises:
-            ValueError: the tensor has another shape than its parameter, or it is frozen and has no shard.
+            ValueError: the tensor and the parameter differ in shape, or the parameter is frozen.
         """
         if not tensor.dim():
             return tensor
@@ -103,7 +103,7 @@ class UnshardedOptimizer:
         return tensor.flatten()[own.offset : own.offset + own.length].clone()
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, for a tree whose tensors went through `cut`. Raises ValueError."""
+        """Load a result of `state_dict` whose tensors went through `cut`. Raises ValueError."""
         groups, base = tree["param_groups"], self.zero.optimizer
         if [len(group["params"]) for group in groups] != [len(own["params"]) for own in self.groups]:
             raise ValueError("loaded state dict has other parameter groups")
@@ -128,12 +128,12 @@ class UnshardedOptimizer:
         self.zero._hp_optimizer_states_linked = False  # ZeRO 1, 2: for safe_get_full_optimizer_state
 
     def weight(self, parameter: Tensor) -> Tensor | None:
-        """The full fp32 weight on the CPU, on rank 0 alone; collective."""
+        """Gather the fp32 weight of a parameter to the CPU of rank 0, None elsewhere; collective."""
         return next(iter(self._gather(parameter, lambda vector: [vector])), None)
 
     @torch.no_grad()
     def put_weight(self, parameter: Tensor, full: Tensor) -> None:
-        """Overwrite the optimizer's master weight with a full weight, which every worker passes."""
+        """Overwrite the fp32 weight of a parameter by `full`, which every worker passes."""
         own = self._shard(parameter)
         vector = self._vectors()[own.vector].narrow(0, own.start, own.length)
         vector.copy_(full.flatten().narrow(0, own.offset, own.length))
@@ -208,13 +208,13 @@ class UnshardedOptimizer:
 
 
 class LossScale:
-    """The dynamic loss scale of a DeepSpeed optimizer, with the state of a `torch.amp.GradScaler`."""
+    """DeepSpeed's dynamic loss scale, saved and loaded like a `torch.amp.GradScaler`."""
 
     def __init__(self, loss_scaler: Any) -> None:
         self.loss_scaler = loss_scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's entries, and two more that only DeepSpeed needs."""
+        """The entries of GradScaler's state, and DeepSpeed's `good_steps` and `hysteresis`."""
         scaler = self.loss_scaler
         good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
@@ -228,7 +228,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore scale and number of good steps; accepts torch.amp's state too, but not apex's."""
+        """Load the state of DeepSpeed's or torch.amp's loss scale; the state of another scaler is ignored."""
         if "scale" not in state:
             return
         scaler = self.loss_scaler

@@ -1,1 +1,1 @@
-"""Checkpoints: directories that are complete or absent, written and read; imports backends and modules."""
+"""Checkpoints, which are complete or absent: written and read; imports backends and modules."""

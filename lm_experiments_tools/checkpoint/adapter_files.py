@@ -1,4 +1,4 @@
-"""Adapters on disk, in peft's layout: only trained parameters, and the sha256 of the base model's weights."""
+"""Adapters on disk, in peft's format, with the sha256 of the base model's weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BASE_SHA256 = "base_sha256"  # Source.fingerprint of the base, in the header of
 
 
 def saved_names(model: PeftModel) -> dict[str, str]:
-    """Name in the adapter's file -> name of the parameter; peft's own names, so that it reads the file."""
+    """{name of a tensor in the adapter's file: name of the parameter}; the names in the file are peft's own."""
     from peft import get_peft_model_state_dict
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -59,12 +59,12 @@ def saved_names(model: PeftModel) -> dict[str, str]:
 def save_adapter(
     path: Path, model: PeftModel, state: dict[str, Tensor] | None = None, write: WriteTensors = write_now
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, of an ensemble a folder with them for each prompt.
+    """Write adapter_config.json and adapter_model.safetensors; an ensemble of prompts gets a folder for each prompt.
 
-    The labels of a classifier go into label_names.json, which peft ignores.
+    A classifier's labels are written to label_names.json, which peft ignores.
 
     Args:
-        state: the values of `trained_parameters` where the model's own are sharded.
+        state: values of `trained_parameters`, if the model's own are sharded.
     """
     state = trained_parameters(model) if state is None else state
     config, base = model.peft_config[DEFAULT_ADAPTER], getattr(model, "base_fingerprint", None)
@@ -97,7 +97,7 @@ def _write(
 
 
 def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
-    """Name of the parameter -> its value in an adapter's folder. Raises UserError."""
+    """{parameter name: value} of the adapter in a folder. Raises UserError."""
     verify_model(path)
     folders = ensemble_folders(path)
     if not folders and not (path / ADAPTER_CONFIG).is_file():
@@ -134,7 +134,7 @@ def _check_fit(path: Path, saved: dict[str, Tensor], names: dict[str, str], shap
 
 
 def check_base(model: PeftModel, path: Path) -> None:
-    """Refuse an adapter if its base model's weights are not those it was trained on. Raises UserError."""
+    """Refuse an adapter that was trained on other weights than the model's base. Raises UserError."""
     with safe_open(path / (ensemble_folders(path) or [""])[0] / ADAPTER_WEIGHTS, framework="pt") as file:
         then = (file.metadata() or {}).get(_BASE_SHA256)
     now = getattr(model, "base_fingerprint", None)
@@ -151,7 +151,7 @@ def check_base(model: PeftModel, path: Path) -> None:
 
 
 def read_adapter_into(model: PeftModel, path: Path) -> list[str]:
-    """`read_adapter` into the model's parameters, whose names are returned."""
+    """Load the adapter in a folder into the model; returns the names of the loaded parameters."""
     values, own = read_adapter(model, path), trained_parameters(model)
     with torch.no_grad():
         for name, value in values.items():

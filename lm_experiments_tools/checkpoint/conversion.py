@@ -1,4 +1,4 @@
-"""Weights by the names of a model, where transformers saves its architecture under other names or shapes."""
+"""Conversion of weights whose names or shapes on disk differ from those of the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 
 def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert `weights` from a file as `from_pretrained` of the model's class would.
+    """Convert weights from a file to the model's names and shapes, as `from_pretrained` does.
 
-    `save_pretrained` writes an architecture's original format, e.g. a matrix for each expert of Qwen3-MoE, which the
-    model holds as one tensor. Weights of a model without such a conversion, and unknown ones, are unchanged.
+    For example, a file of Qwen3-MoE has a matrix per expert, and the model a single tensor for all of them. Other
+    weights are unchanged.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -48,7 +48,7 @@ def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[s
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bar and no report by transformers."""
+    """Context without transformers' progress bars and loading report."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()
@@ -62,7 +62,7 @@ def quiet_loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """No bars of transformers ("Writing model shards", "Loading weights") in the log."""
+    """Context without transformers' progress bars ("Writing model shards", "Loading weights")."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
@@ -76,7 +76,7 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_unsharded() -> Iterator[None]:
-    """Full weights from `from_pretrained` during a ZeRO-3 run; the engine shards them later."""
+    """Context in which `from_pretrained` loads full weights in a ZeRO-3 run; DeepSpeed shards them later."""
     from transformers.integrations import deepspeed
 
     before = deepspeed._hf_deepspeed_config_weak_ref

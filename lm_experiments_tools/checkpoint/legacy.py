@@ -1,7 +1,6 @@
 """Checkpoints of t5-experiments (`model_N.pth`) and nanoT5 (`pytorch_model.bin`).
 
-Both are pickles. They are read with torch's restricted unpickler, which builds tensors and plain containers and runs
-no code; the numpy scalars that t5-experiments stored as metrics are allowed too.
+Both are pickles. torch's restricted unpickler reads them, which builds tensors and plain containers and runs no code.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, 
     """torch.load of a weights file on the CPU.
 
     Args:
-        allow_pickle: unpickle anything, which can run any code the file's author chose.
-        left_out: packages whose objects are dropped; none of their code is imported or called.
+        allow_pickle: unpickle anything; this can run any code in the file.
+        left_out: packages whose objects are dropped without importing them.
 
     Raises:
-        UserError: the file holds objects other than tensors and numbers (named), or is corrupt.
+        UserError: the file is corrupt, or holds objects other than tensors and numbers.
     """
     try:
         if allow_pickle:
@@ -82,10 +81,7 @@ def _stand_ins(path: Path, packages: tuple[str, ...]) -> list[Any]:
 
 
 def state_dict_of(content: Any, path: Path) -> dict[str, Tensor]:
-    """The weights inside an unpickled file: t5-experiments keeps them under `model_state_dict`, nanoT5 at the top.
-
-    Raises UserError when there is no dictionary of tensors.
-    """
+    """Find the weights in an unpickled t5-experiments or nanoT5 file. Raises UserError if there are none."""
     weights = content.get("model_state_dict", content) if isinstance(content, dict) else None
     is_state = isinstance(weights, dict) and weights and all(isinstance(key, str) for key in weights)
     if not is_state or not all(isinstance(value, Tensor) for value in weights.values()):
@@ -95,7 +91,7 @@ def state_dict_of(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop a `module.` or `_orig_mod.` that every key starts with."""
+    """Remove the prefix `module.` or `_orig_mod.` from the names, if all have it."""
     for prefix in _WRAPPERS * 2:
         if weights and all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
@@ -103,12 +99,12 @@ def strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[int, dict[str, Any] | None]:
-    """Step and optimizer state_dict of a t5-experiments `.pth` file or of its accelerate trainer's folder.
+    """Step and optimizer state_dict of a t5-experiments `.pth` file, or of its accelerate trainer's folder.
 
-    0 and None for sources with weights only: a directory, safetensors, nanoT5's `pytorch_model.bin`.
+    Returns (0, None) for sources with weights only.
 
     Raises:
-        UserError: as `read_pickle`.
+        UserError: see `read_pickle`.
     """
     if path.is_dir() and (path / "trainer.pckl").is_file():  # of its accelerate trainer
         content = read_pickle(path / "trainer.pckl", allow_pickle=allow_pickle)
@@ -127,10 +123,10 @@ def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[
 def write_old_checkpoint(
     path: Path, weights: dict[str, Tensor], optimizer_state: dict[str, Any], step: int, epoch: int, metrics: dict
 ) -> None:
-    """Write a `model_N.pth` as t5-experiments did, completely or not at all.
+    """Write a `model_N.pth` of t5-experiments atomically.
 
     Args:
-        step: updates made.
+        step: number of updates applied.
     """
     content = {
         "model_state_dict": {name: tensor.detach().cpu() for name, tensor in weights.items()},
@@ -144,13 +140,13 @@ def write_old_checkpoint(
 
 
 def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """A t5-experiments optimizer state for an optimizer with other parameter groups.
+    """Convert a t5-experiments optimizer state to the parameter groups of `optimizer`.
 
-    Both number parameters in the order of their groups. A checkpoint with a single group has the order of
+    t5-experiments numbers parameters by their position in its groups; a single group has the order of
     `model.parameters()`. Settings such as the learning rate are those of `optimizer`.
 
     Raises:
-        UserError: the state is of another number of parameters or groups, or of another optimizer.
+        UserError: the state belongs to other parameters, or to another optimizer.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups, own = optimizer_state["param_groups"], [group["params"] for group in optimizer.param_groups]

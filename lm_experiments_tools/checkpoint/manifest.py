@@ -38,7 +38,7 @@ _verified: set[tuple[Any, ...]] = set()  # what `verify_model` has found valid: 
 
 
 class CheckpointDamaged(UserError):
-    """A checkpoint is not what was written; the message names the checkpoint, the file and the reason."""
+    """A checkpoint's files differ from those that were saved; the message names checkpoint, file and reason."""
 
     def __init__(self, checkpoint: Path, reason: str):
         super().__init__(f"checkpoint {checkpoint} is damaged: {reason}")
@@ -48,24 +48,24 @@ class CheckpointDamaged(UserError):
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 def step_directory_name(step: int) -> str:
-    """`step_000500`: zero-padded so that a listing sorts by step."""
+    """Directory name of a checkpoint, e.g. `step_000500`; zero-padded, so that listings sort by step."""
     return f"step_{step:06d}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a checkpoint directory's name, or None if `step_directory_name` does not make this name."""
+    """Step in a checkpoint directory's name; None if `step_directory_name` gives no such name."""
     match = re.fullmatch(r"step_(\d{1,18})", name)
     return int(match[1]) if match and step_directory_name(int(match[1])) == name else None
 
 
 def or_replaced(path: Path) -> Path:
-    """`path`, or its backup if a replacement was killed between its two renames."""
+    """`path`, or its backup if the process was killed while it replaced `path`."""
     earlier = path.parent / f"{REPLACED}{path.name}"
     return earlier if not path.exists() and earlier.is_dir() else path
 
 
 def pin(path: Path) -> None:
-    """Mark a checkpoint, if `path` is one, by an empty file next to it, so that its run never prunes it."""
+    """Protect a checkpoint from pruning by its run, with an empty file next to it. Other paths are ignored."""
     if parse_step(path.name) is None or not (path / MANIFEST).is_file():
         return
     try:
@@ -75,7 +75,7 @@ def pin(path: Path) -> None:
 
 
 def list_files(directory: Path) -> dict[str, Path]:
-    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered.
+    """{posix relative name: path} of all files below `directory`. Symbolic links are listed but not followed.
 
     Raises:
         OSError: a directory cannot be listed.
@@ -103,14 +103,14 @@ def sha256_of(path: Path) -> str:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """The entry of a file in a manifest."""
+    """Size and sha256 of a file, its entry in a manifest."""
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, Any]) -> str:
-    """The manifest's text for the files now in `directory`.
+    """JSON text of a manifest for the files in `directory`.
 
-    `manifest_sha256` is the hash of the text with that value zeroed, so that the manifest guards itself too.
+    `manifest_sha256` is the sha256 of the text itself, with this value zeroed.
     """
     import torch
 
@@ -134,7 +134,7 @@ def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, A
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Parse and check the manifest, not the files that it lists. Raises CheckpointDamaged."""
+    """Read and check a checkpoint's manifest, but not the files that it lists. Raises CheckpointDamaged."""
     path = checkpoint / MANIFEST
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would never end
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not a regular file")
@@ -161,20 +161,19 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def is_listed(file: Path) -> bool:
-    """True for a file that the manifest in its folder lists, whether it exists or not. Raises CheckpointDamaged."""
+    """True if the manifest in the file's folder lists it, even if the file is missing. Raises CheckpointDamaged."""
     return os.path.lexists(file.with_name(MANIFEST)) and file.name in read_manifest(file.parent)["files"]
 
 
 # ---- comparing files with the manifest ------------------------------------------------------------------------------
 def verify(path: Path | str) -> None:
-    """Check that a checkpoint directory is exactly what was committed; reads every byte once.
+    """Check that a checkpoint directory holds exactly the files that were saved. Reads every byte once.
 
-    A link such as `last` is followed to the directory it names. Nothing inside is followed, and no file is opened
-    that the directory itself does not hold, whatever names the manifest lists.
+    `path` may be a link such as `last`; links inside the directory are never followed.
 
     Raises:
-        CheckpointDamaged: names the file and the reason: missing, other content, not listed, no regular file, an
-            unknown format version, a step that is not the directory's.
+        CheckpointDamaged: a file is missing, changed, not listed or not a regular file; or the manifest is of another
+            step or an unknown format version.
     """
     checkpoint = Path(path).resolve()
     if not checkpoint.is_dir():
@@ -185,15 +184,17 @@ def verify(path: Path | str) -> None:
 
 
 def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
-    """Compare a model's folder with its manifest before it is read, then check that its files name no code.
+    """Check a model's folder before it is loaded: files match the manifest, and configurations name no code.
 
-    Users move and thin out checkpoints, so only `names` have to exist (default: all listed files but the training
-    state), and edit adapter_config.json, which is not compared. A process reads the bytes once, however often it
-    asks. A folder without a manifest passes; a checkpoint that lost it passes with a warning.
+    Without a manifest only the second check is made. Files may be missing unless they are in `names`, and
+    adapter_config.json may be edited. Repeated calls do not read the files again.
+
+    Args:
+        names: files that must exist; default: all listed ones but the training state.
 
     Raises:
-        CheckpointDamaged: as `verify`.
-        UserError: as `check_untrusted`.
+        CheckpointDamaged: see `verify`.
+        UserError: see `check_untrusted`.
     """
     if os.path.lexists(folder / MANIFEST):
         _verify_listed(folder, names)
@@ -262,12 +263,12 @@ def _reading(checkpoint: Path, name: str) -> Iterator[None]:
 
 # ---- untrusted folders ----------------------------------------------------------------------------------------------
 def check_untrusted(folder: Path) -> None:
-    """Refuse a model folder that points outside of itself or names code to run. A missing folder passes.
+    """Refuse a model folder that refers to files outside of it or names code to run. A missing folder passes.
 
-    Import strings in a configuration are checked where they are resolved, by `names.resolve_configured`.
+    Import strings in a configuration are checked later, by `names.resolve_configured`.
 
     Raises:
-        UserError: a shard outside the folder, or an attention kernel from the Hub.
+        UserError: a weight file outside the folder, or an attention kernel from the Hub.
     """
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     indexes = {*folder.glob(INDEXES), folder / str(config.get("transformers_weights"))}  # of any subfolder
@@ -282,7 +283,7 @@ def check_untrusted(folder: Path) -> None:
 
 
 def shards_of(index: Path) -> list[str]:
-    """The files that an index of weight shards lists, all inside its folder. Raises UserError."""
+    """Files that an index of weight shards lists, all inside its folder. Raises UserError."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} is not an index of weight shards: copy the checkpoint again.")
@@ -293,7 +294,7 @@ def shards_of(index: Path) -> list[str]:
 
 
 def is_plain_relative_name(name: str) -> bool:
-    """True for `a/b.txt`: no absolute path, no `..`, no backslash, drive, NUL or half a surrogate pair."""
+    """True for a relative path such as `a/b.txt` without `..` and special characters."""
     parts = PurePosixPath(name).parts
     safe = bool(name) and not name.startswith("/") and not re.search(r"[\\:\x00\ud800-\udc7f\udd00-\udfff]", name)
     return safe and ".." not in parts and PurePosixPath(name).as_posix() == name and name != "."

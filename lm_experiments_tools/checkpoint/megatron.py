@@ -1,10 +1,10 @@
-"""Checkpoints of Megatron-LM (megatron.core) in its `torch` format: BERT and T5, of one or more tensor-parallel ranks.
+"""Checkpoints of Megatron-LM's BERT and T5 in its `torch` format, of one or more tensor-parallel ranks.
 
     weights, kind, settings = read_megatron("runs/bert/iter_0100000")
 
-Both have their norms before each part and learned positions, so BERT is transformers' MegatronBert, and T5, which has
-neither T5's relative positions nor its norms, is what transformers calls Blenderbot. Megatron keeps queries, keys and
-values of a head side by side in one matrix, [heads, 3, head's width, D]; transformers has three of [D, D].
+Megatron's BERT is transformers' MegatronBert. Its T5 has learned positions and pre-norm layers, unlike T5, and is
+transformers' Blenderbot. Megatron stores queries, keys and values in one matrix [heads, 3, head width, D],
+transformers in three [D, D].
 """
 
 from __future__ import annotations
@@ -80,17 +80,20 @@ _SIZES = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
 
 
 def is_megatron(path: Path) -> bool:
-    """True for a Megatron-LM checkpoint: a run, an iteration, or the folder or file of a rank."""
+    """True for a Megatron-LM checkpoint: the folder of a run, an iteration or a rank, or a rank's file."""
     inside = path.is_dir() and (any(path.glob("mp_rank_*")) or (path / _TRACKER).is_file())
     return path.name == _FILE or inside or any((path / name).is_file() for name in (_FILE, "common.pt"))
 
 
 def read_megatron(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], str, dict[str, Any]]:
-    """The weights by transformers' names, the name of their class there, and settings of its configuration.
+    """Read the weights of a Megatron-LM checkpoint.
+
+    Returns:
+        Weights by transformers' names, the name of their class in transformers, and settings for its configuration.
 
     Raises:
-        UserError: a rank is missing, several pipeline stages, another model or variant, another format of Megatron,
-            or a pickle of more than tensors and settings.
+        UserError: a rank is missing, or the model, its format or parallelism is not supported, or the file holds
+            objects other than tensors and settings.
     """
     folder = _iteration(path)
     ranks, args = _ranks(folder, allow_pickle)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: training waits while the state is copied, and continues while it is written."""
+"""Saves the checkpoints of a run: training waits while the state is copied, and continues while files are written."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves checkpoints, one at a time. Every worker must call each method.
+    """Saves checkpoints, one at a time; all methods are collective.
 
-    Only rank 0 writes files, because machines need not share a folder. Sharded weights and optimizer states are
-    gathered on rank 0.
+    Rank 0 gathers sharded state and writes all files, because machines need not share a folder.
 
     Args:
         writer: writes into the run directory; None disables saving.
-        in_background: write while training continues. Until the files are written, rank 0 holds a second copy of the
-            (gathered) weights and optimizer state in memory.
-        tokenizer_dir: folder of tokenizer files that are copied into every checkpoint.
+        in_background: write in a thread while training continues. Rank 0 then holds a second copy of weights and
+            optimizer state in memory until the files are written.
+        tokenizer_dir: folder whose tokenizer files are copied into every checkpoint.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Saver:
 
     @classmethod
     def of_run(cls, args: TrainerArgs, backend: Backend, tokenizer_dir: Path | None) -> Saver:
-        """The saver into `--model_path`, if there is one."""
+        """Create the saver of `--model_path`; without this flag it saves nothing."""
         writer = None
         if args.model_path:
             run = Path(args.model_path)
@@ -66,12 +65,12 @@ class Saver:
         return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir)
 
     def is_own(self, checkpoint: Path) -> bool:
-        """True for a checkpoint in the folder that this saver writes to."""
+        """True if this saver's run wrote the checkpoint."""
         return self.writer is not None and checkpoint.resolve().parent == self.writer.root.resolve()
 
     @contextmanager
     def alongside(self) -> Iterator[None]:
-        """Inside the block `save` writes in the background; the end of the block waits, also after an error."""
+        """Context in which `save` writes in the background; its end waits for the last checkpoint."""
         self._is_training = True
         try:
             yield
@@ -82,12 +81,12 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """True if the last checkpoint could not be written; `wait` raises why."""
+        """True if the last checkpoint could not be written; `wait` raises the reason."""
         writing = self._writing
         return writing is not None and writing.done() and writing.exception() is not None
 
     def wait(self) -> None:
-        """Return when the last checkpoint is complete. Raises RunError on every worker if it could not be written."""
+        """Wait until the last checkpoint is complete. Raises RunError on all workers if it could not be written."""
         if self.writer is not None:
             on_all(self.backend, self._finish_writing, only_main=True, takes_long=True)
 
@@ -97,12 +96,16 @@ class Saver:
             writing.result()
 
     def save(self, state: TrainState, per_worker: dict[str, Any], *, is_best: bool = False) -> None:
-        """Start a checkpoint of weights, optimizer and trainer state, once the one before it is complete.
+        """Start an atomic checkpoint of weights, optimizer and trainer state, then prune older ones.
 
-        It is atomic, and older ones are pruned after it.
+        Waits first until the previous checkpoint is complete.
+
+        Args:
+            state: part of the trainer state that is equal on all workers.
+            per_worker: this worker's part.
 
         Raises:
-            RunError: this one or the one before it cannot be written.
+            RunError: this or the previous checkpoint cannot be written.
             UserError: the state has objects that no checkpoint can hold.
         """
         self.wait()

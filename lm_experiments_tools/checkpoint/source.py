@@ -1,4 +1,4 @@
-"""Pre-trained models, as flags name them: on disk or on the Hugging Face Hub, each resolved and read once a run."""
+"""Pre-trained models that flags name: on disk or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _WEIGHTS_FILES = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_mode
 
 @dataclass(frozen=True)
 class Source:
-    """Pre-trained weights.
+    """Pre-trained weights on disk or on the Hub.
 
     Attributes:
-        name: a Hub name, or the path of a folder or file.
+        name: Hub name, or path of a folder or file.
         path: None on the Hub.
-        is_adapter: saved by peft, to be put on a base model.
+        is_adapter: weights of a peft adapter, which need a base model.
     """
 
     name: str
@@ -61,24 +61,24 @@ class Source:
 
     @property
     def is_file(self) -> bool:
-        """Weights alone (t5-experiments, nanoT5), without a configuration."""
+        """True for a single weights file without configuration (t5-experiments, nanoT5)."""
         return self.path is not None and self.path.is_file()
 
     @property
     def reference(self) -> str:
-        """A name that is valid in any working folder: the Hub's, or the path from the root."""
+        """Hub name, or absolute path."""
         return self.name if self.path is None else str(self.path.resolve())
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Content of config.json in a folder; empty without one, and on the Hub. Raises UserError."""
+        """Content of config.json in a folder; empty on the Hub or if there is none. Raises UserError."""
         found = self._json(CONFIG)
         real_names(found.get("id2label"), f"{self.path}/{CONFIG}")
         return found
 
     @cached_property
     def task(self) -> dict[str, Any]:
-        """The task that weights in a folder were fine-tuned for (`recipes.finetuning.saved_task`); empty elsewhere."""
+        """Settings of the task that the weights were fine-tuned for; empty if unknown."""
         return self._json(TASK_FILE)
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Source:
 
     @property
     def base(self) -> str:
-        """The base model that an adapter was trained on. Raises UserError."""
+        """Name of the base model that an adapter was trained on. Raises UserError."""
         name = read_json(self.base_named_in).get("base_model_name_or_path")
         if not name or not isinstance(name, str):
             raise UserError(f"{self.base_named_in} does not name its base_model_name_or_path: write it there.")
@@ -95,16 +95,16 @@ class Source:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The labels of a classifier in a folder, in the order of their numbers; empty where they have no names."""
+        """Names of a classifier's labels, by label number; empty if unknown."""
         if self.is_adapter:
             labels = self.path / LABELS_FILE
             return tuple(_strings(labels, "label_names")) if labels.is_file() else ()
         return real_names(self.config.get("id2label"), str(self.path / CONFIG))
 
     def fingerprint(self) -> str | None:
-        """sha256 of the weights (of several files: of their sha256, in the order of names); None where there are none.
+        """sha256 of the weights, from the manifest if there is one; None if there are no weight files.
 
-        A checkpoint's manifest has it; other weights are read once.
+        For several files it is the sha256 of their sha256, in the order of names.
         """
         folder = self.path
         if folder is None:
@@ -121,17 +121,17 @@ class Source:
 
     @property
     def base_named_in(self) -> Path:
-        """The file in which an adapter names its base model."""
+        """File in which an adapter names its base model."""
         return self.path / (ensemble_folders(self.path) or [""])[0] / ADAPTER_CONFIG
 
 
 def holds_adapter(path: Path) -> bool:
-    """True for a folder with an adapter of peft, or with several of these."""
+    """True for a folder with a peft adapter, or with an ensemble of them."""
     return (path / ADAPTER_CONFIG).is_file() or (path / ENSEMBLE_CONFIG).is_file()
 
 
 def ensemble_folders(path: Path) -> list[str]:
-    """Names of the folders of the prompts in an adapter's; empty where it holds one adapter. Raises UserError."""
+    """Subfolders with the adapters of a prompt ensemble; empty for a single adapter. Raises UserError."""
     file = path / ENSEMBLE_CONFIG
     folders = _strings(file, "folders") if file.is_file() else []
     for name in folders:
@@ -149,10 +149,13 @@ def _strings(file: Path, key: str) -> list[str]:
 
 
 def real_names(id2label: Any, where: str) -> tuple[str, ...]:
-    """The labels in the order of their numbers; empty where they are transformers' LABEL_0, LABEL_1, ...
+    """Label names of a Hugging Face `id2label`, by number; empty for the defaults LABEL_0, LABEL_1, ...
+
+    Args:
+        where: file of `id2label`, for the message.
 
     Raises:
-        UserError: it is no object of texts or numbers by the labels' numbers; `where` is named.
+        UserError: `id2label` does not map numbers to names.
     """
     if id2label is None:
         return ()
@@ -170,7 +173,7 @@ def real_names(id2label: Any, where: str) -> tuple[str, ...]:
 
 # ---- finding what a flag names --------------------------------------------------------------------------------------
 def find_source(name: str, flag: str = "--from_pretrained") -> Source:
-    """The folder (of a run: its best checkpoint, else its last), weights file or model of the Hub that `name` is.
+    """Find the folder, weights file or Hub model called `name`; a run directory gives its best or last checkpoint.
 
     Raises:
         UserError: there is no such source, or the Hub cannot be reached.
@@ -210,10 +213,10 @@ def _folder(path: Path, flag: str) -> Source:
 
 
 def check_reachable(name: str, flag: str) -> None:
-    """Refuse a missing model immediately; without network the Hub's client tries for half a minute.
+    """Refuse a Hub model that is not downloaded when the Hub cannot be reached, without the client's long retries.
 
     Raises:
-        UserError: no connection, and `name` was not downloaded before.
+        UserError: no connection, or an invalid name.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -255,7 +258,7 @@ def find_base(adapter: Source) -> Source:
 
 
 def on_newest(name: str, read: Callable[[], T]) -> T:
-    """Result of `read`, which opens `name`; retried if that is a running job that has removed the checkpoint.
+    """Call `read`, which opens the run directory `name`; retry if the run meanwhile replaces the checkpoint.
 
     Raises:
         UserError, OSError: those of `read`.
@@ -275,10 +278,10 @@ def on_newest(name: str, read: Callable[[], T]) -> T:
 
 
 class ModelFiles:
-    """Sources of the model, tokenizer and configuration of a fine-tuning run, each found when first needed.
+    """Sources of the model, tokenizer and configuration of a fine-tuning run, each resolved on first use.
 
     Args:
-        found: `--from_pretrained`, if it was found before.
+        found: source of `--from_pretrained`, if already known.
     """
 
     def __init__(self, args: FinetuningArgs, found: Sequence[Source] = ()) -> None:
@@ -288,7 +291,7 @@ class ModelFiles:
 
     @cached_property
     def named(self) -> Source | None:
-        """`--from_pretrained`: a model, or an adapter."""
+        """Source of `--from_pretrained`: a model or an adapter."""
         return find_source(self.args.from_pretrained) if self.args.from_pretrained else None
 
     @property
@@ -299,29 +302,29 @@ class ModelFiles:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Labels that the named weights were trained for, in the order of their numbers; empty where none is known."""
+        """Label names of the classifier in `--from_pretrained`, by label number; empty if unknown."""
         names = self.named.label_names if self.named is not None else ()
         return names or tuple(self.task.get("label_names", ()))
 
     @property
     def adapter(self) -> Source | None:
-        """The named adapter, if `--from_pretrained` is one."""
+        """Source of `--from_pretrained` if it is an adapter, else None."""
         return self.named if self.named is not None and self.named.is_adapter else None
 
     @cached_property
     def base(self) -> Source | None:
-        """The named model, or the base of the named adapter."""
+        """Source of the model in `--from_pretrained`, or of the base model of the adapter there."""
         return self.named if self.adapter is None else find_base(self.adapter)
 
     @cached_property
     def configuration(self) -> Source:
-        """The source whose config.json describes the model; not for `--model_cfg`."""
+        """Source whose config.json describes the model; not for `--model_cfg`."""
         args = self.args
         return self.base or find_source(args.base_model or args.init_checkpoint, "--base_model or --init_checkpoint")
 
     @property
     def tokenizer_flag(self) -> tuple[str, str]:
-        """Flag and value that the tokenizer comes from. Raises UserError."""
+        """(flag, value) that determines the tokenizer. Raises UserError."""
         for flag in ("tokenizer", "from_pretrained", "init_checkpoint"):
             if value := getattr(self.args, flag):
                 return f"--{flag}", value
@@ -329,7 +332,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> Source:
-        """The source of the tokenizer: a weights file's is next to it, an adapter's may be with its base model."""
+        """Source of the tokenizer: for a weights file its folder, for an adapter without tokenizer its base model."""
         flag, name = self.tokenizer_flag
         path, is_named = Path(name), flag == "--from_pretrained"
         if any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):

@@ -1,7 +1,7 @@
-"""Checkpoints of t5x, read without it: a folder of zarr arrays, target.encoder.layers_0.mlp.wi.kernel and so on.
+"""Checkpoints of t5x: folders of zarr arrays such as `target.encoder.layers_0.mlp.wi.kernel`. Needs no t5x or jax.
 
-transformers 5 has dropped its converter, which needed t5x, jax and a machine for both. The names and transpositions
-are those of that converter: t5x keeps matrices as [in, out] and relative positions as [heads, buckets].
+Names and transpositions follow the converter that transformers 5 has dropped: t5x stores matrices as [in, out] and
+relative positions as [heads, buckets].
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _OUTSIDE_LAYERS = {
 
 
 def is_t5x(path: Path) -> bool:
-    """True for a folder that holds arrays as t5x writes them."""
+    """True for a folder of a t5x checkpoint."""
     return path.is_dir() and any(path.glob(f"{_PREFIX}*/.zarray"))
 
 
 def read_t5x(path: Path) -> dict[str, Tensor]:
-    """The weights by the names of transformers' T5ForConditionalGeneration. Raises UserError."""
+    """Weights of a t5x checkpoint by the names of transformers' T5ForConditionalGeneration. Raises UserError."""
     folders = sorted(folder for folder in path.glob(f"{_PREFIX}*") if (folder / ".zarray").is_file())
     weights = {}
     for folder in folders:

@@ -1,6 +1,7 @@
-"""The state that must survive a restart, and its way back from disk (saving.py writes it).
+"""The trainer state in a checkpoint, and how it is loaded (saving.py writes it).
 
-Per-rank state (random states, unreduced metric sums) is saved for each worker; the rest is equal on all.
+Random states, unreduced metric sums and the loader's position differ between workers (per-rank state). The rest
+(`TrainState`) is equal on all.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ SETTINGS = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")  
 
 @dataclass
 class TrainState:
-    """Equal on every worker.
+    """Trainer state that is equal on all workers.
 
     Attributes:
-        step: optimizer updates applied so far; the one meaning of "step" in logs, schedules and file names.
-        consumed_samples, consumed_tokens: over all workers, skipped updates included.
-        skipped_updates, skipped_in_a_row: updates not applied because the gradient was not finite.
-        schedule_start: step at which the learning rate schedule began (moved by `--reset_lr` and by each phase).
-        phase: number of the phase that wrote this, from 0 on.
-        first_step: step at which the run began, above 0 for a branch of another run.
+        step: optimizer updates applied so far, as in logs, schedules and file names.
+        consumed_samples, consumed_tokens: over all workers, including skipped updates.
+        skipped_updates, skipped_in_a_row: updates that were skipped because the gradient was not finite.
+        schedule_start: step at which the learning-rate schedule began (`--reset_lr` and phases change it).
+        phase: number of the phase that saved this, from 0.
+        first_step: step at which the run began; above 0 if it branches from another run.
         data_offset: position in the data minus `consumed_samples`.
-        averaged_at: the last step whose weights were replaced by a mean of several (`--average`).
-        samples_per_epoch: number of training samples per epoch; None if unknown.
+        averaged_at: last step at which weights were averaged (`--average`).
+        samples_per_epoch: None if unknown.
         best_metric, best_step: best value of `optimize_metric` on validation, and its step.
-        patience: validations in a row without improvement.
-        last_validated_step: a restart makes up for a validation that a signal cut short.
-        plateau: state of the `--use_lr_drop` schedule.
-        data_fingerprint: hash of the training data and its order; None for loaders without one.
-        data_order: hash of the row order only, which objectives may share; None if unknown.
-        valid_fingerprint: hash of the validation data that `best_metric` was measured on.
+        patience: number of consecutive validations without improvement.
+        last_validated_step: a restart repeats a validation that a signal stopped.
+        plateau: state of `--use_lr_drop`.
+        data_fingerprint: hash of the training data and its order; None if the loader has none.
+        data_order: hash of the order of rows alone; None if unknown.
+        valid_fingerprint: hash of the validation data of `best_metric`.
         schedule_steps: length of the learning-rate schedule.
         facts: settings that a restart compares (see training/resume.py).
-        metrics: the last ones of each split.
+        metrics: {split: its last metrics}.
     """
 
     step: int = 0
@@ -84,11 +85,15 @@ class TrainState:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def data_position(self) -> int:
-        """Index of the next sample in the order of the training data."""
+        """Index of the next training sample in data order."""
         return self.consumed_samples + self.data_offset
 
     def go_on_from(self, loaded: TrainState, *, schedule: bool, step: bool) -> None:
-        """Continue another run: adopt its step and its position in the schedule, as requested."""
+        """Adopt another run's step, and its progress in the learning-rate schedule.
+
+        Args:
+            schedule, step: False not to adopt it (`--reset_lr`, `--reset_iteration`).
+        """
         self.step = loaded.step if step else self.step
         into_schedule = loaded.step - loaded.schedule_start if schedule else 0
         self.schedule_start = self.step - into_schedule  # negative where updates are counted from 0
@@ -96,10 +101,10 @@ class TrainState:
 
 @contextmanager
 def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
-    """Add an attribute `step`, the number of applied updates, to an exception that leaves the block.
+    """Context that adds the attribute `step`, the number of applied updates, to exceptions.
 
     Raises:
-        LostWorkerError: another worker is gone; names it where that can be known.
+        LostWorkerError: instead of the error of a collective, if another worker is lost.
     """
     peers = backend.gather((platform.node(), os.getpid()))
     try:
@@ -116,10 +121,10 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
 def load_weights_for_all(
     model: nn.Module, source: Path, args: TrainerArgs, backend: Backend, *, resumes: bool
 ) -> LoadReport | None:
-    """Run `load_weights` on rank 0 and share the weights, before the model is set up. Only rank 0 has the report.
+    """Load weights on rank 0, whose report is returned, and copy them to all workers; call it before `setup`.
 
     Args:
-        resumes: `source` is the verified checkpoint that the run resumes from, so all its weights must match.
+        resumes: `source` is this run's verified checkpoint, so all weights must match.
     """
 
     def load() -> LoadReport:
@@ -134,18 +139,17 @@ def load_weights_for_all(
 def load_state(
     path: Path, backend: Backend, *, with_optimizer: bool = True, initial: bool = False, by_name: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """Trainer state of a checkpoint, and this worker's per-rank state (None if another number of workers saved it).
-
-    The state of the optimizer and of the loss scaler goes into `backend`, which is set up, if that has an optimizer.
+    """Load the trainer state of a checkpoint, and the state of optimizer and loss scaler into `backend`.
 
     Args:
-        initial: another run starts from it, so that `--reproducible` need not be the same.
-        by_name: restore the optimizer's state of each parameter that has the same name and shape, if its class is
-            the same; the other parameters start without one, and all settings are this run's.
+        initial: a new run starts from the checkpoint, so `--reproducible` may differ.
+        by_name: load optimizer state only for parameters with the same name and shape. The others start without.
+
+    Returns:
+        `TrainState`, and this worker's per-rank state, which is None if the number of workers has changed.
 
     Raises:
-        UserError: another optimizer's state; or one saved under another `--reproducible`, or with `fixed` by another
-            number of workers.
+        UserError: the checkpoint is of another optimizer, or of another `--reproducible`.
     """
     tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
     state, workers = _state(path, tree), tree["workers"]
@@ -160,7 +164,7 @@ def load_state(
 
 
 def read_state_file(path: Path) -> TrainState:
-    """The part of a checkpoint's trainer state that is equal on every worker. Raises UserError."""
+    """Load only the `TrainState` of a checkpoint. Raises UserError."""
     return _state(path, load_tree(path / "trainer_state"))
 
 
@@ -190,9 +194,10 @@ def _check_reproducible(path: Path, backend: Backend, tree: dict[str, Any]) -> N
 def load_initial(
     source: Path, backend: Backend, *, with_optimizer: bool = True, allow_pickle: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """As `load_state`, to start another run from a checkpoint: ours, or one of t5-experiments, which has only a step.
+    """Load the state with which a new run starts from a checkpoint; see `load_state`.
 
-    Of others, such as those of transformers' Trainer, only the weights are used.
+    A checkpoint of t5-experiments has a step and an optimizer state. Others, such as those of transformers' Trainer,
+    have weights only.
     """
     if on_main(backend, lambda: (source / TRAINER_STATE).is_file() or is_listed(source / TRAINER_STATE)):
         on_all(backend, lambda: _verify_state(source, backend, with_optimizer), only_main=True)

@@ -1,11 +1,11 @@
-"""Nested Python state <-> one JSON file (structure and scalars) plus one safetensors file (arrays). No pickle.
+"""Nested Python state in a JSON file (structure and scalars) and a safetensors file (arrays), without pickle.
 
     save_tree(dir / "optimizer", {"state": {0: {"step": tensor(3.)}}, "lr": 0.1, "betas": (0.9, float("inf"))})
     optimizer.json         {"state": {"$dict": [[0, {"step": {"$tensor": "0"}}]]}, "lr": 0.1,
                             "betas": {"$tuple": [0.9, {"$float": "inf"}]}}
     optimizer.safetensors  "0": F32 []
 
-Dicts with plain string keys stay JSON objects; other types carry a `$` tag.
+Dicts with string keys stay JSON objects; other types are marked by a `$` key.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ _UNSUPPORTED_DTYPES = (torch.complex128, torch.complex32)
 
 # ---- safetensors files ----------------------------------------------------------------------------------------------
 def write_now(tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-    """`safetensors.torch.save_file` with the permissions of any new file. Raises OSError, SafetensorError."""
+    """`safetensors.torch.save_file`, with the file permissions of the umask. Raises OSError, SafetensorError."""
     save_file(tensors, file, metadata=metadata)
     apply_umask(Path(file))
 
 
 class PostponedFiles:
-    """Files whose tensors are held in host memory until `write`: as many bytes as the files will have."""
+    """Safetensors files whose tensors are kept in host memory until `write`."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[dict[str, Tensor], Path, dict[str, str] | None]] = []
 
     def copy(self, tensors: Mapping[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Copy tensors from any device to host memory."""
+        """Copy tensors to host memory for a file."""
         contiguous = torch.contiguous_format
         copies = {n: t.detach().to("cpu", copy=True, memory_format=contiguous) for n, t in tensors.items()}
         self.keep(copies, file, metadata)
 
     def keep(self, tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Hold CPU tensors without a copy; the caller must not change them before `write`."""
+        """Keep CPU tensors for a file without a copy; do not change them before `write`."""
         self._waiting.append((tensors, Path(file), metadata))
 
     def write(self) -> None:
-        """Write the files, and free the tensors of each. Raises OSError, SafetensorError."""
+        """Write the files and free their tensors. Raises OSError, SafetensorError."""
         while self._waiting:
             tensors, file, metadata = self._waiting.pop(0)
             write_now(tensors, file, metadata)
 
 
 def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it again") -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU, mapped from the file. Raises UserError, with `advice`."""
+    """Load a safetensors file on the CPU, memory-mapped. Raises UserError, whose message ends with `advice`."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
@@ -71,7 +71,7 @@ def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it 
 
 @contextmanager
 def disk_errors_named(path: Path) -> Iterator[None]:
-    """Add `path` to a library's disk-full error that names no file; tokenizers raises a bare Exception for it."""
+    """Context that adds `path` to a disk-full error without a file name, such as the plain Exception of tokenizers."""
     try:
         with naming(path):
             yield
@@ -82,7 +82,7 @@ def disk_errors_named(path: Path) -> Iterator[None]:
 
 
 def as_os_error(error: Exception, path: Path) -> OSError:
-    """The operating system's error inside a library's ("... (os error 28) ..."), as Python would raise it."""
+    """Convert a Rust library's error, whose text has "(os error 28)", to an OSError."""
     if isinstance(error, OSError):
         return error
     text = str(error)
@@ -92,24 +92,23 @@ def as_os_error(error: Exception, path: Path) -> OSError:
 
 # ---- trees ----------------------------------------------------------------------------------------------------------
 def tree_files(path_stem: Path | str) -> tuple[Path, Path]:
-    """The two files of a tree: `STEM.json`, `STEM.safetensors` (dots inside the stem are kept)."""
+    """Paths STEM.json and STEM.safetensors of a saved tree."""
     return Path(f"{path_stem}.json"), Path(f"{path_stem}.safetensors")
 
 
 def save_tree(path_stem: Path | str, tree: Any, *, write: WriteTensors = write_now) -> None:
-    """Write `tree` to `STEM.json` and `STEM.safetensors`, bit-exactly; neither is flushed to the disk yet.
+    """Save nested Python state to STEM.json and STEM.safetensors, bit-exactly.
 
-    Leaves: None, bool, int, float (NaN and infinities too), str, dense torch tensors on any device, numpy scalars
-    (become Python numbers) and numeric numpy arrays (become tensors). Nodes: dict (keys None, bool, int, float, str,
-    with their type and order), list, tuple. A tensor that occurs twice is stored once and comes back as one object;
-    different views of one storage come back as separate tensors. `requires_grad` and subclasses of dict are lost.
+    Supported are dict, list, tuple, None, bool, int, float (also NaN and infinity), str, dense tensors, and numeric
+    numpy arrays and scalars, which are loaded as tensors and Python numbers. Dict keys keep their type and order. A
+    tensor that occurs twice is stored once and loaded as one object. `requires_grad` and shared storage are lost.
 
     Args:
-        write: gets copies of the tensors.
+        write: f(tensors, file), which gets copies of the tensors.
 
     Raises:
-        TypeError: names the place in the tree of anything else.
-        OSError: the disk refused.
+        TypeError: another type; the message names its place in the tree.
+        OSError: the files cannot be written.
     """
     encoder = _Encoder()
     structure = encoder.encode(tree, "")
@@ -123,13 +122,13 @@ def save_tree(path_stem: Path | str, tree: Any, *, write: WriteTensors = write_n
 
 
 def load_tree(path_stem: Path | str, *, mapped: bool = False) -> Any:
-    """Read what `save_tree` wrote; tensors are on the CPU and own their memory.
+    """Load the result of `save_tree`, with tensors on the CPU.
 
     Args:
-        mapped: leave the tensors in the file, which must exist until they are copied.
+        mapped: leave tensors memory-mapped; the file must exist as long as they are used.
 
     Raises:
-        UserError: a file is missing, truncated or is not a tree; names the file.
+        UserError: a file is missing or corrupt.
     """
     json_file, tensor_file = tree_files(path_stem)
     advice = "restore the file or use an older checkpoint"

@@ -1,4 +1,4 @@
-"""Model weights to and from disk: Hugging Face layout out; that layout and those of other projects in, strictly."""
+"""Model weights on disk: written in Hugging Face format, read from this and other projects' formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKENIZER_FILES += ("chat_template*", TASK_FILE)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Outcome of `load_weights`, by parameter name; `mismatched`: (name, shape in the file, shape in the model)."""
+    """Result of `load_weights` by parameter name; `mismatched` holds (name, shape in the file, shape in the model)."""
 
     matched: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -64,19 +64,18 @@ def save_model(
     tokenizer_dir: Path | None = None,
     write: WriteTensors = write_now,
 ) -> None:
-    """Write `model` (unwrapped) into the existing directory `path`.
+    """Write an unwrapped model into the existing directory `path`, in the format that `from_pretrained` loads.
 
-    Of a model with an adapter only the trained parameters are written (see adapter_files.py). Another with
-    `save_pretrained` gives the layout `from_pretrained` loads (config.json, model.safetensors or shards,
-    generation_config.json); any other gives model.safetensors. Tied weights are stored once.
+    A model without `save_pretrained` becomes a model.safetensors. Of a model with an adapter only the trained
+    parameters are written (see adapter_files.py). Tied weights are stored once.
 
     Args:
-        state_dict: the gathered weights where the model's own are sharded (FSDP, ZeRO 3); names as in the model.
-        tokenizer_dir: its tokenizer files are copied in.
-        write: gets the tensors, which may be the model's own; a model's own `save_pretrained` may write by itself.
+        state_dict: gathered weights, if the model's own are sharded (FSDP, ZeRO 3).
+        tokenizer_dir: folder whose tokenizer files are copied.
+        write: f(tensors, file), which writes the weights, which may be the model's own tensors.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the files cannot be written.
         UserError: `tokenizer_dir` has no tokenizer.
     """
     path = Path(path)
@@ -103,11 +102,7 @@ def _save_pretrained(path: Path, model: Any, state_dict: dict[str, Tensor] | Non
 
 @contextlib.contextmanager
 def quiet_saving() -> Iterator[None]:
-    """`save_pretrained` without progress bars and without an import of DeepSpeed.
-
-    It asks accelerate whether the model is an engine of DeepSpeed. An installed one would be imported for that, which
-    takes seconds and prints; where it has not been imported there is no engine.
-    """
+    """Context for `save_pretrained` without progress bars and without its slow import of DeepSpeed."""
     with without_progress_bars(), contextlib.ExitStack() as stack:
         if "deepspeed" not in sys.modules:
             stack.enter_context(_patched("accelerate.utils.other", "is_deepspeed_available", lambda: False))
@@ -143,7 +138,7 @@ def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy a tokenizer's files, and the description of the fine-tuned task; False if there is no tokenizer."""
+    """Copy tokenizer files and the description of the fine-tuned task; False if there is no tokenizer."""
     files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
     for file in files:
         shutil.copyfile(file, target / file.name)
@@ -159,22 +154,21 @@ def load_weights(
     allow_pickle: bool = False,
     verified: bool = False,
 ) -> LoadReport:
-    """Copy the weights in `source` into `model`, in the model's dtype and on its device; all or nothing.
+    """Load all weights of `source` into `model`, or none of them; dtype and device are the model's.
 
     Args:
-        source: a checkpoint of ours, any Hugging Face directory (one file or shards), a `.safetensors` file, a
-            t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`, a folder of t5x.
-        allow_partial: load what matches by name and shape and report the rest; None to refuse it without advising
-            --allow_partial_checkpoint.
+        source: a checkpoint of ours, a Hugging Face directory, a `.safetensors` file, a t5-experiments `model_N.pth`,
+            a nanoT5 `pytorch_model.bin`, or a t5x folder.
+        allow_partial: load weights that match by name and shape, and report the others. None is False with an error
+            message that does not suggest --allow_partial_checkpoint.
         allow_pickle: see `legacy.read_pickle`.
-        verified: the files have just been compared with the manifest of `source`.
+        verified: the files have already been compared with the manifest.
 
-    A weight that the model ties to a loaded one is not missing, nor is one that its class never saves; keys that the
-    class declares obsolete are not unexpected.
+    Missing weights are allowed if the model ties them to loaded ones or never saves them.
 
     Raises:
-        UserError: nothing matches; or, without `allow_partial`, anything is missing, unexpected or of another shape;
-            or the file gives different values to weights that the model ties; or the source cannot be read.
+        UserError: `source` cannot be read, nothing matches, tied weights differ, or, without `allow_partial`, a weight
+            is missing, unexpected or of another shape.
     """
     path = Path(source)
     if is_adapted(model):
@@ -185,7 +179,11 @@ def load_weights(
 def place_weights(
     model: nn.Module, weights: dict[str, Tensor], path: Path, *, allow_partial: bool | None = False
 ) -> LoadReport:
-    """Copy `weights`, which were read from `path`, into `model`; see `load_weights`."""
+    """Load `weights` into `model`; see `load_weights`.
+
+    Args:
+        path: file or folder of the weights, for messages.
+    """
     own, weights = model.state_dict(keep_vars=True), to_model_names(model, weights)
     report = _compare(model, own, weights)
     if not report.matched:
@@ -237,7 +235,7 @@ def _identity(tensor: Tensor) -> tuple:
 
 
 def read_state(model: nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """The weights in `path` under `model`'s names: all, or an adapter's trained ones. `model` may be sharded."""
+    """Read the weights in `path` by the names of `model`; with an adapter only the trained ones."""
     if is_adapted(model):
         return read_adapter(model, path)
     weights, own = to_model_names(model, read_weights(path, allow_pickle)), model.state_dict(keep_vars=True)
@@ -247,7 +245,7 @@ def read_state(model: nn.Module, path: Path, allow_pickle: bool = False) -> dict
 
 
 def read_weights(path: Path, allow_pickle: bool = False, *, verified: bool = False) -> dict[str, Tensor]:
-    """The state dict in `path` (see `load_weights` for what it may be), on the CPU. Raises UserError."""
+    """Read the state dict in `path` on the CPU; see `load_weights` for the formats. Raises UserError."""
     if path.is_dir():
         return _read_directory(path, allow_pickle, verified)
     if not path.is_file():
@@ -290,9 +288,9 @@ def _read_file(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def mean_state(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of state dicts with equal names and shapes, summed in float64; integer tensors are those of the first.
+    """Mean of state dicts, summed in float64; integer tensors are those of the first.
 
-    The states are read one after another: only one of them and the sums are in memory.
+    The states are read one after another, so only one of them and the sums are in memory.
     """
     others = iter(states)
     first, number = dict(next(others)), 1

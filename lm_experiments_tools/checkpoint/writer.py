@@ -1,14 +1,14 @@
-"""Checkpoints: directories that are either complete or absent.
+"""Checkpoint directories, which are complete or absent.
 
     writer = CheckpointWriter(run / "checkpoints", keep=3)
     directory = writer.begin(step)
-    with writer.guarded(step):                  # on an error the half-written files are removed
+    with writer.guarded(step):                  # removes unfinished files after an error
         save_model(directory, model, ...)
         save_tree(directory / "trainer_state", state)
     writer.commit(step, is_best=True, extra_manifest={"world_size": 8})
 
-A checkpoint is written as `.tmp-step_000500`, hashed into manifest.json, flushed, and renamed to `step_000500` in one
-atomic operation. So a directory named `step_*` was complete when it was named, and `verify` tells whether it still is.
+Files are written to `.tmp-step_000500`, listed with their hashes in manifest.json, flushed, and renamed atomically to
+`step_000500`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _SUPERSEDED = "superseded-"  # a later step of a run that was continued from an 
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written; earlier ones are untouched and no half-written files are left."""
+    """A checkpoint could not be written; earlier ones are intact and unfinished files are removed."""
 
 
 class CheckpointWriter:
-    """Writes, links and prunes the checkpoints of one run, on rank 0.
+    """Writes, links and prunes the checkpoints of a run, on rank 0.
 
     Args:
         root: directory of the checkpoints.
-        keep: number of newest checkpoints to keep besides the best; None keeps all.
+        keep: number of newest checkpoints to keep in addition to the best; None keeps all.
         links_in: folder of the links `last` and `best`; default `root`.
-        periodic: (steps, number): also keep so many of the newest whose step is a multiple of `steps`.
+        periodic: (n, number): keep this number of the newest checkpoints at multiples of n steps, too.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class CheckpointWriter:
         self._warned: set[Path] = set()  # checkpoints with unreadable manifests
 
     def begin(self, step: int) -> Path:
-        """Make the temporary directory of `step`, after removing interrupted saves.
+        """Create the temporary directory of a checkpoint, after removing unfinished ones.
 
         Raises:
-            CheckpointWriteError: the disk has no room for another checkpoint of the last one's size, or refuses.
+            CheckpointWriteError: the disk has too little room, judged by the newest checkpoint's size, or cannot be
+            written.
         """
         temporary = self._temporary(step)
         with self.guarded(step):
@@ -96,21 +97,20 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def guarded(self, step: int) -> Iterator[None]:
-        """Turn a failed write inside the block into CheckpointWriteError, after removing the unfinished save."""
+        """Context that removes the unfinished checkpoint after an error and raises CheckpointWriteError."""
         try:
             yield
         except (OSError, SafetensorError) as error:
             raise self._failure(step, as_os_error(error, self._temporary(step))) from error
 
     def commit(self, step: int, *, is_best: bool, extra_manifest: dict[str, Any] | None = None) -> Path:
-        """Make the files in `begin(step)`'s directory the checkpoint of `step`.
+        """Turn the temporary directory of `begin` into the checkpoint of `step`, then update links and prune.
 
-        Flushes every file, writes manifest.json last, renames, updates `last` and `best`, and only then prunes. A
-        checkpoint of the same step is replaced. Checkpoints of later steps, which exist if the run was continued from
-        an earlier one, are renamed to `superseded-*`, so that the newest step is always the newest state.
+        A checkpoint of the same step is replaced. Later steps, from before a restart at an earlier one, are renamed to
+        `superseded-*`.
 
         Raises:
-            CheckpointWriteError: the disk refused; the earlier checkpoints are as they were.
+            CheckpointWriteError: the disk cannot be written; earlier checkpoints are intact.
         """
         temporary, final = self._temporary(step), self.root / step_directory_name(step)
         with self.guarded(step):
@@ -229,15 +229,15 @@ class CheckpointWriter:
 
 
 def find_resume(resume: str, model_path: Path | str | None, flag: str = "resume") -> Path | None:
-    """The checkpoint that a run continues from, or None for a new run; reads only.
+    """Find the checkpoint from which a run continues; None for a new run. Writes nothing.
 
     Args:
-        resume: auto (the newest valid one of the run), never, or a checkpoint's or a run's folder.
-        model_path: the run directory, if there is one.
-        flag: name of the flag that set `resume`.
+        resume: "auto" (newest valid checkpoint of the run), "never", or the folder of a checkpoint or run.
+        model_path: run directory, if there is one.
+        flag: name of the flag that set `resume`, for messages.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or `never` would mix two runs in one folder.
+        UserError: there is no such checkpoint, it is damaged, or "never" would mix two runs in one folder.
     """
     root = Path(model_path) / "checkpoints" if model_path else None
     if resume in ("auto", "never"):
@@ -268,18 +268,17 @@ def _step_of(path: Path) -> int:
 
 
 def behind_link(path: Path) -> Path:
-    """The checkpoint that the link `last` or `best` leads to now; a running job changes these links."""
+    """Resolve a link `last` or `best` now, because a running job changes it."""
     return or_replaced(path.parent / os.readlink(path) if path.is_symlink() else path)
 
 
 def find_newest_valid(root: Path | str) -> Path | None:
-    """The newest checkpoint under `root` that `verify` accepts; newer damaged ones are named in warnings.
+    """Newest checkpoint under `root` that passes `verify`; None if there are no checkpoints. Writes nothing.
 
-    Reads only; on several ranks let one search and broadcast the answer. None when `root` has no checkpoint at all.
+    Damaged newer ones are named in warnings.
 
     Raises:
-        UserError: every checkpoint is damaged (lists the reasons), or `root` is no folder, for example a link to a
-            disk that is not mounted.
+        UserError: all checkpoints are damaged, or `root` is not a folder.
     """
     root = Path(root)
     if os.path.lexists(root) and not root.is_dir():

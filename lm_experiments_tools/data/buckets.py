@@ -32,7 +32,6 @@ from lm_experiments_tools.data.order import sample_words, stream_key
 _BUCKETS = 32  # in a window: the lengths in a bucket then differ by about 1/32 of their range
 _PARTS = 8  # of the range of lengths that each step of `MixedSteps` has a bucket of
 _STEPS = 32  # of `MixedSteps` in a window
-_MEASURED_WINDOWS = 8
 _32 = np.uint64(32)
 
 
@@ -49,8 +48,6 @@ class BucketedDataset:
         dataset: its `lengths` are int64[2, n], tokens of inputs and of targets.
         bucket_rows: rows of a bucket, best those of a step or of a micro-batch over all workers.
         seed: fixes the order of buckets.
-        pad_to_multiple_of: of the widths of trimmed micro-batches, for `padding`; None: not trimmed.
-        micro_rows: rows of a micro-batch over all workers, for `padding`; None: `bucket_rows`.
         target_step: targets whose lengths differ by less count as equally long. 1 hardly sorts inputs whose lengths
             say little of those of targets.
         least_window: minimum number of rows that are sorted together.
@@ -61,14 +58,10 @@ class BucketedDataset:
         dataset: SizedDataset,
         bucket_rows: int,
         seed: int,
-        pad_to_multiple_of: int | None = 8,
-        micro_rows: int | None = None,
         target_step: int = 1,
         least_window: int = 0,
     ) -> None:
-        self.dataset, self.bucket_rows, self.pad_to_multiple_of = dataset, bucket_rows, pad_to_multiple_of
-        self.target_step = target_step
-        self.micro_rows = micro_rows or bucket_rows
+        self.dataset, self.bucket_rows, self.target_step = dataset, bucket_rows, target_step
         self.window = max(_BUCKETS, -(-least_window // bucket_rows)) * bucket_rows
         self._key = stream_key(seed, "buckets")
         self._arranged = lru_cache(maxsize=8)(self._arrange)
@@ -82,11 +75,8 @@ class BucketedDataset:
         return f"{self.dataset.fingerprint}/bucket_rows={self.bucket_rows}"
 
     def describe(self) -> str:
-        """Log text: the dataset and its remaining padding."""
-        return (
-            f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows, "
-            f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} without)"
-        )
+        """Log text: the dataset and the size of the buckets."""
+        return f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Samples by global number int64[n], in any order and from any epoch, in the dataset's format."""
@@ -123,21 +113,6 @@ class BucketedDataset:
         order = np.argsort(high << _32 | low).tolist()
         return np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in order]) - begin
 
-    def padding(self, bucketed: bool = True) -> float:
-        """The fraction of padding in micro-batches, with and without grouping, over the first windows."""
-        rows = self.micro_rows
-        measured = _MEASURED_WINDOWS * max(self.window, _BUCKETS * rows)
-        samples = np.arange(min(measured, max(len(self) // rows, 1) * rows))
-        lengths = self.dataset.lengths(self.arranged(samples) if bucketed else samples)
-        edges = np.arange(0, len(samples), rows)
-        widths = np.maximum.reduceat(lengths, edges, axis=1)
-        if self.pad_to_multiple_of is None:
-            widths[:] = lengths.max(axis=1, keepdims=True)
-        else:
-            step = self.pad_to_multiple_of
-            widths = np.minimum(-(-widths // step) * step, lengths.max(axis=1, keepdims=True))
-        return 1.0 - lengths.sum() / (widths * np.diff(np.append(edges, len(samples)))).sum()
-
 
 class MixedSteps(BucketedDataset):
     """A dataset reordered so that each step has samples of all lengths in proportion, sorted by length.
@@ -145,7 +120,7 @@ class MixedSteps(BucketedDataset):
     A step takes one bucket from each eighth of the window's length range, however it is split into micro-batches.
 
     Args:
-        dataset, seed, pad_to_multiple_of, micro_rows: as of `BucketedDataset`.
+        dataset, seed: as of `BucketedDataset`.
         step_rows: rows of a step over all workers.
         stream, num_streams: the dataset has only the samples `stream` modulo `num_streams`, as one stream of
             data/streaming. All streams are arranged alike.
@@ -156,12 +131,10 @@ class MixedSteps(BucketedDataset):
         dataset: SizedDataset,
         step_rows: int,
         seed: int,
-        pad_to_multiple_of: int | None = 8,
-        micro_rows: int | None = None,
         stream: int = 0,
         num_streams: int = 1,
     ) -> None:
-        super().__init__(dataset, -(-step_rows // _PARTS), seed, pad_to_multiple_of, micro_rows or step_rows)
+        super().__init__(dataset, -(-step_rows // _PARTS), seed)
         self.step_rows, self.stream, self.num_streams = step_rows, stream, num_streams
         # A whole number of steps, so that the windows of all streams hold the same ones.
         whole = lcm(step_rows, num_streams) // num_streams
@@ -172,10 +145,7 @@ class MixedSteps(BucketedDataset):
         return f"{self.dataset.fingerprint}/mix_rows={self.step_rows}"
 
     def describe(self) -> str:
-        return (
-            f"{self.dataset.describe()}; all lengths in each {self.step_rows} rows, "
-            f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} in random order)"
-        )
+        return f"{self.dataset.describe()}; all lengths in each {self.step_rows} rows"
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         steps, rows = np.divmod(np.arange(begin, end) * self.num_streams + self.stream, self.step_rows)

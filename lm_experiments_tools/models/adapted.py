@@ -1,4 +1,4 @@
-"""Encoders and encoder-decoders made of the weights of a decoder.
+"""Convert a pre-trained decoder to an encoder or to an encoder-decoder.
 
     decoder            encoder                                           encoder-decoder
     Gemma 2            modeling_bert:Gemma2ForMaskedLM                   transformers' T5Gemma (arXiv 2504.06225)
@@ -6,9 +6,9 @@
     Qwen 3             modeling_bert:Qwen3ForMaskedLM
     Llama, Qwen 2      transformers' EuroBertForMaskedLM
 
-T5Gemma's encoder and decoder are the source's layers, twice. Its cross-attention begins as a copy of the decoder's
-self-attention with its norms; with an encoder of another width it is random (arXiv 2504.06225, section 3). T5Gemma 2
-attends to encoder and decoder states with the weights of self-attention, so it has no new weights.
+In T5Gemma, encoder and decoder are both copies of the source. Cross-attention is initialized from the decoder's
+self-attention, or randomly if the encoder has another width (arXiv 2504.06225, section 3). T5Gemma 2 has no
+cross-attention weights: its self-attention attends to the encoder's output too.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ _NEW = ("cross_attn", "vision_tower", "multi_modal_projector")  # modules that n
 
 
 def adapted_encoder(source: PreTrainedModel, mask_token_id: int, pad_token_id: int | None) -> PreTrainedModel:
-    """A masked language model with the source's weights and no causal mask; output and input tied as in the source.
+    """Convert a decoder to a masked language model: the same weights, without the causal mask.
+
+    Args:
+        source: a `...ForCausalLM` of transformers (see `ENCODERS`).
+        mask_token_id, pad_token_id: of the tokenizer.
 
     Raises:
-        UserError: no class has the source's mathematics.
+        UserError: no class computes the same as the source.
     """
     kind = _check(source, ENCODERS, "encoder")
     cls, weights = get_cls_by_name(ENCODERS[kind]), source.state_dict()
@@ -69,14 +73,16 @@ def adapted_encoder(source: PreTrainedModel, mask_token_id: int, pad_token_id: i
 def adapted_encoder_decoder(
     source: PreTrainedModel, encoder: PreTrainedModel | None = None, *, seed: int
 ) -> PreTrainedModel:
-    """An encoder-decoder whose decoder is the source, and whose encoder is the source or another Gemma 2.
+    """Convert a decoder to an encoder-decoder: the source becomes the decoder, and the encoder unless another is
+    given.
 
     Args:
+        source: a Gemma 2 or Gemma 3 with a language model head.
         encoder: another Gemma 2 of any size; None for the source.
         seed: for random cross-attention weights, if the encoder has another width.
 
     Raises:
-        UserError: no class has the source's mathematics, or encoder and source do not fit together.
+        UserError: no class computes the same as the source, or encoder and source do not fit together.
     """
     kind = _check(source, ENCODER_DECODERS, "encoder-decoder")
     cls, tied = get_cls_by_name(ENCODER_DECODERS[kind]), bool(source.config.tie_word_embeddings)

@@ -1,12 +1,12 @@
-"""Parameter-efficient fine-tuning through peft: little is trained beside a frozen model, and only that is saved.
+"""Parameter-efficient fine-tuning with peft: the model is frozen, and only a small adapter is trained and saved.
 
     lora           low-rank matrices added to linear layers            adapter_model.safetensors: lora_A, lora_B
     prompt_tuning  a soft prompt before the input embeddings           prompt_embeddings
     prefix_tuning  soft keys and values before those of every layer    prompt_embeddings
     new_tokens     the embeddings of tokens added to the vocabulary    trainable_tokens_delta
 
-The head of a classifier is trained and saved besides. What is saved loads by `peft.PeftModel.from_pretrained(base,
-folder)`; for new_tokens the base model is given the new rows first (`resize_token_embeddings(len(tokenizer))`).
+A classifier's head is trained and saved too. `peft.PeftModel.from_pretrained(base, folder)` loads an adapter; for
+new_tokens resize the base first (`resize_token_embeddings(len(tokenizer))`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LONGEST_REASON = 300  # in characters, of what peft says
 
 
 def check_peft(flag: str) -> None:
-    """Raises UserError where peft is not installed."""
+    """Raise UserError if peft is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -74,14 +74,15 @@ def add_adapter(
     base_name: str | None,
     new_weights: Sequence[str],
 ) -> PeftModel | PromptEnsemble:
-    """The frozen `model` with a new adapter of kind `--peft`; what it draws at random depends on --seed alone.
+    """Freeze a model and add a new adapter of kind `--peft`, whose random weights depend on `--seed` alone.
 
     Args:
-        base_name: Hub name or folder of `model`, which the adapter notes.
-        new_weights: names of weights of `model` that no file has; they are trained and saved too.
+        base_name: Hub name or folder of `model`, which the adapter records.
+        new_weights: names of weights that were not loaded, such as a classifier's head; they are trained and saved
+            too.
 
     Raises:
-        UserError: LoRA targets match no layer, or the kind is not for this model.
+        UserError: LoRA targets match no layer, or the kind does not support this model.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
@@ -104,7 +105,7 @@ def add_adapter(
 
 @contextlib.contextmanager
 def peft_errors_named(problem: str) -> Iterator[None]:
-    """Turn what peft raises of an adapter that it cannot build into a UserError."""
+    """Turn peft's errors about an adapter into a UserError that starts with `problem`."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -115,12 +116,16 @@ def peft_errors_named(problem: str) -> Iterator[None]:
 
 
 def described_by(file: Path) -> contextlib.AbstractContextManager[None]:
-    """`peft_errors_named` for an adapter_config.json."""
+    """Turn peft's errors about the adapter of an adapter_config.json into a UserError."""
     return peft_errors_named(f"{file}: peft cannot build the adapter that it describes")
 
 
 def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel | PromptEnsemble:
-    """`model` with the adapter in a folder, to be trained further. Raises UserError."""
+    """Add the adapter saved in a folder to a model, to train it further.
+
+    Raises:
+        UserError: flags that differ from the saved adapter, or an adapter that peft cannot build.
+    """
     folders = ensemble_folders(path)
     first = path / folders[0] if folders else path
     with described_by(first / ADAPTER_CONFIG):
@@ -217,7 +222,7 @@ def _config(
 
 
 def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]) -> list[str]:
-    """Modules of a classifier to train: those outside its body, and a new pooler."""
+    """Names of a classifier's modules that are trained with any adapter: its head, and a pooler with new weights."""
     if model_type != "encoder":
         return []
     heads = [n for n, m in model.named_children() if n != model.base_model_prefix and list(m.parameters())]
@@ -243,14 +248,17 @@ def new_token_names(args: FinetuningArgs) -> list[str]:
 
 
 def new_token_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text that every source has to begin with: the tokens of `--peft new_tokens`; without them nothing."""
+    """Text to put before every source: the tokens of `--peft new_tokens`, or nothing without them."""
     added = tokenizer.get_added_vocab()
     return "".join(sorted((token for token in added if _NEW_TOKEN.fullmatch(token)), key=added.__getitem__))
 
 
 def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Ids of the `count` words that a prompt starts from: those of --prompt_init_text, repeated, else random ones
-    of the 5000 most common (the first of a vocabulary, without special tokens)."""
+    """Token ids whose embeddings initialize a soft prompt of `count` tokens.
+
+    The tokens of `--prompt_init_text`, repeated, or without it random ones of the 5000 most common, which are the
+    first of the vocabulary.
+    """
     if args.prompt_init_text:
         ids = tokenizer(args.prompt_init_text, add_special_tokens=False)["input_ids"]
         if not ids:

@@ -1,4 +1,4 @@
-"""Models by name, configurations from JSON presets, and what a model must satisfy before it is trained."""
+"""Build models from configurations, read configurations from JSON files, and check both."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OWN_CLASSES = {
 
 
 def register_own_models(source: Source) -> None:
-    """Let transformers' Auto classes know the kind of model that config.json names, where it is one of ours."""
+    """Register our model classes with transformers' Auto classes if config.json names one of them."""
     if package := OWN_PACKAGES.get(source.config.get("model_type")):
         importlib.import_module(package)
 
@@ -70,16 +70,16 @@ def register_own_models(source: Source) -> None:
 def load_model_config(
     path_or_preset: str | Path, config_cls: type | None = None, *, trusted: bool = True
 ) -> PreTrainedConfig:
-    """A model configuration from a JSON file, in which a key `base` names the file it differs from.
+    """Read a model configuration from a JSON file, whose key `base` may name another file with the remaining values.
 
     Unknown keys are allowed in a config.json that transformers saved, as by AutoConfig, and refused elsewhere.
-    T5Config of transformers 5 overwrites `tie_word_embeddings: false`; here the file's value is kept.
+    `tie_word_embeddings: false` is kept, which transformers' T5Config would overwrite.
 
     Args:
         path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `presets.list_presets`).
         config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
-        trusted: the user named this file, so classes of other packages in it are imported; False for a config.json
-            next to weights.
+        trusted: the user named this file, so user-defined classes in it are imported; False for a config.json next to
+            weights.
 
     Raises:
         UserError: no such file, broken JSON, a circular `base`, another `model_type`, an unknown key, or a value that
@@ -139,10 +139,9 @@ def _advice_for(key: str, known: Iterable[str]) -> str:
 
 
 def set_decoder_start(model: nn.Module) -> None:
-    """Set the decoder's start token to the first one of the model's own shifted labels, which it is trained with.
+    """Set `decoder_start_token_id` to the token with which the model itself starts shifted labels in training.
 
-    T5Gemma starts from its decoder's BOS whatever `decoder_start_token_id` says. mBART, whose first token depends on
-    the labels, keeps the configured one.
+    T5Gemma always starts with the decoder's BOS. mBART's first token depends on the labels, so its setting stays.
     """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shift is None or not model.config.is_encoder_decoder:
@@ -158,10 +157,10 @@ def set_decoder_start(model: nn.Module) -> None:
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
-    """The configuration of a Hugging Face name or folder; AutoConfig's class where `config_cls` is None.
+    """Load the configuration of a Hub name or folder, by AutoConfig if `config_cls` is None.
 
     Raises:
-        OSError, ValueError, StrictDataclassError: there is none, or a value that the class refuses.
+        OSError, ValueError, StrictDataclassError: there is none, or the class refuses a value.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
@@ -182,14 +181,14 @@ def _with_floats(values: dict, config_cls: type) -> dict:
 
 
 def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
-    """A model with random weights that depend only on the class, the configuration and `seed`.
+    """Build a model with random weights, which depend only on the class, the configuration and `seed`.
 
-    The global random state is unchanged. `tie_word_embeddings: false` unties exactly the output layer; transformers'
-    T5 would also give encoder and decoder an embedding each. A layout in the configuration (`sparse_config_cls`,
-    `sparse_attention`) gives a model of transformers block-sparse attention; see `attention.huggingface.enable`.
+    The global random state is unchanged. `tie_word_embeddings: false` unties only the output layer; transformers' T5
+    would untie encoder and decoder too. A model of transformers with a layout in its configuration
+    (`sparse_config_cls`, `sparse_attention`) gets block-sparse attention; see `attention.huggingface.enable`.
 
     Raises:
-        UserError: the class refuses the configuration, or there is no such attention implementation or layout.
+        UserError: the class refuses the configuration, or an unknown attention implementation or layout.
     """
     is_converted = takes_our_attention(config)
     generator = torch.random.default_generator  # the CPU's alone, which is where models are initialised
@@ -213,7 +212,11 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
 
 
 def takes_our_attention(config: PreTrainedConfig) -> bool:
-    """True for a model to be converted to block-sparse attention, whose name transformers then knows."""
+    """True if `attention.huggingface.enable` must convert the model to block-sparse attention.
+
+    Raises:
+        UserError: an unknown attention implementation, or one that would ignore the layout.
+    """
     from transformers import AttentionInterface
 
     name = getattr(config, "_attn_implementation", None)
@@ -232,10 +235,10 @@ def takes_our_attention(config: PreTrainedConfig) -> bool:
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Recompute activations in the backward pass, without re-entrance, so that adapters get gradients.
+    """Enable gradient checkpointing, non-reentrant so that adapters get gradients.
 
     Raises:
-        UserError: the model cannot.
+        UserError: the model does not support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UserError(f"--gradient_checkpointing: {type(model).__name__} does not support it; leave it out.")
@@ -250,7 +253,7 @@ HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout")  # None: as the hi
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout probability of the model. Raises UserError where there is none."""
+    """Set every dropout probability of a configuration. Raises UserError if there is none."""
     names = [name for name in (*DROPOUTS, *HEAD_DROPOUTS) if getattr(config, name, None) is not None]
     if not names:
         raise UserError(f"--dropout_rate: {type(config).__name__} has no dropout to set; leave the flag out")
@@ -259,7 +262,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 
 def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
-    """Set the weight of the z-loss (see modeling_t5/losses.py). Raises UserError for a class that has none."""
+    """Set the z-loss weight of a configuration (see `token_loss`). Raises UserError if its model has none."""
     if not hasattr(type(config), "z_loss"):  # an instance has any key of its file
         raise UserError(
             f"--z_loss: the model of {type(config).__module__}.{type(config).__name__} computes its own loss, without "
@@ -269,21 +272,18 @@ def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position embedding of the first token: RoBERTa leaves out those up to the padding token's."""
+    """Position ID of the first token: 0, or padding index + 1 in RoBERTa."""
     tables = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "position_embeddings"]
     return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
 
 
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
-    """Refuse inputs longer than the absolute positions of the model; warn of those longer than its rotary ones.
+    """Raise UserError for inputs longer than a model's absolute positions; warn of those longer than its rotary ones.
 
     Args:
-        length: most positions of an input.
+        length: longest input in tokens.
         of_what: the flags that set it, for the message.
         first: `first_position` of the model.
-
-    Raises:
-        UserError: with both numbers.
     """
     config = config.get_text_config(decoder=True)  # T5Gemma's is in its parts
     positions = getattr(config, "max_position_embeddings", None)
@@ -299,7 +299,7 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: 
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
-    """The number of unused rows of the embedding.
+    """Check that the embedding has a row for every token id; returns the number of unused rows.
 
     Args:
         config: has `vocab_size`, the rows of the embedding.
@@ -341,7 +341,7 @@ def num_parameters(model: nn.Module) -> ParameterCount:
 
 
 def number_of(parameter: torch.Tensor) -> int:
-    """Values of a parameter, of one that ZeRO-3 holds in slices too, which is empty on its own."""
+    """Number of elements of a parameter, also if ZeRO-3 has sharded it."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -372,7 +372,7 @@ def _known_keys(config_cls: type) -> set[str]:
 
 
 def untie_only_output(model: PreTrainedModel) -> None:
-    """Restore every tie of the class except that of the output layer, for this instance and later `tie_weights`."""
+    """Untie the output layer from the embeddings, for later `tie_weights` calls too; other tied weights stay tied."""
     output = model.get_output_embeddings()
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if output and p is output.weight}
     model._tied_weights_keys = {t: source for t, source in model._tied_weights_keys.items() if t not in names}

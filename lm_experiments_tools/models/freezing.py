@@ -19,10 +19,10 @@ _NEAR = 3
 
 
 def part_of_parameters(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter (a tied one under its first name) -> its part.
+    """Map the name of each parameter to its part; a tied one has its first name.
 
     embeddings: token and position embeddings with their norms, also if shared with the output layer. encoder, decoder:
-    the layers. head: everything after them, a pooler included. adapter: what peft added.
+    the layers. head: everything after the layers, and a pooler. adapter: what peft added.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     embedding = {id(p) for p in base.get_input_embeddings().parameters()}
@@ -63,7 +63,7 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
 
 
 def train_only(model: nn.Module, what: Sequence[str]) -> None:
-    """Freeze all parameters but those of parts or patterns, named as for `freeze`; of an empty `what`, none.
+    """Freeze all parameters except those of parts or patterns, as in `freeze`. An empty `what` freezes nothing.
 
     Raises:
         UserError: nothing has such a name.
@@ -96,7 +96,7 @@ def _chosen(model: nn.Module, what: Sequence[str], flag: str) -> list[nn.Paramet
 
 @dataclass(frozen=True)
 class PartSummary:
-    """Number of parameters of a part, of its trained parameters, and their bytes."""
+    """Number of parameters in a part of the model, number of trained ones, and bytes of all."""
 
     total: int = 0
     trainable: int = 0

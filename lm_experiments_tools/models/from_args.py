@@ -1,4 +1,4 @@
-"""The model and the optimizer that the flags of a pre-training run describe."""
+"""Build the model and the optimizer of a pre-training run from its flags."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The model that the flags name: `--model_cls`, its class and its configuration. Made by `model_source`."""
+    """Name (`--model_cls`), class and configuration of the model to build; made by `model_source`."""
 
     name: str
     cls: type
@@ -52,13 +52,12 @@ class ModelSource:
 
     @property
     def may_be_decoder(self) -> bool:
-        """True for a class whose loss is of next tokens if the configuration has `is_decoder`."""
+        """True if `is_decoder` in the configuration makes the class a causal language model."""
         return getattr(self.cls, "has_causal_loss", False)
 
     @property
     def kind(self) -> ModelKind:
-        """By the configuration's `is_encoder_decoder`; of the others, decoders are those that can generate, and our
-        BERT with `is_decoder`."""
+        """Encoder-decoder, decoder (a model that can generate, or our BERT with `is_decoder`), or encoder."""
         if getattr(self.config, "is_encoder_decoder", False):
             return "encoder-decoder"
         if self.may_be_decoder and self.config.is_decoder:
@@ -67,9 +66,9 @@ class ModelSource:
 
 
 def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
-    """Import the class and read the configuration, once a run; every worker calls it.
+    """Import the model's class and read its configuration; every worker calls it.
 
-    Without a configuration (for `lmtools inspect`) it is the class's default one.
+    Without a flag for the configuration (`lmtools inspect`), the class's default is used.
 
     Raises:
         UserError: class or configuration is not available.
@@ -137,7 +136,7 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
 
 
 def most_labels(args: BertPretrainingArgs | T5PretrainingArgs) -> Callable[[int], int]:
-    """Upper bound of the masked tokens of a number of rows."""
+    """Function from a number of rows to an upper bound of their masked tokens."""
     if getattr(args, "packing", None) == SENTENCES:
         return lambda rows: rows * args.most_predictions()
     return lambda rows: spread_labels(rows * args.input_seq_len, args.highest_rate())
@@ -153,7 +152,7 @@ def make_optimizer(
     model: nn.Module | Iterable[tuple[str, Tensor]],
     rules: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> Optimizer:
-    """`optimizer_from_args` over named parameters.
+    """Build the optimizer of the flags for named parameters.
 
     Args:
         rules: (pattern, options), as `OptimizerArgs.group_rules` reads them.

@@ -1,4 +1,4 @@
-"""Defaults of flags that pre-trained weights bring along; the scripts import it before torch."""
+"""Default values of flags that depend on pre-trained weights. The scripts import this before torch."""
 
 from __future__ import annotations
 

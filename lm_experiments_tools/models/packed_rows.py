@@ -1,7 +1,7 @@
-"""Packed rows for masked language models: no document of a row sees another, and positions restart.
+"""Packed rows for masked language models: documents of a row do not see each other, and positions restart.
 
-Models that take `segment_ids` (modeling_bert) do so themselves. Encoders of transformers take `position_ids`, from
-which `isolate` has them make a mask of documents within their own mask (full or of a sliding window):
+Models that accept `segment_ids` (modeling_bert) isolate documents themselves. For encoders of transformers, `isolate`
+makes a mask from `position_ids`, within the model's own mask (full or sliding window):
 
     position_ids    0 1 2 0 1 0     a document begins at every 0
     segments        1 1 1 2 2 3     tokens see those of their own number
@@ -34,10 +34,10 @@ Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def prepare(model: nn.Module, length: int) -> Transform | None:
-    """Prepare `model` for packed rows of `length` tokens, and check that it isolates their documents.
+    """Prepare a model for packed rows of `length` tokens, and test that it isolates their documents.
 
     Returns:
-        A `batch_transform_fn` that replaces `segment_ids` by `position_ids`; None for a model that takes the former.
+        A `batch_transform_fn` that replaces `segment_ids` by `position_ids`; None if the model accepts `segment_ids`.
 
     Raises:
         UserError: the model cannot isolate documents.

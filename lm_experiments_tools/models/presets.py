@@ -1,4 +1,4 @@
-"""The JSON files of model configurations: presets by name, each over the file that its `base` names; no torch."""
+"""JSON files of model configurations, and presets by name. A file contains differences from its `base`. No torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def list_presets() -> dict[str, Path]:
 
 
 def read_model_settings(path_or_preset: str | Path) -> dict:
-    """The keys and values of a JSON file or preset over those of its `base`. Raises UserError."""
+    """Read a JSON file or preset and merge it over its `base`. Raises UserError."""
     return _read_with_base(find_config(path_or_preset), seen=())
 
 
 def find_config(path_or_preset: str | Path) -> Path:
-    """The file of a configuration or preset. Raises UserError: there is none."""
+    """File of a configuration or preset. Raises UserError if there is none."""
     path = Path(path_or_preset)
     if path.is_file():
         return path

@@ -244,7 +244,7 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
 
 
 def kind_of(config: PreTrainedConfig) -> str | None:
-    """The `--model_type` of a configuration; None for models that none of them is."""
+    """The `--model_type` of a configuration; None if none fits."""
     import transformers
 
     if config.is_encoder_decoder:
@@ -277,10 +277,10 @@ def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: 
 def load_pretrained(
     model_cls: type, config: PreTrainedConfig, source: Source, args: FinetuningArgs, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """`model_cls.from_pretrained`, and the names of the weights that are new.
+    """Load a model by `model_cls.from_pretrained`; returns it and the names of weights that are new.
 
-    The head of a classifier may be new: it is drawn from --seed. Of T5 v1.1 transformers 5 says `tie_word_embeddings:
-    true` after loading, which a later load would believe; this is corrected here (see `models.build_model`).
+    Only a classifier's head may be new; its values depend on `--seed`. transformers sets `tie_word_embeddings` to True
+    for a T5 v1.1 that it loads; the value of config.json is restored.
 
     Args:
         options: more arguments of `from_pretrained`.
@@ -341,7 +341,7 @@ def _in_head(model: PreTrainedModel, name: str) -> bool:
 
 @contextlib.contextmanager
 def read_errors_named(name: str, problem: str) -> Iterator[None]:
-    """Turn what transformers raises of files that are no model, or one that may run code, into a UserError."""
+    """Turn transformers' errors about files that are no model, or that need remote code, into a UserError."""
     try:
         yield
     except UnpicklingError as error:  # torch's own message advises to unpickle anything

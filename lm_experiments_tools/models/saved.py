@@ -58,7 +58,7 @@ class Opened:
 
     @property
     def kind(self) -> str | None:
-        """encoder, encoder-decoder or decoder; None for models that none of them is."""
+        """ "encoder", "encoder-decoder" or "decoder"; None for other models."""
         found = kind_of(self.model.config)  # None of a configuration of the user's own
         return "decoder" if found is None and self.model.can_generate() else found
 
@@ -86,7 +86,7 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one next to the weights, or of an adapter's base; a decoder's does not end texts. Raises UserError."""
+        """Tokenizer of the model, or of an adapter's base. A decoder's appends no EOS. Raises UserError."""
         source = self.source
         if source.is_adapter and not any(source.path.glob("tokenizer*")):
             source = find_base(source)
@@ -161,7 +161,7 @@ def position_of(checkpoint: Path) -> dict[str, int]:
 
 
 def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
-    """The model of `cls.from_pretrained`, refused unless the files have all weights and no others.
+    """Load a model by `cls.from_pretrained`, and check that the files have all of its weights and no others.
 
     Args:
         folder: or a name of the Hub.
@@ -213,10 +213,10 @@ def _shape(weight: torch.Tensor | None) -> torch.Size | None:
 
 
 def whole_model(source: Source) -> PreTrainedModel:
-    """A fine-tuned model as saved, with the head of a classifier and a LoRA adapter merged.
+    """Load a fine-tuned model with its head; a LoRA adapter is merged into its base.
 
     Raises:
-        UserError: the files are of no task (their class is unknown), or hold an adapter that cannot be merged.
+        UserError: the kind of model is unknown, or the adapter cannot be merged.
     """
     import transformers
 

@@ -1,7 +1,7 @@
-"""`--speed auto`: model class, bf16, compilation and process settings by explicit rules, and block-wise compilation.
+"""`--speed auto`: choose model class, bf16 and compilation for this machine; compile models block by block.
 
-Each choice is a flag, filled in before anything is built and recorded with the settings, so that a resumed run keeps
-it. A flag that is given is never changed; what the machine cannot do is refused instead.
+A choice fills in a flag before anything is built, and is recorded with the settings, so that a resumed run keeps it.
+A flag that the user gives is never changed; what the machine cannot do is refused instead.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from lm_experiments_tools.attention.kernels.triton import lacks_triton
 from lm_experiments_tools.backends.collective import agreed, on_all
-from lm_experiments_tools.backends.launch import cpu_asked, wanted_sharding
+from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
 from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.lengths import in_updates
@@ -31,6 +30,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
+from lm_experiments_tools.modules.devices import lacks_triton
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
 if TYPE_CHECKING:
@@ -61,14 +61,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 def choose_speed(
     args: Args, origins: Mapping[str, str], sources: Sequence[Source] = (), *, keeps_process: bool = False
 ) -> tuple[Args, dict[str, str]]:
-    """Fill in the choices of `--speed auto`: settings and their origins. Called first, on every worker.
+    """Fill in the flags that `--speed auto` chooses: `--model_cls`, `--bf16` and `--compile`.
 
-    A resumed run keeps its recorded choices.
+    Every worker calls this first. A resumed run keeps its recorded choices.
 
     Args:
-        origins: as `cli.parse` returns them: only settings with the origin "default" are chosen.
+        origins: where each setting comes from, as `cli.parse` returns it; only settings from "default" are chosen.
         sources: resolved sources of `--from_pretrained`, if known.
-        keeps_process: leave the process settings alone, as a library must; see `fast_process`.
+        keeps_process: do not call `set_up_process`; for use as a library.
+
+    Returns:
+        The settings and their origins.
 
     Raises:
         UserError: a flag asks for what the machine cannot do.
@@ -98,7 +101,7 @@ def _device() -> str:
 
 
 def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
-    """Check that all workers have made the same choices, which depend on each machine's hardware.
+    """Check that all workers made the same choices; machines of a job may differ.
 
     Raises:
         UserError: naming what differs.
@@ -111,7 +114,7 @@ def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
 
 
 def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.Module) -> str:
-    """One line with the choices and their reasons."""
+    """One log line with the choices and their reasons."""
     if args.speed == "off":
         return "off"
     is_own = type(model).__module__.partition(".")[0].startswith("modeling_")
@@ -126,7 +129,7 @@ def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.M
 
 
 def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> None:
-    """Enable the fused path of a model and compile it, as the settings say.
+    """Enable a model's fused training path for `--speed auto`, and compile the model for `--compile`.
 
     Args:
         plain: False for a model whose layers were replaced (adapters, 8-bit weights).
@@ -134,6 +137,9 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
     use_fast_step = getattr(model, "use_fast_step", None)
     if args.speed == "auto" and plain and use_fast_step is not None:
         use_fast_step(True)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if args.speed == "off" and not args.compile and hasattr(base, "compiles_loss"):
+        base.compiles_loss = False
     if args.compile:
         compile_blocks(model)
 
@@ -141,7 +147,7 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compile each transformer block, or a model without blocks as a whole, with a disk cache for the next run.
 
-    Same-shaped blocks share their graphs: one for the first lengths and one for all others, of each kind of block.
+    Blocks of the same shape share two graphs: one for the first input length, one for all other lengths.
 
     Args:
         options: arguments of `torch.compile`.
@@ -160,9 +166,12 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def set_up_process(*, fast: bool, device: str = "cpu") -> None:
-    """Process settings: flush denormals, keep freed memory, on a GPU TF32.
+    """Set process-wide options: flush denormals, use TF32 on a GPU, reuse freed memory on a CPU.
 
-    Threads that torch starts later inherit the flushing, so this is called before the first product.
+    Call it before the first matrix product: threads that torch starts inherit the flushing.
+
+    Args:
+        fast: False restores torch's defaults, except for freed memory.
     """
     torch.set_flush_denormal(fast)
     if torch.cuda.is_available():
@@ -187,7 +196,7 @@ def fast_process(args: ExperimentArgs) -> Iterator[None]:
 
 
 def flushes_denormals() -> bool:
-    """True if this thread flushes denormals; torch has no getter."""
+    """True if this thread flushes denormal numbers to zero; torch has no getter."""
     return not bool(torch.tensor(1e-39).mul(0.5))
 
 
@@ -209,7 +218,7 @@ def has_bf16(device: str) -> bool:
 
 
 def lacks_compiler(device: str) -> str | None:
-    """What torch.compile lacks on this machine; None if it runs."""
+    """Reason why torch.compile cannot run on this machine; None if it can."""
     if device == "cuda":
         return lacks_triton()
     compiler = os.environ.get("CXX", "g++")
@@ -296,13 +305,15 @@ def _choose_compile(args: ExperimentArgs, device: str, config: Mapping[str, Any]
         return False, "sharding and recomputation are not compiled"
     if lacking := lacks_compiler(device):
         return False, lacking
-    phases = [in_updates(phase, 1) for phase in phases_of(args)]
+    workers = wanted_processes()[0]
+    phases = [in_updates(phase, workers) for phase in phases_of(args)]
     dropout = config.get("dropout_rate" if kind == "t5" else "hidden_dropout_prob", 0.1)
     if device == "cpu" and any(dropout if phase.dropout_rate is None else phase.dropout_rate for phase in phases):
         return False, "compiled dropout is slow on a CPU"
-    tokens = sum(phase.iters * phase.rows_per_worker() * phase.input_seq_len for phase in phases)
+    total = sum(phase.iters * phase.global_batch_size(workers) * phase.input_seq_len for phase in phases)
+    tokens = total // workers
     pays = tokens >= MIN_TOKENS[device]
-    return pays, f"{tokens:,} tokens are {'enough' if pays else 'too few'} to save time by it"
+    return pays, f"{tokens:,} tokens of each worker are {'enough' if pays else 'too few'} to save time by it"
 
 
 _CHOICES = {"model_cls": _choose_class, "bf16": _choose_bf16, "compile": _choose_compile}

@@ -32,7 +32,7 @@ _LEAST_TOKENS = 2  # besides special ones; an empty T5Tokenizer has one, the mar
 
 
 def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> PreTrainedTokenizerBase:
-    """`--tokenizer`, else the one beside the weights. A tokenizer without a padding token pads with its end of text.
+    """Load `--tokenizer`, or the tokenizer saved with the weights. EOS replaces a missing padding token.
 
     Args:
         files: the model's files, if they are already open.
@@ -55,13 +55,13 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
 
 
 def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTrainedTokenizerBase:
-    """The unchanged tokenizer from a folder, a SentencePiece model or the Hub.
+    """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged.
 
     Args:
         source: its location, if already known.
 
     Raises:
-        UserError: there is none, or it knows no words.
+        UserError: there is none, or its vocabulary is empty.
     """
     path, named = Path(name), f"{flag} {name}"
     if path.suffix == ".model":

@@ -1,31 +1,38 @@
-"""Tensors in memory: alignment, embeddings on the host, and asynchronous reads of a device."""
+"""Devices: alignment and asynchronous reads of tensors, embeddings in main memory, and where Triton runs."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
+from functools import cache, lru_cache
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+TRITON_CAPABILITY = 8, 0  # oldest compute capability that Triton supports
 ALIGNMENT = 64  # bytes; torch allocates at multiples of it, but safetensors files and slices of a batch do not
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or an aligned copy of a floating-point one, because MKL's rounding depends on the address."""
+    """Copy a floating-point tensor to an aligned address if needed, because MKL's rounding depends on the address."""
     return tensor.clone() if tensor.is_floating_point() and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def align_model(model: nn.Module) -> None:
-    """Align the parameters and buffers of a model in place, so that equal weights give equal bits."""
+    """Align the parameters and buffers of a model in place (see `aligned`), so that equal weights give equal bits."""
     for tensor in chain(model.parameters(), model.buffers()):
         if type(tensor.data) is torch.Tensor:  # not a shard (DTensor)
             tensor.data = aligned(tensor.data)
 
 
 class HostEmbedding(nn.Embedding):
-    """An embedding that stays in main memory whatever device its model moves to; its output follows the inputs."""
+    """Embedding that stays in main memory when its model moves to a GPU; outputs are copied to the inputs' device."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> HostEmbedding:
         return self
@@ -53,3 +60,42 @@ def read_later(value: Tensor) -> Callable[[], float | bool | list]:
         return copy.tolist()
 
     return read
+
+
+# ---- Triton ---------------------------------------------------------------------------------------------------------
+class Card(NamedTuple):
+    """Properties of an NVIDIA GPU that decide whether and how Triton's kernels run."""
+
+    name: str
+    capability: tuple[int, int]
+    shared_memory: int  # bytes that a program may have
+
+
+@lru_cache(maxsize=64)
+def card_of(device: torch.device) -> Card | None:
+    """Properties of an NVIDIA GPU; None for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Card(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
+
+
+@cache
+def lacks_triton() -> str | None:
+    """Name what Triton lacks on this machine; None if it runs."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
+        return "Triton finds no C compiler (install gcc, or set CC)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Triton needs Python.h (install python3-dev)"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def has_kernels(device: torch.device) -> bool:
+    """True if Triton's kernels run on a device."""
+    if device.type != "cuda" or lacks_triton():
+        return False
+    card = card_of(device)
+    return card is None or card.capability >= TRITON_CAPABILITY

@@ -6,12 +6,14 @@ and softmax compute in float32.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from lm_experiments_tools.attention.kernels.products import dropped
+_INTEGERS = {2: (torch.int16, 15), 4: (torch.int32, 31)}  # bytes of a value -> integers of that width, bits compared
 
 
 def stream_dtype(x: Tensor) -> torch.dtype:
@@ -36,7 +38,7 @@ def is_unwrapped(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """True if `is_unwrapped` and no hook of all modules would miss its call."""
+    """True if `is_unwrapped` and torch has no global module hooks, which a fused operation would skip."""
     return is_unwrapped(module, cls) and not _has_any_global_hook()
 
 
@@ -54,7 +56,7 @@ def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm(x)` of a layer norm or RMSNorm, computed in float32; bfloat16 stays bfloat16, unlike under autocast."""
+    """Apply a layer norm or RMSNorm in float32. The output has the dtype of x, also under autocast."""
     if x.dtype != torch.bfloat16:
         return norm(x)
     if is_plain(norm, nn.RMSNorm):
@@ -66,9 +68,46 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """torch's dropout, or `dropped` if `is_fast` is set."""
+    """Dropout; with `is_fast` it draws fewer random bits on a CPU (`products.dropped`)."""
 
     is_fast = False
 
     def forward(self, x: Tensor) -> Tensor:
         return dropped(x, self.p) if self.is_fast and self.training else super().forward(x)
+
+
+def dropped(x: Tensor, probability: float) -> Tensor:
+    """Dropout that draws 16 (bfloat16) or 32 random bits per value on a CPU, where torch draws 64.
+
+    The probability is rounded to a multiple of 2^-15 (bfloat16) or 2^-31, and values are scaled accordingly.
+    """
+    if not x.is_cpu or x.element_size() not in _INTEGERS or torch.compiler.is_compiling() or not 0 < probability < 1:
+        return F.dropout(x, probability)
+    return _Masked.apply(x, *_random_mask(x, probability))
+
+
+def _random_mask(x: Tensor, probability: float) -> tuple[Tensor, float]:
+    """Bit mask for x in integers of its width, all ones where x survives; and the scale of what survives."""
+    dtype, bits = _INTEGERS[x.element_size()]
+    steps = 1 << bits
+    surviving = min(max(round((1 - probability) * steps), 1), steps - 1)
+    random = torch.empty(math.ceil(x.numel() * x.element_size() / 8), dtype=torch.int64).random_(-(2**63), None)
+    mask = random.view(dtype)[: x.numel()].view(x.shape).bitwise_right_shift_(1)  # -steps / 2 .. steps / 2 - 1
+    return mask.sub_(surviving - steps // 2).bitwise_right_shift_(bits), steps / surviving
+
+
+class _Masked(torch.autograd.Function):
+    """Product of x, masked by bits, with a number; differentiable to any order."""
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+        _, mask, ctx.scale = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Masked.apply(gradient, *ctx.saved_tensors, ctx.scale), None, None

@@ -15,12 +15,12 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """True if only the trained parameters of the model are saved and loaded."""
+    """True for a model with an adapter, of which only trained parameters are saved and loaded."""
     return hasattr(model, "peft_config")
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter, of the trained ones of an adapted model."""
+    """Parameters that require a gradient, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -30,7 +30,7 @@ def forward_names(model: nn.Module) -> set[str]:
 
 
 def forward_names_of(model_cls: type) -> set[str]:
-    """`forward_names` of a model class."""
+    """Names of the arguments of a model class's forward, including those of base classes."""
     names: set[str] = set()
     for cls in model_cls.__mro__:
         if "forward" in vars(cls):
@@ -43,7 +43,7 @@ def forward_names_of(model_cls: type) -> set[str]:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module gets its previous mode back."""
+    """Put a model into evaluation mode; afterwards each module is in its previous mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -6,7 +6,8 @@ tokens are selected between model and head. `pick_labelled` checks that a head w
     model(input_ids, labels [B, L])                                           logits [B, L, V]
     model(input_ids, labels [1, n], label_positions [n])                      logits [1, n, V]
 
-`label_positions` are b * L + l. Their number is the same in each step, so that shapes are: some have the label -100.
+B sequences, L tokens, V words. A label position is b * L + l. n is the same in each step; surplus positions have the
+label -100.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def pick_labelled(model: nn.Module, length: int, *, tried: bool = True) -> str |
     """Make a model accept `label_positions`; returns the reason if it cannot.
 
     Args:
-        length: tokens of the rows that the model is tried on; some choose their attention by the first input.
-        tried: check that loss and scores of selected tokens are those of all; False for weights without values.
+        length: tokens of the test rows; some models choose their attention by the first input.
+        tried: compare loss and logits with those of an ordinary call; False for weights without values (meta device).
     """
     if getattr(getattr(model, "config", None), "sparse_prediction", False):
         return "it selects them itself (sparse_prediction in its configuration)"
@@ -132,6 +133,6 @@ def _is_same(found: Mapping[str, Any], outputs: Mapping[str, Any], positions: Te
 
 
 def spread_labels(tokens: int, probability: float) -> int:
-    """Upper bound of the number of labels: six standard deviations above the mean."""
+    """Upper bound of the number of masked tokens: six standard deviations above the mean."""
     mean = tokens * probability
     return math.ceil(mean + 6 * math.sqrt(mean * (1 - probability)))

@@ -27,7 +27,7 @@ def mean_loss(logits: Tensor, labels: Tensor, ignored: int = IGNORED_LABEL) -> T
 
 
 def classification_loss(config: PreTrainedConfig, logits: Tensor, labels: Tensor, is_packed: bool = False) -> Tensor:
-    """Loss by `config.problem_type`, which is set from the first labels seen, as transformers does.
+    """Loss of a classification head by `config.problem_type`. As in transformers, the first labels set a missing type.
 
     Args:
         logits: [..., num_labels].

@@ -67,7 +67,7 @@ class PromptEnsemble(nn.Module):
         token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> ModelOutput:
-        """`loss`, the mean over prompts; for a classifier also `logits` float[rows, classes], see `vote`."""
+        """`loss`, the mean over all prompts; for a classifier also `logits` float[rows, classes] (see `vote`)."""
         from transformers.utils import ModelOutput
 
         rows, (k, count, _) = input_ids.shape[0], self.prompts.shape
@@ -98,28 +98,31 @@ class PromptEnsemble(nn.Module):
         return torch.stack([most_frequent(row, self.config.pad_token_id) for row in texts])
 
     def file_names(self) -> dict[str, dict[str, str]]:
-        """Folder -> {name in its adapter file: name of the trained parameter}; the prompts are one parameter."""
+        """Parameters to save, {folder: {name in its adapter file: name of the trained parameter}}."""
         heads = {f"base_model.{n}": f"base.{n}" for n, p in self.base.named_parameters() if p.requires_grad}
         return {
             f"prompt_{number:02d}": {"prompt_embeddings": "prompts", **heads} for number in range(len(self.prompts))
         }
 
     def split(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Folder -> the content of its adapter file, from the values of the trained parameters."""
+        """Convert trained parameters to the contents of adapter files, by folder."""
         return {
             folder: {saved: state[name][number] if name == "prompts" else state[name] for saved, name in names.items()}
             for number, (folder, names) in enumerate(self.file_names().items())
         }
 
     def joined(self, folders: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The inverse of `split`."""
+        """Convert the contents of adapter files, by folder, to trained parameters."""
         names = self.file_names()
         state = {name: folders[folder][saved] for folder in names for saved, name in names[folder].items()}
         return state | {"prompts": torch.stack([folders[folder]["prompt_embeddings"] for folder in names])}
 
 
 def vote(logits: Tensor) -> Tensor:
-    """float[rows, k, classes] -> [rows, classes]: votes plus mean probability; with one class, the mean logit."""
+    """Combine the logits of k prompts, [rows, k, classes] -> [rows, classes]: number of votes plus mean probability.
+
+    With one class (regression), the mean.
+    """
     if logits.shape[-1] == 1:
         return logits.mean(1)
     votes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).sum(1)

@@ -16,14 +16,15 @@ def get_cls_by_name(name: str, base: type = nn.Module) -> type:
 
 
 def set_own_values(owner: nn.Module, known: Collection[str]) -> None:
-    """Initialize the parameters that a user's class adds to a model, by `reset_parameters()` of it or its layers.
+    """Initialize the parameters that a user's class adds to a model, by the `reset_parameters()` of the class or its
+    layers.
 
     Args:
-        owner: a position scheme or a layer of attention.
+        owner: a positional encoding or an attention layer.
         known: names of its parameters and children that the model has initialized.
 
     Raises:
-        UserError: parameters of its own without `reset_parameters()`; from_pretrained would leave them uninitialized.
+        UserError: parameters without `reset_parameters()`; from_pretrained would leave them uninitialized.
     """
     if hasattr(owner, "reset_parameters"):
         owner.reset_parameters()

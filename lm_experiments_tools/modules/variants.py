@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 
 class VariantConfig:
-    """Mixin before a configuration class of transformers; `variant_keys` are keys that change the model's computation.
+    """Mixin before a configuration class of transformers, for models with variants that transformers does not know.
 
-    If one of them is not at its default, or the class is derived from ours, config.json has `variant_type` as its
-    model type. AutoModel reads it with the classes given to `register_variants`, or refuses it as unknown if their
-    package is not imported. In memory `model_type` is that of transformers, which PEFT and others know.
+    A model is a variant if a key of `variant_keys` is not at its default, or its class is derived from ours. A variant
+    is saved with `variant_type` as `model_type`, so that transformers does not load it as its own model. In memory
+    `model_type` is that of transformers, which PEFT and others know.
     """
 
     variant_type: ClassVar[str]
@@ -19,16 +19,16 @@ class VariantConfig:
 
     @property
     def is_variant(self) -> bool:
-        """True if transformers' class would compute something else or drop keys."""
+        """True if transformers' class would compute something else or lose keys."""
         ours = next(cls for cls in type(self).__mro__ if "variant_type" in vars(cls))
         return type(self) is not ours or any(getattr(self, key) != getattr(ours, key) for key in self.variant_keys)
 
     def check_variant(self, positions: Collection[str], counts: Sequence[str]) -> None:
-        """Refuse settings that variants of all models have.
+        """Check the settings that all models have in common.
 
         Args:
-            positions: values of `position_embedding_type` besides a user's class.
-            counts: names of settings that are at least 1.
+            positions: allowed values of `position_embedding_type`, besides a user's class.
+            counts: names of settings that must be at least 1.
 
         Raises:
             ValueError: a setting out of range, or settings that exclude each other.
@@ -61,7 +61,7 @@ class VariantConfig:
 
 
 class TakesBothConfigs(type):
-    """Metaclass of models that also take the base class of their configuration, transformers' own.
+    """Metaclass that lets a model class accept transformers' configuration as well as its own subclass of it.
 
     Raises:
         ValueError: a configuration of another class.
@@ -90,12 +90,12 @@ class InitializesAllModules:
 def register_variants(
     config_cls: type[VariantConfig], models: Mapping[type, type], architectures: Sequence[str]
 ) -> None:
-    """Let transformers' AutoConfig and AutoModel classes read checkpoints of variants.
+    """Register the models of variants with transformers' AutoConfig and AutoModel classes.
 
     Args:
         config_cls: the class that AutoConfig returns.
         models: class of transformers (AutoModel, AutoModelForMaskedLM, ...) -> class of the model.
-        architectures: names of classes that may have written a checkpoint; others would lose keys and methods.
+        architectures: class names in a config.json that may be read; other classes would lose keys and methods.
     """
     from transformers import AutoConfig
 

@@ -40,14 +40,14 @@ UNUSABLE = {
 
 
 def get_optimizer(name: str) -> type[Optimizer]:
-    """The optimizer class of this name; ours come before torch's, torch's before transformers', apex's last.
+    """Find an optimizer class by name.
 
     Args:
-        name: one of `OWN`, a class of torch.optim or transformers.optimization, one of apex.optimizers (`FusedAdam`,
-            ...) where NVIDIA apex is installed, or `module:Class` (`torch.optim:Adafactor`).
+        name: one of `OWN`, a class of torch.optim or transformers.optimization (in this order), a class of
+            apex.optimizers (such as `FusedAdam`) if NVIDIA apex is installed, or `module:Class`.
 
     Raises:
-        UserError: unknown (the nearest names are given), not installed, or not usable in a training loop.
+        UserError: the name is unknown, not installed, or not usable in a training loop.
     """
     if ":" in name:
         return resolve_name(name, Optimizer)
@@ -94,18 +94,18 @@ def parameter_groups(
     weight_decay: float,
     rules: Sequence[tuple[str, Mapping[str, Any]]] = (),
 ) -> list[dict]:
-    """The trainable parameters in two groups: [0] matrices, with weight decay; [1] the rest, without.
+    """Group the trainable parameters: matrices with weight decay, and all others without.
 
-    Layer-norm weights, biases and T5's relative attention biases are not decayed (nanoT5's rule; t5-experiments
-    decayed everything). An empty group is left out.
+    Vectors and T5's relative attention biases are not decayed (nanoT5's rule; t5-experiments decays everything). Empty
+    groups are left out.
 
     Args:
-        rules: (pattern, options of a group). A parameter whose name matches a pattern (shell style, `*norm*`) goes to
-            groups of the first such pattern, after the others. `weight_decay` among its options is that of all of
-            them, vectors included.
+        rules: (pattern, group options) pairs. Parameters whose name matches a shell pattern such as `*norm*` form
+            groups of their own with these options; the first matching pattern decides. A `weight_decay` option applies
+            to vectors too.
 
     Raises:
-        UserError: nothing is trainable, or a pattern is the first match of no trainable parameter.
+        UserError: no parameter is trainable, or a pattern decides for none.
     """
     groups: dict[tuple[int, bool], list[Tensor]] = {(-1, True): [], (-1, False): []}
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
@@ -141,22 +141,21 @@ def build_optimizer(
     extra: dict | None = None,
     rules: Sequence[tuple[str, Mapping[str, Any]]] = (),
 ) -> Optimizer:
-    """The optimizer of this name over the trainable parameters, grouped by `parameter_groups`.
+    """Create an optimizer by name over the trainable parameters, grouped by `parameter_groups`.
 
-    torch's optimizers that have a fused kernel (AdamW, Adam, SGD, Adagrad) use it on CPU and CUDA unless `extra` says
-    otherwise. weight_decay is always passed: 0.0 means none.
+    torch's fused kernels (AdamW, Adam, SGD, Adagrad) are used on CPU and CUDA unless `extra` says otherwise.
 
     Args:
         model_or_named_parameters: a module, or its (name, parameter) pairs.
         name: see `get_optimizer`.
         lr: learning rate; None only with relative_step.
-        weight_decay: for matrices (group 0).
-        scale_parameter, relative_step, warmup_init: options of Adafactor; other classes must not be given them.
-        extra: further keyword arguments of the class (`--optimizer_options`).
-        rules: see `parameter_groups`. Besides arguments of the class, `lr_scale` multiplies `lr`.
+        weight_decay: weight decay of matrices.
+        scale_parameter, relative_step, warmup_init: options of Adafactor only.
+        extra: further arguments of the class (`--optimizer_options`).
+        rules: see `parameter_groups`. The option `lr_scale` multiplies `lr`.
 
     Raises:
-        UserError: unknown name, an option the class does not take, options in conflict, or values it refuses.
+        UserError: unknown name, or options that the class does not take, conflict, or have invalid values.
     """
     cls = get_optimizer(name)
     taken = _keyword_arguments(cls)

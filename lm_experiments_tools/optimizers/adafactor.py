@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018, arXiv 1804.04235): second moments of a matrix kept as a row and a column."""
+"""Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), which factors second moments into rows and columns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One Triton kernel for the AdamWScale updates of many tensors.
+"""A Triton kernel that applies the AdamWScale updates of many parameters in one launch.
 
-Each parameter has a learning rate of its own, and torch's fused AdamW takes one for all its tensors: it would be
-launched once a parameter, and a matrix of a transformer fills a fifth of a large GPU.
+torch's fused AdamW takes one learning rate for all tensors, so it needs a launch per parameter.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
 
 
 def takes(tensors: Sequence[Tensor]) -> bool:
-    """True for the weights, gradient and moments of a parameter that `adamw_scale_` can update."""
+    """True if `adamw_scale_` supports these tensors (weights, gradient and moments of a parameter)."""
     return all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() and x.numel() for x in tensors)
 
 
@@ -77,9 +76,9 @@ def adamw_scale_(
         tensors: (weights, gradient, first moment, second moment) of each parameter, contiguous, fp32, on one device.
         scales: root mean square of each parameter, 0-dim.
         least: lower bound of the scales.
-        eps: added to the bias-corrected root of the second moment.
+        eps: added to the square root of the bias-corrected second moment.
         step: number of this step, from 1.
-        found_inf: 0-dim fp32 on the device; nothing is written if it is not 0.
+        found_inf: 0-dim fp32 on the device; nothing is written unless it is 0.
     """
     device = tensors[0][0].device
     sizes, owners, starts = _programs(tuple(weights.numel() for weights, *_ in tensors), device)

@@ -1,4 +1,4 @@
-"""AdamW whose step size on each parameter is multiplied by that parameter's RMS, the optimizer of nanoT5."""
+"""AdamWScale, nanoT5's optimizer: AdamW whose step size is multiplied by each parameter's RMS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lm_experiments_tools.attention.kernels.triton import has_kernels
+from lm_experiments_tools.modules.devices import has_kernels
 from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
@@ -35,12 +35,11 @@ class AdamWScale(Float32StateOptimizer):
         p <- p - lr * max(1e-3, RMS(p)) * sqrt(c2) / c1 * m / (sqrt(v) + eps)
         p <- p * (1 - lr * weight_decay)
 
-    so eps is added before the bias correction and weight decay uses the unscaled lr, as in nanoT5. One lr of about
-    1e-2 fits embeddings (RMS 1) and projections (RMS d_model ** -0.5).
+    As in nanoT5, eps is added before the bias correction, and weight decay uses the unscaled lr. One lr of about 1e-2
+    fits embeddings (RMS 1) and projections (RMS d_model ** -0.5).
 
-    With eps' = eps / sqrt(c2) and lr' = lr * max(1e-3, RMS(p)), torch's AdamW p - lr' / c1 * m / (sqrt(v) / sqrt(c2) +
-    eps') is the first line above: one norm and one fused kernel of torch for each parameter. On a GPU with Triton one
-    kernel updates all fp32 parameters. lr' stays on the device, so the host does not synchronize.
+    The first line is torch's fused AdamW with eps / sqrt(c2) and lr * max(1e-3, RMS(p)). On a GPU with Triton one
+    kernel updates all fp32 parameters.
 
     Args:
         params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).

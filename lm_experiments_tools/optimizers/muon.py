@@ -1,7 +1,8 @@
-"""Muon for the hidden matrices of a model, AdamWScale or AdamW for its embeddings, output layer and vectors.
+"""Muon for the hidden matrices of a model, with AdamWScale or AdamW for all other parameters.
 
-torch.optim.Muon takes hidden matrices alone, cannot skip a step on the device, and gathers FSDP2 matrices one by one.
-This class calls its functions."""
+Unlike torch.optim.Muon, whose functions it calls, it takes all parameters, skips steps on the device, and gathers all
+FSDP2 matrices at once.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +31,20 @@ OTHERS = ("AdamWScale", "AdamW")
 class Muon(AdamWScale):
     """Muon (Jordan et al. 2024) as in torch.optim.Muon, with another optimizer for all but hidden matrices.
 
-    The update of a hidden matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps in bf16. Hidden
-    are groups with `is_hidden`; `build_optimizer` marks matrices of numbered layers. All other groups are updated by
-    `others`, with lr * `others_lr_scale`.
+    The update of a hidden matrix is its Nesterov momentum, made orthogonal by five Newton-Schulz steps in bf16. Groups
+    with `is_hidden` hold these matrices; `build_optimizer` marks the matrices of numbered layers. All other groups are
+    updated by `others`, with lr * `others_lr_scale`.
 
-    FSDP2's shards of momentum are gathered in bf16 in one collective a step, and each worker orthogonalizes full
-    matrices: the updates are those of the unsharded model.
+    Under FSDP2 the momentum is gathered in bf16 in one collective per step, so updates equal those of the unsharded
+    model.
 
     Args:
-        params: parameter groups; a group without `is_hidden` is one of the others.
-        lr: step size, for hidden matrices adjusted by `adjust_lr_fn`.
-        momentum, nesterov, ns_steps, adjust_lr_fn: of torch.optim.Muon. "match_rms_adamw" gives updates of AdamW's
+        params: parameter groups; those without `is_hidden` are not hidden.
+        lr: step size of hidden matrices, adjusted by `adjust_lr_fn`.
+        momentum, nesterov, ns_steps, adjust_lr_fn: see torch.optim.Muon. "match_rms_adamw" gives updates of AdamW's
             size (0.2 * sqrt(longest side)); the default multiplies by sqrt(max(1, rows / columns)).
         others: "AdamWScale" or "AdamW".
-        others_lr_scale: factor of lr for the others, also of the lr that a group gives.
+        others_lr_scale: factor of lr for the others.
         betas, eps: of the others.
         weight_decay: decoupled, times lr.
 
@@ -122,7 +123,7 @@ class Muon(AdamWScale):
 
 
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:
-    """Split each group: matrices of numbered layers (`encoder.block.0. ...`), marked hidden, come first.
+    """Split each group in two: matrices of numbered layers (`encoder.block.0. ...`), marked `is_hidden`, and the rest.
 
     Raises:
         UserError: no matrix is in a numbered layer.

@@ -1,4 +1,4 @@
-"""The base of our optimizers: fp32 state, steps that a device skips, and sums over the shards of DTensors (FSDP2)."""
+"""Base class of our optimizers: fp32 state, steps skipped on the device, and DTensor parameters (FSDP2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Skip(NamedTuple):
-    """A device's decision whether to skip a step, as 0-dim bool and float tensors, with the constants 0 and 1."""
+    """A device's decision whether to skip a step, as 0-dim tensors.
+
+    Attributes:
+        here: bool.
+        found_inf: the same as 0 or 1 in fp32.
+        numbers: the constants 0 and 1.
+    """
 
     here: Tensor
     found_inf: Tensor
@@ -27,18 +33,17 @@ class Skip(NamedTuple):
 
 
 class Float32StateOptimizer(Optimizer):
-    """An optimizer whose state stays fp32, whatever the dtype of its parameters.
+    """Base class of optimizers whose state stays fp32, whatever the dtype of their parameters.
 
-    `torch.optim.Optimizer.load_state_dict` casts state to the parameter's dtype, which would round the second moments
-    of bf16 parameters at each resume. State is `step` (0-dim fp32 on the CPU) and fp32 tensors on the parameter's
-    device.
+    `torch.optim.Optimizer.load_state_dict` casts state to the parameter's dtype, which rounds the moments of bf16
+    parameters. State is `step` (0-dim fp32 on the CPU) and fp32 tensors on the parameter's device.
 
-    Learning rates depend on the root mean square of a full parameter: DTensor shards (FSDP2) are supported; backends
-    must refuse flat partitions that mix parameters (DeepSpeed ZeRO, FSDP1).
+    DTensor parameters (FSDP2) are supported; flattened parameters (DeepSpeed ZeRO, FSDP1) are not, because step sizes
+    depend on the root mean square of each full parameter.
 
-    A device may skip a step, by torch's protocol for fused optimizers: if the attribute `found_inf` (0-dim, on the
-    device) is not 0, weights and state stay unchanged, and the host does not synchronize. The host counts `step`
-    immediately; the next `step` or `state_dict` subtracts the count of a skipped step.
+    As in torch's fused optimizers, a step is skipped on the device if the attribute `found_inf` (0-dim, on the device)
+    is not 0: weights and state stay unchanged without synchronizing. The next `step` or `state_dict` corrects the
+    state's `step`.
     """
 
     _step_supports_amp_scaling = True  # the loop and torch.amp.GradScaler set found_inf and grad_scale
@@ -78,7 +83,7 @@ class Float32StateOptimizer(Optimizer):
         return loss
 
     def skip_on(self, device: torch.device) -> Skip | None:
-        """The device's decision on this step; None if no step is skipped there."""
+        """Decision of `device` whether to skip this step; None if steps are not skipped on the device."""
         if self._skips is None:
             return None
         if device not in self._skips:
@@ -101,7 +106,7 @@ class Float32StateOptimizer(Optimizer):
 
     @abstractmethod
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
-        """Update the parameters of each group that have a gradient."""
+        """Update the parameters of (parameters with a gradient, group) pairs."""
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -117,23 +122,23 @@ class Float32StateOptimizer(Optimizer):
 
 
 def float32_of(weights: Tensor) -> Tensor:
-    """fp32 copy of fp16 or bf16 weights, to be updated and passed to `round_into`; others unchanged."""
+    """fp32 copy of fp16 or bf16 weights; other weights unchanged. Write the result back with `round_into`."""
     return weights.float() if weights.dtype in _LOW_PRECISION else weights
 
 
 def round_into(weights: Tensor, updated: Tensor) -> None:
-    """Write the updated result of `float32_of` back to the weights."""
+    """Write an updated result of `float32_of` back to the weights."""
     if updated is not weights:
         weights.copy_(updated)
 
 
 def unless(skip: Skip | None, value: Tensor | float, instead: int = 0) -> Tensor | float:
-    """`instead` (0 or 1) if the step is skipped, otherwise the value."""
+    """`value`, or the number `instead` (0 or 1) if the step is skipped."""
     return value if skip is None else torch.where(skip.here, skip.numbers[instead], value)
 
 
 def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) -> Tensor:
-    """Update a running mean with decay beta in place, unless the step is skipped; returns the mean."""
+    """Update the running mean `moment` with decay `beta` in place, unless the step is skipped; returns it."""
     if skip is None:
         return moment.mul_(beta).add_(value, alpha=1.0 - beta)
     return torch.where(skip.here, moment, moment.mul(beta).add_(value, alpha=1.0 - beta), out=moment)
@@ -141,7 +146,7 @@ def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) ->
 
 @contextmanager
 def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context after which plain tensors have their earlier values if the step is skipped."""
+    """Context at whose end the tensors get back their earlier values if the step is skipped."""
     before = [] if skip is None else [tensor.clone() for tensor in tensors]
     yield
     for tensor, saved in zip(tensors, before, strict=False):
@@ -172,14 +177,14 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Per-rank tensors summed over all shards: one collective for all tensors of a mesh.
+    """Sum per-rank tensors over the ranks that shard a DTensor, in one collective per device mesh.
 
     Args:
         tensors: DTensors.
-        parts: one fp32 tensor for each, computed from this rank's shard, of the same shape on all ranks; overwritten.
+        parts: for each DTensor an fp32 tensor computed from this rank's shard; overwritten.
 
     Returns:
-        As `parts`, the same numbers on every rank.
+        The sums, equal on all ranks.
     """
     kinds: dict[tuple, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -196,9 +201,9 @@ def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list
 
 
 def root_mean_squares(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """sqrt(mean(x^2)) of each full DTensor and of each plain tensor on a device, 0-dim fp32, in a few kernels.
+    """sqrt(mean(x^2)) of each full DTensor and each plain GPU tensor, 0-dim fp32, in a few kernels and one collective.
 
-    One collective for all DTensors. Plain tensors on the CPU are left out: there one after another is faster.
+    Plain CPU tensors are left out: `root_mean_square` is faster for them.
     """
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     plain = [tensor for tensor in tensors if not is_sharded(tensor) and not on_host(tensor)]

@@ -17,7 +17,6 @@ from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.data.objectives.mlm import MaskedRows, MaskingRate, TokenBlocks
 from lm_experiments_tools.data.order import stream_key
-from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -252,7 +251,7 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataToke
         UserError: text or tokens that are missing, damaged, or made with another tokenizer.
     """
     prefix = token_prefix(path)
-    tokens = None if prefix is None else open_checked(prefix)
+    tokens = None if prefix is None else IndexedDataset(prefix)
     if tokens is not None and tokens.meta.get("vocab_sha256") == tokenizer.fingerprint:  # of preprocess_data.py
         return tokens
     folder = TOKENIZERS / tokenizer.fingerprint[:16]
@@ -271,7 +270,7 @@ def open_sentences(path: str) -> IndexedDataset:
     """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
-        tokens = open_checked(prefix)
+        tokens = IndexedDataset(prefix)
         warn_unrecorded(prefix, tokens.meta)
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]

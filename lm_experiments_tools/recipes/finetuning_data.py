@@ -44,7 +44,7 @@ from lm_experiments_tools.data.examples.instructions import (
 )
 from lm_experiments_tools.data.examples.packing import PackedDataset
 from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve
-from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
+from lm_experiments_tools.data.examples.summary import counted, first_example, summary
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
@@ -163,8 +163,6 @@ class _Reader:
             raise UserError(f"--label_words has {len(words)} words for the {len(names)} labels {', '.join(names)}.")
         if len(set(names)) < len(names):
             raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
-        for group in alike(names) if self.backend.is_main and args.model_type == "encoder" else ():
-            logger.warning("the labels %s differ only by case, white space or encoding", ", ".join(map(repr, group)))
         if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
             raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
         if args.model_type == "encoder-decoder":
@@ -302,9 +300,7 @@ class _Reader:
             return PackedDataset(dataset)
         # By default all rows of a step: it then holds the same samples however it is split.
         rows = args.bucket_rows or args.global_batch_size(self.backend.world_size)
-        micro_rows = args.batch_size * self.backend.world_size
-        least = WINDOW if rows > 1 else 0
-        return BucketedDataset(dataset, rows, args.seed, args.trim_to(), micro_rows, TARGET_STEP, least)
+        return BucketedDataset(dataset, rows, args.seed, TARGET_STEP, WINDOW if rows > 1 else 0)
 
     def _eval_split(self, split: str, path: str, limit: int | None) -> EvalSplit:
         rows, where = self.args.valid_batch_size() * self.backend.shares, (self.backend.rank, self.backend.world_size)

@@ -182,11 +182,9 @@ def pretraining_data(
     vocabulary = sources.vocabulary
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
     if args.through_seqio():
-        from lm_experiments_tools.data.seqio.client import check_module, check_possible, seqio_data
+        from lm_experiments_tools.data.seqio.client import check_possible, seqio_data
 
         on_all(backend, lambda: check_possible(args, vocabulary))  # before validation text is tokenized
-        if args.is_registered_task():
-            on_all(backend, lambda: check_module(args.task))
     else:
         on_all(backend, lambda: check_objective(context))  # before hours of tokenizing
     if args.task == "mlm" and backend.is_main:

@@ -14,7 +14,6 @@ from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.data.text.records import allowed
 from lm_experiments_tools.data.text.vocabulary import BYTES
-from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.files import (
     load_vocabulary,
     read_meta,
@@ -117,7 +116,7 @@ class T5Sources:
                 prefix,
                 self._args.task,
             )
-        return open_checked(prefix, record)
+        return IndexedDataset(prefix, record)
 
     def _from_anywhere(self, path: str) -> str:
         """The same file for a process that has entered `--working_dir` and for one that has not."""

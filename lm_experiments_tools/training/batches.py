@@ -1,10 +1,11 @@
-"""Epochs of any loader, at a position that survives a restart.
+"""Batches of any data loader, epoch after epoch, from a position that checkpoints save and restore.
 
-Three kinds of loaders are read. One that knows its position (`seek(consumed_samples)`, as `data.loader.TrainLoader`)
-is sought in O(1); its batches depend on the position alone, not on the process's random states. One with `state_dict`
-and `load_state_dict` (torchdata's `StatefulDataLoader`) restores its own position. Any other iterable, such as a torch
-`DataLoader`, is replayed: its epoch is started again with the random states it was first started with, also of
-generators that it holds, and the batches already used are passed over.
+How a restart finds the position depends on the loader:
+
+- `seek(consumed_samples)`, as in `data.loader.TrainLoader`: jumps there in O(1).
+- `state_dict` and `load_state_dict`, as in torchdata's `StatefulDataLoader`: restores the loader's own state.
+- any other iterable, such as a torch `DataLoader`: starts the epoch again with the random states of its start, and
+  skips the batches that were used.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ _END = object()  # of an epoch
 
 
 class BatchStream:
-    """This worker's batches, epoch after epoch, each with the time spent waiting for it in seconds.
+    """Endless iterator over (batch, seconds spent waiting for it) on this worker.
 
     Args:
         loader: yields dicts of tensors with equal first dimension.
-        sampler: optional; its `set_epoch` is called at the start of each epoch.
-        transforms: batches are then changed by a function that may draw random numbers.
+        sampler: its `set_epoch` is called at the start of each epoch.
+        transforms: True if batches are later changed by a function that may draw random numbers.
 
     Raises:
-        UserError: the loader draws from generators that no checkpoint can hold.
+        UserError: the loader draws from random generators that no checkpoint can save.
     """
 
     def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None, *, transforms: bool = False) -> None:
@@ -73,24 +74,24 @@ class BatchStream:
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the training data and its order; None for loaders that have none."""
+        """Hash of the training data and its order; None if the loader has none."""
         return getattr(self.loader, "fingerprint", None)
 
     @property
     def order(self) -> str | None:
-        """Fingerprint of the row order, independent of the objective; None if unknown."""
+        """Hash of the order of rows alone, which training objectives may share; None if the loader has none."""
         return getattr(getattr(self.loader, "dataset", None), "order", None)
 
     def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
-        """Go to the position of a checkpoint.
+        """Continue at the position of a checkpoint.
 
         Args:
-            run: samples consumed over all workers, and the data's fingerprint.
-            state: this worker's `state_dict`; None where another number of workers saved it.
-            order: fingerprint of the checkpoint's row order, for a new run that skips used rows (`--skip_used_data`).
+            run: state of the saved run: samples consumed over all workers, and its data's fingerprint.
+            state: this worker's saved `state_dict`; None if the number of workers has changed.
+            order: `order` of the saved run, if a new run skips the rows that it used (`--skip_used_data`).
 
         Raises:
-            UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
+            UserError: the data has changed, or the loader needs `state`.
         """
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
         if not same_rows and fingerprint != self.fingerprint:
@@ -107,7 +108,7 @@ class BatchStream:
         self._restart = state
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's position: where the next batch starts."""
+        """This worker's position before the next batch."""
         if self._restart is not None:
             return dict(self._restart)
         state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, **self._epoch_start}
@@ -116,15 +117,15 @@ class BatchStream:
         return {**state, "generators": self._generators.state()}
 
     def random_state(self) -> dict[str, Any]:
-        """Random states to save with the next batch's position."""
+        """Random states before the next batch, to save together with `state_dict`."""
         return self._random_state or random_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Set random states when the next batch is fetched."""
+        """Set the process's random states just before the next batch is fetched."""
         self._random_state = state
 
     def put_back(self) -> None:
-        """Undo the last batch: restore the position and the random states before it."""
+        """Undo the fetch of the last batch, so that a checkpoint saves the position before it."""
         if self._draws:
             self._random_state, self._restart = self._previous
 
@@ -215,10 +216,11 @@ class BatchStream:
 
 
 def position_lost(then: str | None, now: str | None) -> str:
-    """Error message for a checkpoint whose data position does not apply to this run's data.
+    """Error message for a checkpoint of a run with other training data.
 
     Args:
-        then, now: their fingerprints, which may end in /bucket_rows=N or /mix_rows=N (see data/buckets.py).
+        then, now: data fingerprints of the checkpoint and of this run; a suffix /bucket_rows=N or /mix_rows=N tells
+            that length grouping is on.
     """
     data, flag, rows = _arrangement(then)
     data_now, flag_now, rows_now = _arrangement(now)
@@ -243,7 +245,7 @@ def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
 
 
 def num_rows_of(dataset: Any) -> int | None:
-    """Length of a dataset; None if it has none, or wraps one that has none."""
+    """Length of a dataset; None if it has no length."""
     try:
         return len(dataset)
     except TypeError:

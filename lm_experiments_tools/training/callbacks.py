@@ -1,4 +1,4 @@
-"""Callbacks that run every n steps. "After step k": k optimizer steps have been applied; none runs at step 0."""
+"""Callbacks, which run after every n applied optimizer steps, never at step 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Callback(Protocol):
-    """Calls `on_step_end` on every worker after every `every`-th applied step; never if `every` is None."""
+    """Calls `on_step_end` on every worker after every `every` applied steps; never if `every` is None."""
 
     every: int | None
 
@@ -39,7 +39,7 @@ class Every:
 
 
 class ValidateCallback:
-    """Validation, the best metric, patience, lr drops and the best checkpoint."""
+    """Validates, and updates the best metric, the patience, drops of the learning rate and the best checkpoint."""
 
     def __init__(self, args: TrainerArgs, *, has_data: bool) -> None:
         self.every = args.effective_valid_interval() if has_data else None

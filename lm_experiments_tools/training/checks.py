@@ -28,7 +28,7 @@ _SURE_BITS = 20.0  # equal rows are by accident in less than one of 2^20 runs
 
 
 def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, train: Any, valid: Any) -> None:
-    """Raise UserError where model, optimizer and data loaders cannot train as `args` say."""
+    """Check that model, optimizer and data loaders can be trained with `args`. Raises UserError."""
     if hasattr(model, "_orig_mod"):
         raise UserError(
             "the model was compiled by torch.compile, which renames its weights: give the trainer the model itself, "
@@ -70,14 +70,14 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
-    """Raise UserError if a trainer was built for evaluation only."""
+    """Refuse to train if the trainer was built without optimizer or training data. Raises UserError."""
     missing = [name for name, part in {"train_dataloader": stream, "optimizer": optimizer}.items() if part is None]
     if missing:
         raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
 
 
 class LoaderCheck:
-    """Checks that workers get different rows in the first batches of a loader without `seek`."""
+    """Checks on the first batches that workers read different rows; loaders with `seek` are trusted."""
 
     def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
         self._stream, self._backend, self._args = stream, backend, args
@@ -152,7 +152,7 @@ def _rows(batch: Any) -> list[bytes]:
 
 
 def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:
-    """The training data's fingerprint. Raises UserError if workers read different data."""
+    """Return the fingerprint of the training data. Raises UserError if workers read different data."""
     fingerprints = backend.gather(fingerprint)
     if len(set(fingerprints)) > 1:
         other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])

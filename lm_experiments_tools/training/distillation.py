@@ -1,7 +1,7 @@
-"""Distillation: the divergence from a frozen teacher's predictions as another term of the loss (arXiv 1503.02531).
+"""Knowledge distillation (arXiv 1503.02531): a frozen teacher's predictions as a second term of the loss.
 
 The teacher predicts the student's labels. A teacher of the student's kind reads the student's batch. A decoder reads
-the whole text from left to right, here for two inputs, padding and three labels:
+inputs and labels as one text, here for two input tokens, one padding token and three labels:
 
     encoder-decoder    inputs 5 6 _   labels 7 8 9        teacher reads  5 6 _ 7 8    predictions at 6 7 8
     encoder            inputs 5 M 7   labels - 6 -        teacher reads  5 6 7        prediction at 5
@@ -30,12 +30,12 @@ Predict = Callable[[Mapping[str, Tensor]], Tensor]
 def distilled(
     loss: Loss, predict: Predict, weight: float, autocast: Callable[[], AbstractContextManager] = torch.no_grad
 ) -> Loss:
-    """(1 - weight) times the loss over tokens plus `weight` times the mean KL(teacher || student) in nats.
+    """Add distillation to a loss: (1 - weight) * token loss + weight * mean KL(teacher || student), in nats.
 
     Args:
-        loss: its first term is over tokens; other terms, such as sentence pairs, keep their weight.
-        predict: f(inputs) -> logits of the teacher [B, L, V] at the student's labels; see `predictor`.
-        autocast: the context of the teacher's forward pass.
+        loss: its first term is the token loss; other terms, such as sentence pairs, do not change.
+        predict: result of `predictor`: f(inputs) -> the teacher's logits [batch, labels, vocabulary].
+        autocast: context of the teacher's forward pass.
     """
     (first, name), *others = loss.labels.items()
     renamed = "loss_lm" if first == "loss" else first
@@ -52,11 +52,11 @@ def distilled(
 
 
 def divergence_from(teacher: Tensor, student: Tensor, labels: Tensor) -> Tensor:
-    """Mean over labels other than -100 of KL(teacher || student); labels with NaN predictions count as 0.
+    """Mean KL(teacher || student) over labels other than -100; a label where it is NaN counts as 0.
 
     Args:
-        teacher, student: logits [B, L, V].
-        labels: [B, L].
+        teacher, student: logits [batch, labels, vocabulary].
+        labels: [batch, labels].
     """
     valid = labels != IGNORED_LABEL
     known = valid & ~teacher[..., 0].isnan()
@@ -66,15 +66,18 @@ def divergence_from(teacher: Tensor, student: Tensor, labels: Tensor) -> Tensor:
 
 
 def logits_of(outputs: Mapping[str, Any]) -> Tensor:
-    """The logits over tokens [B, L, V] in a model's outputs."""
+    """Find the token logits [batch, length, vocabulary] in a model's outputs."""
     return outputs["prediction_logits" if "prediction_logits" in outputs else "logits"]
 
 
 def predictor(teacher: nn.Module, teacher_kind: str | None, student_kind: str) -> Predict:
-    """Build the teacher's prediction function at the student's labels; kinds are encoder, decoder, encoder-decoder.
+    """Build the function that predicts the student's labels with the teacher.
+
+    Args:
+        teacher_kind, student_kind: "encoder", "decoder" or "encoder-decoder".
 
     Raises:
-        UserError: these kinds have no common labels.
+        UserError: the teacher cannot predict labels of such a student.
     """
     if teacher_kind == student_kind != "decoder":
         names = forward_names(teacher) - ({"labels"} if student_kind == "encoder" else set())

@@ -1,7 +1,7 @@
-"""Floating point operations of training, and their share of the device's peak (MFU).
+"""FLOPs of training, and model FLOP utilization (MFU): the fraction of the device's peak.
 
-Counted are matrix products, convolutions and attention, a multiply-add as two operations, with padding. What gradient
-checkpointing computes again is not counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+Matrix products, convolutions and attention are counted, padding included; a multiply-add is two operations.
+Recomputation by gradient checkpointing is not counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _FORMULAS = {
 
 
 class TrainingFlops(TorchDispatchMode):
-    """Counts the operations of a forward pass (run without autograd) and of the corresponding backward pass.
+    """Context that counts the FLOPs of a forward pass without autograd, and of the backward pass that would follow.
 
-    The gradient of each factor of a product takes as many operations as the product. A factor has a gradient if it
-    depends on a trained parameter. A tensor that the model detaches counts as if it had not.
+    The gradient of a factor of a product costs as much as the product. It is counted if the factor depends on a
+    trained parameter, even if the model detaches it.
     """
 
     supports_higher_order_operators = True
@@ -71,7 +71,7 @@ class TrainingFlops(TorchDispatchMode):
 
 
 def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
-    """Operations of a training pass over `inputs`, counted in a forward pass without side effects; collective."""
+    """FLOPs of a forward and backward pass over `inputs`, from an extra forward pass; collective."""
     buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
     with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("gather"):
         with backend.autocast(), TrainingFlops() as flops:
@@ -110,7 +110,7 @@ _SECONDS, _PRODUCTS = 0.1, 60  # for each shape, after the first product
 
 
 def compute_dtype(backend: Backend) -> torch.dtype:
-    """The dtype that matrix products are computed in."""
+    """The dtype in which matrix products are computed."""
     kind = backend.device.type
     with backend.autocast():
         if torch.is_autocast_enabled(kind):
@@ -120,8 +120,7 @@ def compute_dtype(backend: Backend) -> torch.dtype:
 
 
 def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense peak of a known NVIDIA GPU in FLOP/s; None for other devices, for parts of a GPU (MIG) and unlisted
-    dtypes."""
+    """Peak dense FLOP/s of an NVIDIA GPU by its data sheet; None for unlisted devices and dtypes, and under MIG."""
     if device.type != "cuda":
         return None
     is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
@@ -139,7 +138,7 @@ def _listed_peak(name: str, dtype: torch.dtype | str) -> float | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of many matrix products, in fp32 too, which may be faster; draws no random numbers."""
+    """FLOP/s of the fastest of many matrix products. Draws no random numbers."""
     shapes = _SHAPES if device.type == "cpu" else _SHAPES_ON_GPU
     return max(_rate(device, kind, *shape) for kind in {dtype, torch.float32} for shape in shapes)
 
@@ -161,14 +160,14 @@ def _rate(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outp
 
 
 class FlopMeter:
-    """Rank 0's training operations since the last log line, as a fraction of its device's peak.
+    """Measures model FLOP utilization on rank 0 between two log lines.
 
-    It is logged as `mfu` if the peak is known (`--peak_tflops` or the data sheet), otherwise as `mfu_measured`: the
-    peak is then measured at the start, and raised to any higher rate of training.
+    The log key is `mfu` if the peak is known from `--peak_tflops` or the data sheet. Otherwise the peak is measured at
+    the start, and the key is `mfu_measured`.
 
     Args:
-        interval: sums of a resumed run; this process has not counted the operations of its seconds.
-        say: logs the peak.
+        interval: current sums of the run; those of a resumed run include seconds before the restart.
+        say: f(message), which logs the peak.
     """
 
     def __init__(
@@ -187,9 +186,10 @@ class FlopMeter:
         say(f"{self.name}: the model's FLOP/s relative to {self.peak / 1e12:.3g} TFLOP/s, {source}")
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
-        """Count micro-batches by their tokens, after an extra forward pass over the first one of the process.
+        """Count the FLOPs of some micro-batches. The first call makes an extra forward pass; collective.
 
-        Collective. Returns the seconds that it took.
+        Returns:
+            Seconds that the extra forward pass took.
         """
         started = time.perf_counter()
         if self._per_token is None:
@@ -199,7 +199,7 @@ class FlopMeter:
         return time.perf_counter() - started
 
     def utilization(self, interval: LoggingInterval) -> dict[str, float]:
-        """{metric name: fraction of the peak} over the seconds of `interval`; resets the count."""
+        """{log key: fraction of the peak} over the seconds of `interval`; resets the count."""
         seconds, flops = interval.seconds - self._uncounted, self.flops
         self.flops = self._uncounted = 0.0
         if not self._backend.is_main or not flops or seconds <= 0:

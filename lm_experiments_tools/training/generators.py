@@ -1,4 +1,4 @@
-"""Random states of the process and of the generators that a loader holds: captured, restored, seeded."""
+"""Random states of the process and of the generators inside a data loader: saved, restored, seeded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_OBJECTS, _MOST_ITEMS = 2000, 64  # rows of a dataset are no place for gene
 
 
 def random_state() -> dict[str, Any]:
-    """State of every generator a training step may draw from: Python, numpy, torch, this worker's GPU."""
+    """States of the global generators of Python, numpy and torch (CPU and this worker's GPU)."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     return {
@@ -35,7 +35,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse of `random_state`."""
+    """Restore the result of `random_state`."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -44,21 +44,21 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def torch_random_state(with_gpu: bool | None = None) -> dict[str, Tensor]:
-    """States of torch's generators, of the CPU and (default: where there is one) of this worker's GPU."""
+    """States of torch's global generators on the CPU and, by default if there is one, this worker's GPU."""
     with_gpu = torch.cuda.is_available() if with_gpu is None else with_gpu
     gpu = {"cuda": torch.cuda.get_rng_state()} if with_gpu else {}
     return {"torch": torch.get_rng_state(), **gpu}
 
 
 def set_torch_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse of `torch_random_state`."""
+    """Restore the result of `torch_random_state`."""
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def seed_all(*key: int) -> None:
-    """Seed every generator of `random_state` with a hash of non-negative integers."""
+    """Seed the global generators of Python, numpy and torch with a hash of non-negative integers."""
     first, second, third, fourth = np.random.SeedSequence(key).generate_state(4).tolist()
     torch.manual_seed(first << 32 | second)  # GPUs too
     np.random.seed(third)
@@ -67,7 +67,7 @@ def seed_all(*key: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Context that restores the random states at its end, so that validation does not change training."""
+    """Context that restores the global random states at its end."""
     state = random_state()
     try:
         yield
@@ -76,14 +76,14 @@ def preserved_random_state() -> Iterator[None]:
 
 
 class Generators:
-    """Generators and epoch counters in the attributes of an object, by path: `batch_sampler.sampler.generator`.
+    """Random generators and epoch counters inside an object such as a data loader, found by searching its attributes.
 
-    Counters are the `epoch`, `iteration` and `initial_seed` that samplers derive an order from. The user's functions
-    and methods are searched for what they draw from: closures, defaults, and generators and functions among their
-    globals. In containers of more than 64 entries, only the entries that are generators are found.
+    Each has a path, for example `batch_sampler.sampler.generator`. Counters are the `epoch`, `iteration` and
+    `initial_seed` of samplers. A user's functions are searched too: closures, defaults and globals. Containers of more
+    than 64 entries are searched only for generators among their entries.
 
     Raises:
-        UserError: a generator has no state that could be saved.
+        UserError: a generator's state cannot be saved (random.SystemRandom).
     """
 
     def __init__(self, root: Any) -> None:
@@ -108,12 +108,16 @@ class Generators:
                     todo.append((inner, part))
 
     def state(self) -> dict[str, Any]:
-        """State of each, by path."""
+        """{path: state of the generator, or value of the counter}."""
         counts = {path: getattr(owner, name) for path, (owner, name) in self.counting.items()}
         return {**{path: _state_of(generator) for path, generator in self.held.items()}, **counts}
 
     def restore(self, state: Mapping[str, Any]) -> set[str]:
-        """The inverse of `state`. Returns the paths that only one of the two has: a part may be made later."""
+        """Restore the result of `state`.
+
+        Returns:
+            Paths that are missing on either side, for example of a generator that is created later.
+        """
         for path in state.keys() & self.held.keys():
             _set_state(self.held[path], state[path])
         for path in state.keys() & self.counting.keys():

@@ -1,10 +1,9 @@
-"""The loss of a step: a sum of terms, each a mean over the valid entries of its labels.
+"""The loss of a training step: a sum of terms, each a mean over the valid entries of its labels.
 
-T5 has one term, over target tokens. BERT has two, over masked tokens and over sentence pairs. The number of masked
-tokens differs from row to row, so no single weight of a micro-batch is right for both terms. The trainer weights each
-term by its count over the global step::
+T5 has one term, over target tokens. BERT has two, over masked tokens and over sentence pairs. Each term is weighted by
+its own count over all micro-batches and workers, so the split into micro-batches does not change the result::
 
-    loss = sum over terms of (sum of the term over its valid labels / their number), for any split into micro-batches
+    loss = sum over terms of (sum of the term over its valid labels / number of its valid labels)
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class Loss:
     """The terms of a loss.
 
     Attributes:
-        labels: name of each term -> entry of the batch whose valid entries (not -100) it is a mean over.
-        means: f(the model's inputs, its outputs) -> {term: its mean over the micro-batch}.
-        most_labels: f(rows) -> maximum number of `labels` of a micro-batch, for a model that scores only these
-            (modules/labelled_head.py); None for all.
-        token_bytes: int64[IDs], UTF-8 bytes of each ID's text, for bits per byte; None: these are not measured.
-        scales: weight of each term in the loss; 1 where there is none.
+        labels: {term: batch entry with its labels}. The term is a mean over labels other than -100.
+        means: f(model inputs, model outputs) -> {term: mean over the micro-batch}.
+        most_labels: f(rows) -> maximum number of labels per micro-batch, for models that compute logits only at labels
+            (modules/labelled_head.py); None for no limit.
+        token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to measure bits per byte; None not to.
+        scales: {term: weight in the loss}, default 1.
     """
 
     labels: Mapping[str, str]
@@ -44,15 +43,15 @@ class Loss:
     scales: Mapping[str, float] = field(default_factory=dict)
 
     def label_names(self) -> tuple[str, ...]:
-        """The entries of a batch that are counted."""
+        """Batch entries that hold labels."""
         return tuple(self.labels.values())
 
     def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
         """Contribution of a micro-batch to the loss of the step.
 
         Args:
-            means: {term: its mean over the micro-batch}.
-            weights, totals: valid entries of the micro-batch and of the global step, by label name.
+            means: {term: mean over the micro-batch}.
+            weights, totals: {label entry: number of valid labels} in the micro-batch, and over the whole step.
         """
         scale = self.scales.get
         return sum(
@@ -61,12 +60,11 @@ class Loss:
         )
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a split, preceded by `loss`: the sum of its terms, if all of them had labels.
+        """Add the total `loss` to a split's metrics if all terms had labels; with `token_bytes` also `bits_per_byte`.
 
-        With `token_bytes` they include `bits_per_byte`: nats of all valid labels / (ln 2 * UTF-8 bytes of their text).
-        The labels of a causal model are the text. Those of span corruption are the masked text and sentinels that say
-        where it was, so this bounds the bits of the masked text, given the rest. Those of a masked language model are
-        masked tokens, each predicted by itself, given the rest. Labels without text (EOS, sentinels) add nats only.
+        bits_per_byte = nats of all valid labels / (ln 2 * UTF-8 bytes of their text). For a causal model this is the
+        compression of the text. For span corruption it bounds the bits of the masked text given the rest: sentinels
+        add nats but no bytes. A masked language model predicts each masked token on its own.
         """
         values = dict(metrics)
         num_bytes = values.pop(BYTES_PER_TOKEN, 0.0)
@@ -81,7 +79,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class LanguageModelLoss(Loss):
-    """A mean over tokens in nats, with its perplexity."""
+    """Mean cross-entropy over tokens in nats, with its perplexity."""
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
         values = super().with_total(metrics)
@@ -89,7 +87,7 @@ class LanguageModelLoss(Loss):
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss in a model's outputs; UserError where there is none, or more than one number."""
+    """Find the loss in a model's outputs. Raises UserError unless there is one scalar."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if loss is None:
         raise UserError(
@@ -110,10 +108,10 @@ LANGUAGE_MODEL_LOSS = LanguageModelLoss(MODEL_LOSS.labels, MODEL_LOSS.means)
 
 
 def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> Loss:
-    """A loss that also measures bits per byte, unless bytes are unknown or the model adds terms to its cross-entropy.
+    """Make a loss also measure bits per byte; not for models that add other terms to their cross-entropy.
 
     Args:
-        token_bytes: int64[IDs], UTF-8 bytes of each ID's text.
+        token_bytes: int64 [vocabulary], UTF-8 bytes of each token; None returns `loss` unchanged.
     """
     config = getattr(model, "config", None)
     if token_bytes is None or any(getattr(config, name, 0) for name in ("z_loss", "label_smoothing")):
@@ -123,11 +121,10 @@ def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> 
 
 
 def bert_loss(use_nsp: bool, most_labels: Callable[[int], int] | None = None) -> Loss:
-    """BERT's loss: the mean over masked tokens, plus, with `use_nsp`, the mean over sentence pairs.
+    """BERT's loss: mean over masked tokens plus, with `use_nsp`, mean over sentence pairs.
 
-    Read from the first of these outputs: `loss_mlm` (or `mlm_loss`) and `loss_nsp` (or `nsp_loss`); the summed `loss`
-    of transformers' ...ForPreTraining classes, from which the loss of pairs is subtracted, computed from
-    `seq_relationship_logits`; `prediction_logits` of these classes without pairs, which return no loss.
+    The model outputs `loss_mlm` and `loss_nsp` (or `mlm_loss`, `nsp_loss`), or is one of transformers'
+    ...ForPreTraining classes, whose summed `loss` is split with the help of their logits.
     """
     labels = {"loss_mlm": "labels", "loss_nsp": "next_sentence_label"}
     if not use_nsp:

@@ -1,7 +1,6 @@
-"""Metrics as sums and counts: added per micro-batch, reduced over workers once per log.
+"""Metrics as sums and counts, added per micro-batch and reduced over workers once per log line.
 
-A mean of means is not the mean when batches differ in size (the reason most trainers report a wrong validation loss),
-so nothing here divides before everything has been added up.
+The mean of batch means is wrong if batches differ in size, so sums are divided only at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _GRID = 2.0**20
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Result of one step; equal on every worker except for the times.
+    """Result of one step, equal on all workers except for the times.
 
     Attributes:
-        step: optimizer steps applied, this one included if it was.
-        applied: False where the gradient was not finite.
+        step: optimizer steps applied so far.
+        applied: False if the step was skipped because the gradient was not finite.
         grad_norm: global L2 norm of the reduced gradient before clipping.
-        samples, tokens: of the global step (input tokens that are not padding, plus target tokens of a decoder).
+        samples, tokens: of all workers; tokens are unpadded input tokens plus target tokens of a decoder.
         seconds, data_seconds: duration of the step, and of the wait for its batch.
     """
 
@@ -48,11 +47,11 @@ class StepInfo:
 class MetricSums:
     """Running sum and count of each metric on one worker.
 
-    A value is a mean over its micro-batch, weighted by the micro-batch's valid target tokens, or an explicit
-    `(sum, count)` pair. Values stay tensors on their device until `reduce`, so that adding never waits for a GPU.
+    A value is a mean over its micro-batch, weighted by the number of valid target tokens, or a pair (sum, count).
+    Values stay on their device until `reduce`, so adding does not synchronize.
 
     Args:
-        exact: round what is added to a millionth, so that sums below 8e9 are the same in any order.
+        exact: round values to 2^-20, so that sums below 8e9 do not depend on the order.
     """
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -64,9 +63,10 @@ class MetricSums:
         return bool(self.sums)
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Add one micro-batch; `weight` is its number of valid target tokens (rows where there are no labels).
+        """Add the metrics of one micro-batch.
 
-        With a weight of 0 a mean is one over nothing, and left out.
+        Args:
+            weight: number of valid target tokens, or rows without labels; at 0 only (sum, count) pairs are added.
         """
         for name, value in values.items():
             if isinstance(value, tuple):
@@ -116,30 +116,34 @@ def _on_grid(value: Tensor | float) -> Tensor | float:
 
 
 def storable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert metrics for a checkpoint: Python numbers (NaN too); other values become JSON values or text."""
+    """Convert metrics for a checkpoint: numbers to Python's (NaN stays), other values to JSON or text."""
     plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
     return {name: float(v) if isinstance(v, float) else to_jsonable(v) for name, v in plain.items()}
 
 
 class Collector(Protocol):
-    """Accumulates the outputs of one evaluation of a split and computes metrics from them."""
+    """Accumulates model outputs during one evaluation of a split, and computes metrics from them."""
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        """Add a micro-batch, with all batch entries; `outputs["generation_outputs"]` has the generated tokens."""
+        """Add the outputs of a micro-batch; generated tokens are in `outputs["generation_outputs"]`.
+
+        Args:
+            batch: all batch entries, also those that the model does not take.
+        """
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Metrics over the data of all workers, on every worker; collective, called once at the end."""
+        """Compute metrics over all workers, on every worker; collective, called once at the end."""
 
 
 class AccumulatedOutputs:
-    """Outputs that `keep_for_metrics_fn` selects from each micro-batch, for metrics of a full split (`metrics_fn`)."""
+    """Accumulates what `keep_for_metrics_fn` selects from each micro-batch; `metrics_fn` computes metrics from it."""
 
     def __init__(self, select: Callable | None, metrics: Callable | None) -> None:
         self.select, self.metrics = (select, metrics) if select and metrics else (None, None)
         self.data: dict[str, list[Any]] = {}
 
     def copy(self) -> dict[str, list[Any]]:
-        """A copy of the data so far, unaffected by later calls of `add`."""
+        """Copy the data accumulated so far; later calls of `add` do not change the copy."""
         return {name: list(values) for name, values in self.data.items()}
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
@@ -150,14 +154,14 @@ class AccumulatedOutputs:
             self.data.setdefault(name, []).append(value)
 
     def full_data(self, backend: Backend) -> dict[str, list[Any]]:
-        """The data of all workers on rank 0, and nothing on the others; collective."""
+        """Accumulated data of all workers on rank 0, empty elsewhere; collective."""
         if self.metrics is None:
             return {}
         every = backend.gather(self.data)
         return _joined(every) if backend.is_main else {}
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """`metrics_fn` of the data of all workers, computed on rank 0 and broadcast; clears the data."""
+        """Compute `metrics_fn` on rank 0 over the data of all workers, and clear the data; collective."""
         if self.metrics is None:
             return {}
         synchronize(backend.device)  # `add` copies asynchronously
@@ -189,7 +193,7 @@ def _join(pieces: list[Any]) -> Any:
 
 
 class LoggingInterval:
-    """Sums since the last log line."""
+    """Sums of metrics, times and tokens since the last log line."""
 
     def __init__(self) -> None:
         self.sums = MetricSums()
@@ -206,7 +210,7 @@ class LoggingInterval:
             self.steps += 1
 
     def means(self) -> dict[str, float]:
-        """Values of the log line; equal on all workers except for the times."""
+        """Means for the log line, equal on all workers except for the times."""
         steps, seconds = max(self.steps, 1), max(self.seconds, 1e-9)
         return {
             "gradients_global_norm": self.grad_norm_sum / steps,
@@ -219,7 +223,7 @@ class LoggingInterval:
         return {**vars(self), "sums": self.sums.state_dict()}
 
     def full_state(self, backend: Backend) -> dict[str, Any]:
-        """As `state_dict`, with the sums of all workers on rank 0 and none on the others; collective."""
+        """`state_dict` with the metric sums of all workers on rank 0, and no sums elsewhere; collective."""
         total = MetricSums()
         for sums in backend.gather(self.sums.state_dict()):
             if backend.is_main:

@@ -1,4 +1,4 @@
-"""Batches of a loader to micro-batches on the device, with counts of their valid labels and tokens."""
+"""Split a loader's batches into micro-batches on the device, and count their valid labels and tokens."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _ALL_LABELS = Targets()
 
 
 class GlobalCounts(NamedTuple):
-    """Sums over all workers for one step.
+    """Counts of one step over all workers.
 
     Attributes:
-        weights: valid entries of each label.
+        weights: {label entry: number of valid labels}.
         num_micro_batches: maximum over workers.
     """
 
@@ -47,13 +47,13 @@ class GlobalCounts(NamedTuple):
 
 @dataclass
 class MicroBatch:
-    """The input of one forward pass, and its weight.
+    """Input of one forward pass, and the number of its valid labels.
 
     Attributes:
-        inputs: arguments of the model's forward, first dimension at most `batch_size`.
-        batch: all entries of the batch, for the metrics functions.
-        weights: name of a label entry -> its valid labels (those that are not -100), or rows where it is absent.
-        num_bytes: UTF-8 bytes of the text of the valid `labels`; 0 where they are not counted.
+        inputs: arguments of the model's forward, at most `batch_size` rows.
+        batch: all entries of the batch, for metric functions.
+        weights: {label entry: number of labels other than -100}; number of rows if the batch lacks the entry.
+        num_bytes: UTF-8 bytes of the text of valid `labels`; 0 if not counted.
     """
 
     inputs: dict[str, Any]
@@ -63,21 +63,21 @@ class MicroBatch:
 
     @property
     def weight(self) -> int:
-        """Valid entries of the first labels, for metrics that are a mean over them."""
+        """Number of valid labels of the first label entry, for metrics that are a mean over them."""
         return next(iter(self.weights.values()))
 
     def is_padding(self) -> bool:
-        """True if nothing in it is learned, measured or (`example`) predicted."""
+        """True if no label is valid and, for validation rows numbered by `example`, no row is to be predicted."""
         numbers = self.batch.get("example")
         return not any(self.weights.values()) and not (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
     def as_padding(self) -> MicroBatch:
-        """The same shapes with weight 0."""
+        """Copy with weight 0, which adds nothing to gradients and metrics."""
         batch = {name: value for name, value in self.batch.items() if name != "example"}
         return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).with_a_label()
 
     def with_a_label(self) -> MicroBatch:
-        """The micro-batch with at least one valid label, at weight 0: a mean over no label would be NaN."""
+        """Copy in which one label is valid where none was, at weight 0: a mean over no labels would be NaN."""
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
@@ -88,9 +88,9 @@ class MicroBatch:
         return replace(self, inputs=inputs)
 
     def with_valid_labels_only(self, most: int) -> MicroBatch:
-        """`labels` [1, most]: the valid ones in their order, then others, with their indices as `label_positions`.
+        """Reduce `labels` to [1, most], the valid ones first, and add their flat indices as `label_positions`.
 
-        Unchanged where `most` is less than the valid ones or not less than all.
+        Unchanged if more than `most` labels are valid, or if there are no more than `most` labels.
         """
         labels = self.inputs["labels"].flatten()
         if not self.weights["labels"] <= most < len(labels):
@@ -103,21 +103,21 @@ class MicroBatch:
 
 @dataclass
 class StepBatch:
-    """One worker's micro-batches of a global step, with its rows and tokens; empty when it has no more batches."""
+    """One worker's micro-batches of a step, with its numbers of rows and tokens; empty if its data has ended."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
     rows: int = 0
     tokens: int = 0
 
     def weight(self, label_name: str) -> int:
-        """Number of valid labels with this name."""
+        """Number of valid labels in a label entry."""
         return sum(micro_batch.weights[label_name] for micro_batch in self.micro_batches)
 
     def padded(self, number: int, last: MicroBatch | None = None) -> list[MicroBatch]:
-        """`number` micro-batches: sharded models need equally many forward passes on every worker.
+        """Extend to `number` micro-batches with padding ones: sharded models need equally many on every worker.
 
         Args:
-            last: padding repeats its shapes; default the last one of these.
+            last: micro-batch with the shapes of the padding; default: this batch's last one.
         """
         found = [micro_batch.with_a_label() for micro_batch in self.micro_batches]
         missing = number - len(found)
@@ -134,7 +134,7 @@ def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
-    """True for an entry of a batch with one item for each of its rows."""
+    """True for a batch entry with one item per row."""
     return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows
 
 
@@ -153,19 +153,19 @@ def split_batch(
     targets: Targets = _ALL_LABELS,
     token_bytes: Tensor | None = None,
 ) -> StepBatch:
-    """Cut a worker's batch into micro-batches of at most `batch_size` rows, and count tokens and valid labels.
+    """Split a worker's batch into micro-batches of at most `batch_size` rows, and count tokens and valid labels.
 
     Args:
-        batch: tensors with equal first dimension (rows); anything else is passed on unchanged.
-        names: the model's forward arguments; other entries reach only the metrics functions.
-        has_decoder: labels are a second sequence, whose tokens count too.
+        batch: tensors with equal first dimension (rows); other values are passed on unchanged.
+        names: arguments of the model's forward; other entries reach only metric functions.
+        has_decoder: labels are a second sequence, whose tokens are counted too.
         label_names: entries whose valid labels are counted.
-        trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
-        targets: how valid entries of `labels` are counted.
-        token_bytes: int64[IDs], bytes of each ID's text, which are added up for valid entries of `labels`.
+        trim_to: cut columns that are padding in all rows, to a width that is a multiple of this.
+        targets: rule for which `labels` are valid.
+        token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to count the bytes of valid `labels`.
 
     Raises:
-        UserError: a batch without rows, or with entries of different lengths.
+        UserError: the batch has no rows, or entries of different lengths.
     """
     rows = {name: len(value) for name, value in batch.items() if name in names and isinstance(value, Tensor)}
     if not rows and (given := [name for name in batch if name in names]):
@@ -217,10 +217,10 @@ def _counts(
 
 
 def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
-    """Copy a tensor to a device: asynchronously to a GPU, and IDs as int32.
+    """Copy a tensor to a device, asynchronously to a GPU.
 
     Args:
-        is_ids: the values of an int64 tensor are those of an int32.
+        is_ids: int64 values fit into int32, in which they are sent.
     """
     if device.type != "cuda" or values.device.type != "cpu" or values.is_pinned():
         return values.to(device, non_blocking=True)
@@ -230,14 +230,14 @@ def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Ten
 
 
 def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:
-    """Number of columns of each entry of a micro-batch that hold more than padding.
+    """Widths to which the entries of a micro-batch can be cut, because all further columns are padding.
 
-    What goes with the inputs is as wide as `attention_mask` (labels too, unless `has_decoder`), what goes with a
-    decoder's labels as these.
+    `attention_mask` decides for inputs, together with `labels` unless there is a decoder. `labels` decide for a
+    decoder's entries.
 
     Args:
-        rows: entries [rows, columns, ...]; those of other widths stay as they are.
-        multiple: widths are rounded up to it, but not beyond what there is.
+        rows: entries [rows, columns, ...].
+        multiple: widths are rounded up to a multiple of this.
 
     Returns:
         {name: width} of the entries to cut.
@@ -264,7 +264,7 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
 
 
 class BatchSplitter:
-    """Splits the batches of one trainer into micro-batches.
+    """Splits a trainer's batches into micro-batches.
 
     Args:
         transform: f(batch) -> batch with the model's argument names.
@@ -272,7 +272,7 @@ class BatchSplitter:
 
     Attributes:
         names: arguments of the model's forward.
-        targets: rule for counting valid targets; None before the first batch.
+        targets: rule for which labels are valid; None before the first batch.
     """
 
     def __init__(
@@ -287,12 +287,12 @@ class BatchSplitter:
         self._warned: set[str] = set()
 
     def __call__(self, batch: Any, batch_size: int, num_counted: Callable[[int], int] | None = None) -> StepBatch:
-        """Micro-batches of this worker's batch; collective until `targets` are known.
+        """Split this worker's batch; the first call is collective.
 
         Args:
-            batch: None where this worker has no more.
-            batch_size: rows of a micro-batch at most.
-            num_counted: f(rows) -> first rows that count; the others repeat rows of another worker.
+            batch: None if this worker's data has ended.
+            batch_size: maximum rows of a micro-batch.
+            num_counted: f(rows) -> number of leading rows that count; the others repeat rows of another worker.
         """
         batch = batch if batch is None else self._named(batch)
         if self.targets is None:

@@ -1,4 +1,4 @@
-"""`--log_norms` and `--log_maxima`: norms and largest magnitudes by part of the model, every n steps."""
+"""`--log_norms` and `--log_maxima`: norms and largest magnitudes of each part of the model, every n steps."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PROJECTIONS = ("q", "k"), ("query", "key")
 
 
 def monitoring_callbacks(args: TrainerArgs, trainer: TrainingLoop) -> list[Callback]:
-    """Callbacks of `--log_norms` and `--log_maxima`; none with `--validate_only`.
+    """Create the callbacks of `--log_norms` and `--log_maxima`; none with `--validate_only`.
 
     Raises:
-        UserError: the backend does not allow it.
+        UserError: the backend does not support them.
     """
     trainer.backend.before_update = None  # of an earlier training
     if args.validate_only:
@@ -41,10 +41,10 @@ def monitoring_callbacks(args: TrainerArgs, trainer: TrainingLoop) -> list[Callb
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a parameter belongs to, by its name.
+    """Map a parameter name to a part of the model.
 
-    The first numbered module (`encoder.block.0` for `encoder.block.0.layer.0.SelfAttention.q.weight`), `embeddings`,
-    `head`, or the module.
+    Parts are the first numbered module (`encoder.block.0` for `encoder.block.0.layer.0.SelfAttention.q.weight`),
+    `embeddings`, `head`, and otherwise the module itself.
     """
     path = [piece for piece in name.split(".") if piece not in ("_orig_mod", "module")]
     for depth, piece in enumerate(path):
@@ -56,10 +56,10 @@ def part_of(name: str) -> str:
 
 
 class NormsCallback:
-    """L2 norms of gradient (reduced, not clipped), weights and update of each part, and update over weights.
+    """Logs L2 norms of the reduced, unclipped gradient, the weights and the update of each part, and update / weights.
 
     Raises:
-        UserError: gradients or weights cannot be seen one by one.
+        UserError: the backend hides the gradients or weights of single parameters.
     """
 
     def __init__(self, every: int | None, trainer: TrainingLoop) -> None:
@@ -115,11 +115,11 @@ def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 class MaximaCallback:
-    """Largest magnitude of the outputs of each part's modules, and a bound of its attention logits.
+    """Logs the largest magnitude of each part's module outputs, and a bound on its attention logits.
 
-    Both are measured in an additional forward pass, without dropout, over the first micro-batch of each worker, with
-    the weights after the step. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz):
-    no logit is larger, before a position bias or mask is added.
+    Both come from an extra forward pass without dropout over each worker's first micro-batch, with the weights after
+    the step. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz), before any
+    position bias or mask.
     """
 
     def __init__(self, every: int | None, trainer: TrainingLoop) -> None:

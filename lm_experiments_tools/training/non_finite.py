@@ -1,4 +1,4 @@
-"""Non-finite tracing: a skipped step is run again to find the first module with a value that is not finite."""
+"""Non-finite tracing: run a skipped step again to find the first module that gave NaN or infinity."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SEARCH = 4  # skips in a row before a loss scale that halves at each is suspect
 
 
 def trace_non_finite(trainer: TrainingLoop, step: InFlightStep, position: int) -> None:
-    """Log the first module that is not finite on the first worker that has one; every worker calls it.
+    """Log the first module with a non-finite output or gradient, on the first worker that has one; collective.
 
-    The first skipped steps of a run are traced; with a loss scale, which starts too high, the fourth in a row.
-    Weights, gradients, buffers and random states stay the same.
+    The first skipped steps of a run are traced. With loss scaling only the fourth in a row is, because the initial
+    scale is too large by design. Weights, gradients, buffers and random states do not change.
 
     Args:
         position: samples consumed over all workers before the step.

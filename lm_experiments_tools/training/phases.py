@@ -1,4 +1,4 @@
-"""Phases of a run: where the data of a phase begins, and the mean of weights at its end."""
+"""Training in phases: where the data of a phase begins, and the mean of weights at its end."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run with arguments of its own.
+    """One phase of a run, with arguments of its own.
 
     Attributes:
-        args: arguments of this phase; `iters` is the step at which it ends.
-        run: arguments of the whole run, which its folder records.
-        number: from 0 on.
-        start: the step at which it begins.
+        args: arguments of this phase; it ends at step `args.iters`.
+        run: arguments of the whole run.
+        number: from 0.
+        start: step at which this phase begins.
         first_step, last_step: steps at which the run begins and ends.
-        branch: checkpoint of another run that this one, new, continues.
+        branch: checkpoint of another run from which this run starts; None without one.
     """
 
     args: Any
@@ -46,10 +46,13 @@ class Phase:
 
 
 def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
-    """Data position at which a phase begins, in samples over all workers, and the reason.
+    """Choose where a phase starts in its data.
 
     Args:
-        state: at the end of the phase before.
+        state: state at the end of the previous phase.
+
+    Returns:
+        Position in samples over all workers, and the reason, for the log.
     """
     stream, facts, args = trainer.stream, state.facts, trainer.args
     position = state.data_position()
@@ -64,10 +67,9 @@ def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
 
 
 def average_weights(trainer: TrainingLoop) -> None:
-    """Set the model to the mean of its weights and those of the phase's last checkpoints (`--average`).
+    """With `--average N`, set the weights to the mean of the current ones and of the phase's last N - 1 checkpoints.
 
-    Checkpoints written at other steps than those of `--save_interval` do not count. Every worker calls it. Nothing is
-    done without the flag, or if it has been done at this step.
+    Only checkpoints at multiples of `--save_interval` count. Every worker calls this.
     """
     args, backend, state = trainer.args, trainer.backend, trainer.state
     if not getattr(args, "average", None) or state.averaged_at == state.step:

@@ -1,8 +1,7 @@
-"""`--profile`: a trace of some steps, and a table of where their time went.
+"""`--profile`: a torch profiler trace of some steps, and a table of where their time went.
 
-A CPU operator counts with the time that it takes itself (`self_cpu_time_total` of torch's profiler), a GPU kernel with
-its duration. Each is added to a line of the table by the names of the operator, or kernel, and of the operators around
-it. The backward pass calls operators of the same names, inside nodes that are named after the forward pass.
+CPU operators count with their self time, GPU kernels with their duration. The names of an operator and of the
+operators around it decide which line of the table its time is added to.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ _NODE = "autograd::engine::evaluate_function: "
 
 
 def time_by_line(events: Iterable[Any]) -> dict[str, float]:
-    """Milliseconds of each of `LINES` within the range `STEPS`, which sum to its length.
+    """Milliseconds of each of `LINES` within the profiled steps; their sum is the duration of the steps.
 
-    On a GPU the host's waits for data and for other workers, and on any device communication, count only as far as no
-    computation hides them.
+    Communication, and on a GPU waits of the host, count only where no computation runs at the same time.
 
     Args:
         events: `torch.profiler.profile.events()`.
@@ -118,7 +116,7 @@ def _line_of(name: str, parent: Any) -> str:
 
 
 def table(times: Mapping[str, float], num_steps: int, heading: str) -> str:
-    """The lines and their sum as milliseconds a step and share."""
+    """Format the table: milliseconds per step and percentage of each line, and their sum."""
     whole = sum(times.values())
     rows = [(line, times[line]) for line in LINES] + [("a step", whole)]
     lines = [f"  {name:<16} {ms / num_steps:12.2f} ms {100 * ms / max(whole, 1e-9):6.1f} %" for name, ms in rows]
@@ -126,10 +124,10 @@ def table(times: Mapping[str, float], num_steps: int, heading: str) -> str:
 
 
 class ProfileCallback:
-    """A torch profiler trace of `num_steps` steps after step `start`, and a table of where their time went.
+    """Traces `num_steps` steps after step `start` with torch's profiler, and prints a table of where their time went.
 
-    Runs after all other callbacks of step `start`. `end`, a callback of its own, runs before all others, so that only
-    callbacks between the traced steps are in the trace.
+    This callback must run last at step `start`, and its `end` callback first, so that no other callbacks are in the
+    trace but those between the steps.
     """
 
     def __init__(self, start: int, num_steps: int, folder: Path) -> None:
@@ -181,7 +179,7 @@ class ProfileCallback:
 def with_profile(
     callbacks: list[Callback], args: TrainerArgs, step: int, say: Callable[[str], None]
 ) -> list[Callback]:
-    """Callbacks of a training that starts after `step`, with those of `--profile` if it is given."""
+    """Add the callbacks of `--profile`, if it is set, to those of a training that starts after `step`."""
     number = args.profiled_steps()
     if number is None or args.validate_only or step >= args.iters:
         return callbacks

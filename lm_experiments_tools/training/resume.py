@@ -1,4 +1,4 @@
-"""Start of a run: from random weights, a checkpoint of the run, or one of another run.
+"""Start of a run: from random weights, from its own checkpoint, or from another run's.
 
 Every checkpoint records facts about its run (settings, model, source of user classes), which a restart compares.
 """
@@ -57,11 +57,7 @@ _KERNELS = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
 
 
 def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Load weights, wrap the model, restore the state of a checkpoint.
-
-    Weights are loaded before wrapping, so that backends which shard the model shard the loaded ones; the optimizer's
-    state after it.
-    """
+    """Load weights, wrap the model, and restore the state of a checkpoint."""
     args, backend = trainer.args, trainer.backend
     if args.model_path:
         claim_for_all(args if trainer.phase is None else trainer.phase.run, backend, once_more=True)
@@ -94,7 +90,7 @@ def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None)
 
 
 def resume(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
-    """Restore a checkpoint of this run, to continue exactly where it was taken."""
+    """Restore everything from a checkpoint of this run."""
     trainer.state, per_rank = load_state(path, trainer.backend)
     state = trainer.state
     _check_facts(trainer, path, facts)
@@ -142,9 +138,9 @@ def _begins(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> bool
 
 
 def begin_phase(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
-    """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of its trunk.
+    """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of another run.
 
-    The optimizer's state is kept by parameter; schedule, patience and drops of the learning rate start afresh.
+    The optimizer's state is kept by parameter name. Schedule, patience and drops of the learning rate start anew.
     """
     trainer.state, per_rank = load_state(path, trainer.backend, by_name=True)
     state, stream = trainer.state, trainer.stream
@@ -184,7 +180,7 @@ def _initialize_from(trainer: TrainingLoop, source: Path) -> None:
 
 
 def load_weights(trainer: TrainingLoop, source: Path) -> None:
-    """Put the weights of a checkpoint into a model that is set up; every worker calls it."""
+    """Load the weights of a checkpoint into a model that is set up; collective."""
     args, backend = trainer.args, trainer.backend
     trainer.saver.wait()
 
@@ -202,10 +198,10 @@ def load_weights(trainer: TrainingLoop, source: Path) -> None:
 
 # ---- facts that a restart compares ----------------------------------------------------------------------------------
 def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Settings, model configuration, optimizer settings and source of user classes, {name: JSON value}.
+    """{name: JSON value} of settings, model configuration, optimizer settings and hashes of user classes' source.
 
     Args:
-        world_size: number of workers, virtual ones with `--reproducible elastic`.
+        world_size: number of workers, or of virtual ranks with `--reproducible elastic`.
         model: as built, before a backend wraps it.
     """
     harmless = harmless_flags(type(args))

@@ -1,7 +1,7 @@
 """The run directory of a job: one folder shared by all machines, or one folder on each machine.
 
-Rank 0 writes everything but the log files of the other ranks, and chooses the checkpoint to resume from. A folder on
-each machine is enough as long as rank 0 stays on the same machine.
+Rank 0 writes all files except the other ranks' logs, and chooses the checkpoint to resume from. Separate folders work
+if rank 0 stays on the same machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = False) -> RunDirectory | None:
-    """The run directory, locked by rank 0 (`claim_run`); None on other ranks. Every worker calls it.
+    """Lock and return the run directory on rank 0, None elsewhere; collective.
 
     Raises:
-        UserError: the directory holds a run with other settings, or one that has not ended; or it is not one folder
-            for all machines, and the run cannot do without.
+        UserError: the directory holds a run with other settings or a running one, or must be shared and is not.
     """
     # An elastic job changes its number of workers, and with it the global batch; its other settings stay.
     is_elastic = restart.is_elastic() or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
@@ -66,7 +65,7 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest checkpoint of a run directory, complete or not; -1 without one."""
+    """Step of the newest checkpoint in a run directory, complete or not; -1 if there is none."""
     root = folder / "checkpoints"
     steps = [parse_step(entry.name) for entry in root.iterdir()] if root.is_dir() else []
     return max((step for step in steps if step is not None), default=-1)

@@ -1,8 +1,8 @@
-"""Learning-rate schedules as pure functions: a multiplier of `lr`, given the number of updates already applied.
+"""Learning-rate schedules as pure functions of the step, which return a multiplier of `lr`.
 
-No scheduler is stepped and nothing is saved: the step is the state. Schedules of transformers that depend on the step
-alone are found by their names. `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are nanoT5's.
-A user's function is `module:function`, either a multiplier or written like transformers' schedules::
+Nothing is saved or stepped: the number of applied updates determines the rate. Transformers' schedules are found by
+name, `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are nanoT5's. `module:function` names a
+user's function of one of these forms::
 
     f(step, num_warmup_steps, num_training_steps) -> float          any of these arguments, min_lr_ratio or base_lr
     get_x_schedule(optimizer, num_warmup_steps, num_training_steps) -> LambdaLR
@@ -45,22 +45,22 @@ def get_schedule(
     base_lr: float | None = None,
     **options: object,
 ) -> Schedule:
-    """A function step -> multiplier of `base_lr`, where step is the number of optimizer updates already applied.
+    """Create a schedule by name.
 
     Args:
         name: one of `SCHEDULES`, one of transformers, or `module:function`.
-        num_warmup_steps: length of the warm-up in updates. None: 0, or t5_inverse_sqrt's 10,000; schedules that are
-            named after their warm-up need it.
-        num_training_steps: length of the run in updates; the schedules that end somewhere need it.
-        min_lr_ratio: floor as a fraction of `base_lr`, for the schedules that have one.
-        base_lr: the learning rate being multiplied; `polynomial` and `legacy` need it, being stated in absolute rates.
-        options: arguments that only this schedule takes (`--lr_scheduler_options`), e.g. `num_cycles`, `power`.
+        num_warmup_steps: warm-up in updates. Default: 0, for t5_inverse_sqrt 10,000; required by schedules whose name
+            contains "warmup".
+        num_training_steps: length of the run in updates; required by schedules with an end.
+        min_lr_ratio: floor as a fraction of `base_lr`, for schedules that have one.
+        base_lr: learning rate that is multiplied; required by `polynomial` and `legacy`, which use absolute rates.
+        options: arguments of this schedule only (`--lr_scheduler_options`), e.g. `num_cycles`, `power`.
 
     Returns:
-        A pure function of an int >= 0.
+        f(number of updates applied) -> multiplier of `base_lr`.
 
     Raises:
-        UserError: unknown name or option, a missing or senseless number, or a setting the schedule would ignore.
+        UserError: unknown name or option, a missing or invalid number, or a setting that the schedule would ignore.
     """
     factory, accepted = _find(name)
     if num_warmup_steps is None and "warmup" not in name and _is_required(accepted.get("num_warmup_steps")):
@@ -168,7 +168,7 @@ def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mappin
 
 
 def constant() -> Schedule:
-    """lr, always."""
+    """The multiplier 1 at every step."""
     return lambda step: 1.0
 
 
@@ -205,10 +205,10 @@ def warmup_stable_decay(
     decay_type: str = "cosine",
     num_cycles: float = 0.5,
 ) -> Schedule:
-    """Warm-up from min_lr_ratio, a plateau at 1, then a decay to min_lr_ratio.
+    """Warm-up from min_lr_ratio to 1, a plateau, then a decay to min_lr_ratio.
 
-    num_decay_steps defaults to a tenth of the run (rounded up), as MiniCPM (arXiv 2404.06395) recommends, and
-    num_stable_steps to what is left. Types: linear, cosine, 1-sqrt.
+    num_decay_steps defaults to a tenth of the run (MiniCPM, arXiv 2404.06395), num_stable_steps to the remaining
+    steps. Types: linear, cosine, 1-sqrt.
     """
     decay = math.ceil(0.1 * num_training_steps) if num_decay_steps is None else num_decay_steps
     stable = num_training_steps - num_warmup_steps - decay if num_stable_steps is None else num_stable_steps
@@ -243,9 +243,9 @@ def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
 
 
 def legacy(num_training_steps: int, base_lr: float) -> Schedule:
-    """nanoT5's `legacy`: min(0.01, 1 / sqrt(step)) for 90 % of the run, then linear to 0.
+    """nanoT5's `legacy`: the rate is min(0.01, 1 / sqrt(step)) for 90 % of the run, then falls linearly to 0.
 
-    The rates are absolute: the multiplier is divided by base_lr, so the result does not depend on --lr (as in nanoT5).
+    The result does not depend on --lr, as in nanoT5.
     """
     turn = math.ceil(num_training_steps * 0.9)
 
@@ -266,7 +266,8 @@ def cosine_with_floor(
 ) -> Schedule:
     """nanoT5's `cosine`: linear from warmup_start to 1, then half a cosine to min_lr_ratio, where it stays.
 
-    nanoT5's `final_cosine` is an absolute rate: min_lr_ratio = final_cosine / base_lr (1e-5 / 2e-2 by its defaults).
+    nanoT5's `final_cosine` is an absolute rate: min_lr_ratio = final_cosine / base_lr (nanoT5's defaults: 1e-5 /
+    2e-2).
     """
 
     def multiplier(step: int) -> float:
@@ -283,14 +284,12 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {factory.__name__: factory for f
 
 
 class PlateauDrop:
-    """torch's ReduceLROnPlateau as a multiplier of `base_lr`, with a state that is JSON.
-
-    torch's scheduler drives an optimizer that holds only a learning rate.
+    """torch's ReduceLROnPlateau as a multiplier of `base_lr`.
 
     Args:
-        base_lr: the learning rate being multiplied; `min_lr` and `eps` are absolute rates and are compared with it.
-        settings: of `torch.optim.lr_scheduler.ReduceLROnPlateau`: mode, factor, patience, threshold, threshold_mode,
-            cooldown, min_lr, eps; patience and cooldown count calls of `update`.
+        base_lr: learning rate that is multiplied.
+        settings: arguments of `torch.optim.lr_scheduler.ReduceLROnPlateau`; patience and cooldown count calls of
+            `update`, `min_lr` and `eps` are absolute rates.
 
     Raises:
         UserError: base_lr is not positive, or torch refuses a setting.
@@ -312,24 +311,24 @@ class PlateauDrop:
 
     @property
     def multiplier(self) -> float:
-        """Factor of `base_lr` now: 1.0 before the first drop."""
+        """Current factor of `base_lr`; 1.0 before the first drop."""
         return self._optimizer.param_groups[0]["lr"] / self._base_lr
 
     def update(self, metric: float) -> bool:
-        """Report a validation result; True when the learning rate has just been dropped."""
+        """Report a validation result; returns True if the learning rate drops."""
         before = self.multiplier
         self._scheduler.step(float(metric))
         return self.multiplier < before
 
     def state_dict(self) -> dict:
-        """Plain JSON scalars; `best` is None before the first result."""
+        """State as JSON scalars; `best` is None before the first result."""
         best = self._scheduler.best
         counters = {name: getattr(self._scheduler, name) for name in self._COUNTERS}
         rates = {"lr": self._optimizer.param_groups[0]["lr"], "base_lr": self._base_lr}
         return {**rates, "best": None if math.isinf(best) else best, **counters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state_dict()`; the settings stay those of the constructor, `base_lr` among them."""
+        """Restore a result of `state_dict`; settings stay those of the constructor."""
         self._optimizer.param_groups[0]["lr"] = state["lr"] * (self._base_lr / state["base_lr"])
         self._scheduler.best = self._scheduler.mode_worse if state["best"] is None else state["best"]
         for name in self._COUNTERS:
@@ -337,15 +336,15 @@ class PlateauDrop:
 
 
 class LearningRate:
-    """Learning rates of the parameter groups: the initial rates times the schedule and plateau drops of `args`.
+    """Sets the optimizer's learning rates: initial rate * schedule * plateau drops.
 
     Attributes:
-        base: the rate of each group before any factor; None where the optimizer sets its own (relative_step).
-        plateau: state of `--use_lr_drop`, if set.
-        length: updates after which the schedule has ended.
+        base: initial rate of each group; None if the optimizer computes its own (relative_step).
+        plateau: state of `--use_lr_drop`; None without it.
+        length: number of updates at which the schedule ends.
 
     Args:
-        start: step at which the phase begins that ends at `--iters`.
+        start: first step of the phase that ends at `--iters`.
     """
 
     def __init__(self, args: TrainerArgs, optimizer: Optimizer | None, start: int = 0) -> None:
@@ -375,15 +374,15 @@ class LearningRate:
         )
 
     def keep_length(self, state: TrainState) -> str | None:
-        """Keep the schedule's length of a checkpoint when --iters changes, unless --num_training_steps is given.
+        """Keep the checkpoint's schedule length if --iters has changed; --num_training_steps overrides it.
 
-        Past its end the curve is constant: transformers' cosine would rise again.
+        After its end the schedule is constant.
 
         Returns:
-            The log line on both curves, if they differ.
+            Log message about the two lengths; None if they are equal.
 
         Raises:
-            UserError: the curve has ended at 0, so the remaining updates would change nothing.
+            UserError: the schedule has ended at 0, so further updates would change nothing.
         """
         args, then, now = self._args, state.schedule_steps, self.length
         if self.schedule is None or then in (None, now) or state.step >= args.iters:
@@ -410,12 +409,12 @@ class LearningRate:
         )
 
     def resume(self, plateau: dict) -> None:
-        """Restore the plateau drops of a checkpoint, if both it and this run have them."""
+        """Restore a checkpoint's plateau drops, if it has them and this run uses them."""
         if self.plateau is not None and plateau:
             self.plateau.load_state_dict(plateau)
 
     def set(self, optimizer: Optimizer, step: int) -> None:
-        """Set the rates of the (wrapped) `optimizer`'s groups for update `step`, counted from the schedule's start."""
+        """Set the rates of the optimizer's groups for update `step`, counted from the start of the schedule."""
         factor = 1.0 if self.schedule is None else self.schedule(step)
         if self.plateau is not None:
             factor *= self.plateau.multiplier

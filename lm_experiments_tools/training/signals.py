@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C or the launcher's death: all workers agree on a signal at the same step, and save together."""
+"""SIGTERM, Ctrl-C, or the death of the launcher: all workers stop at the same step and save together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ WATCHED = (signal.SIGTERM, signal.SIGINT)
 class StopSignals:
     """Context that records the first SIGTERM or SIGINT; a second SIGINT interrupts immediately.
 
-    A launcher that was killed cannot send one: a worker of torchrun (or of accelerate launch, which is torchrun) whose
-    parent is no longer that of its start takes it for a SIGTERM.
+    Under torchrun or accelerate launch, a dead parent process counts as SIGTERM.
 
     Attributes:
-        agreed: number of the signal that some worker got, known to all after `agree`; 0 for none.
+        agreed: signal number that any worker received, known to all after `agree`; 0 for none.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class StopSignals:
 
     @property
     def pending(self) -> list[int]:
-        """How often SIGTERM and SIGINT have come to this worker while entered; a change of hosts counts as SIGTERM."""
+        """Numbers of SIGTERM and SIGINT that this worker received; a change of hosts counts as SIGTERM."""
         if not self._entered:
             return [0, 0]
         if self._launcher is not None and os.getppid() != self._launcher:
@@ -50,7 +49,7 @@ class StopSignals:
         return [terminations + restart.have_hosts_changed(), interrupts]
 
     def agree(self, totals: Sequence[int]) -> None:
-        """Take the sum of `pending` over all workers."""
+        """Take the sum of `pending` over all workers, so that all know of a signal."""
         for number, count in zip(WATCHED, totals, strict=True):
             if count and not self.agreed:
                 self.agreed = int(number)

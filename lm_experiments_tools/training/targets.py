@@ -1,7 +1,7 @@
-"""Valid targets of a model: the labels that its loss is a mean over.
+"""Valid targets: the labels over which a model's loss is a mean, found by calling the model.
 
-A causal model shifts its labels, so the first label of a row is no target, whichever module computes the loss. Some
-models also take a `labels_mask` and score only the tokens it selects. Both are found by calling the model.
+A causal model shifts its labels, so the first label of a row is no target. Some models also take a `labels_mask` and
+score only the tokens that it selects.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ LABELS_MASK = "labels_mask"
 
 @dataclass(frozen=True)
 class Targets:
-    """Rule for counting the valid targets of rows.
+    """Rule for which labels are valid targets.
 
     Attributes:
-        first: column of the first target; 1 for models that shift their labels.
-        masks_logits: column j of `labels_mask` selects the logits of token j, hence label j + 1.
+        first: first column with targets; 1 for models that shift their labels.
+        masks_logits: column j of `labels_mask` selects the logits of token j, which predict label j + 1.
     """
 
     first: int = 0
     masks_logits: bool = False
 
     def valid(self, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-        """True where a label is a valid target, bool of the shape of `labels` (of `labels_mask`, if that is smaller).
+        """Bool mask of the valid targets, of the shape of `labels`, or of `mask` if `labels` have a class dimension.
 
         Args:
-            labels: [rows], [rows, columns], or [rows, columns, classes], one target a token under a mask.
-            mask: `labels_mask`, nonzero where a label is scored; ignored if it has another shape.
+            labels: [rows], [rows, columns], or [rows, columns, classes].
+            mask: `labels_mask`, nonzero where a label is scored; ignored if the shapes differ.
         """
         valid = labels != IGNORED_LABEL
         if mask is not None and mask.shape == valid.shape[: mask.dim()]:
@@ -49,11 +49,11 @@ class Targets:
 
 
 def find_targets(loss_of: Callable[[Mapping[str, Any]], float], inputs: Mapping[str, Any]) -> Targets:
-    """Find the rule by the loss of one batch under changed labels.
+    """Find the rule by changing labels of one batch and observing the loss.
 
     Args:
-        loss_of: loss of the model for its inputs, in evaluation mode.
-        inputs: a micro-batch with `labels` [rows, 2 columns or more].
+        loss_of: f(model inputs) -> loss in evaluation mode.
+        inputs: a micro-batch with `labels` [rows, at least 2 columns].
     """
     labels = inputs["labels"]
     blank, mark = _two_labels(labels)

@@ -1,11 +1,9 @@
-"""The trainer: one optimizer step, and the loop that repeats it, for every backend.
+"""The trainer: one optimizer step, and the loop that repeats it, for every backend. One step is::
 
-It speaks to the workers only through the methods of `backends/backend.py`. A step is::
+    samples = workers * `gradient_accumulation_steps` * `batch_size` rows
+    loss    = sum of the losses of their valid target tokens / number of their valid target tokens
 
-    global step = sum over workers of `gradient_accumulation_steps` micro-batches of `batch_size` rows
-    loss        = sum of losses of its valid target tokens / number of its valid target tokens (see losses.py)
-
-so any split of the same rows into micro-batches, accumulation steps and workers has the same gradient.
+The gradient does not depend on how the rows are split into workers, accumulation steps and micro-batches.
 """
 
 from __future__ import annotations
@@ -58,15 +56,15 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingDiverged(RunError):
-    """Too many optimizer steps in a row had a gradient that was not finite."""
+    """Too many consecutive optimizer steps had a non-finite gradient."""
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step in flight: its result is not yet part of the run's state and metrics.
+    """A launched optimizer step whose result has not been read from the device yet.
 
     Attributes:
-        random_state: before the first forward pass, for non-finite tracing.
+        random_state: state before the first forward pass, for non-finite tracing.
     """
 
     pending: PendingStep
@@ -82,26 +80,25 @@ class TrainingLoop:
     """Trains `model` for `args.iters` optimizer steps.
 
     Args:
-        args: `TrainerArgs`; read, never changed.
-        backend: the workers; not yet set up (the trainer does that, after any checkpoint has been loaded).
-        model: called as `model(**batch, **forward_kwargs)`; its output has a `loss` that is a mean over the valid
-            entries of `labels`, or over rows where a batch has no labels.
-        optimizer: made for this model's parameters.
-        train_dataloader: yields this worker's part of a global step, `args.rows_per_worker()` rows (fewer at an
-            epoch's end); a loader with `seek(consumed_samples)`, whose batches depend on nothing else, resumes in
-            O(1), any other is replayed.
+        args: `TrainerArgs`; never changed.
+        backend: a backend that is not set up yet.
+        model: called as `model(**batch, **forward_kwargs)`; its output has a `loss`, the mean over valid `labels`, or
+            over rows if a batch has no labels.
+        optimizer: optimizer over this model's parameters; None to evaluate only.
+        train_dataloader: yields `args.rows_per_worker()` rows per step on each worker (fewer at the end of an epoch).
+            A loader with `seek(consumed_samples)` resumes in O(1); any other is replayed.
         valid_dataloader: this worker's part of the validation set; parts may differ in length.
         train_sampler: its `set_epoch` is called before each epoch.
         batch_transform_fn: f(batch) -> batch with the model's argument names.
         batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
-        keep_for_metrics_fn, metrics_fn: f(batch, outputs) -> {name: tensor or list} to accumulate, and f(all that was
-            accumulated, on all workers) -> {name: value}.
-        collect: f(split) -> what an evaluation of that split adds its outputs to, instead of `keep_for_metrics_fn`.
+        keep_for_metrics_fn: f(batch, outputs) -> {name: tensor or list} to accumulate.
+        metrics_fn: f(everything accumulated on all workers) -> {name: value}.
+        collect: f(split) -> `Collector` for an evaluation of that split, instead of `keep_for_metrics_fn`.
         forward_kwargs, generate_kwargs: passed to every forward pass, and to `generate` on validation.
-        callbacks: more things to do every n steps.
-        tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
-        loss: the terms of the loss, each with its labels.
-        phase: what `args` are a part of; None for a run of one.
+        callbacks: run in addition to those of the flags.
+        tokenizer_dir: folder whose tokenizer files are copied into every checkpoint.
+        loss: terms of the loss.
+        phase: the phase of the run that `args` belong to; None for a run without phases.
 
     Raises:
         UserError: arguments, data or a checkpoint that cannot work.
@@ -168,11 +165,11 @@ class TrainingLoop:
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     def train(self) -> None:
-        """Train until `args.iters` updates have been applied, patience has run out, or a signal requests a stop.
+        """Train until `args.iters` updates have been applied, patience has run out, or a signal stops the run.
 
         Raises:
-            TrainingDiverged: `args.max_skipped_updates` steps in a row were not finite.
-            SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
+            TrainingDiverged: `args.max_skipped_updates` consecutive steps had a non-finite gradient.
+            SystemExit: with 128 + signal number, after a checkpoint has been saved (143 for SIGTERM).
         """
         check_trainable(self.stream, self.backend.optimizer)
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
@@ -236,15 +233,13 @@ class TrainingLoop:
 
     # ---- one step ---------------------------------------------------------------------------------------------------
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo | None:
-        """Forward and backward over the micro-batches of `batch`, and one optimizer step.
+        """Run forward and backward over the micro-batches of `batch`, and one optimizer step.
 
-        On a GPU the optimizer step is launched asynchronously. Its result is read in the next step, after the backward
-        pass has been launched, so that the GPU never waits for the host. Steps after which a callback is due wait.
-
-        `train` has put the model into training mode; that walks over all modules, so it is not done every step.
+        On a GPU the optimizer step is launched asynchronously and its result is read one step later, unless a callback
+        is due. The model must be in training mode.
 
         Returns:
-            The result; None where the step is still in flight, or was left out because a signal asks to stop.
+            The result; None if the step is still in flight, or was not run because a signal stops the run.
         """
         started, args, backend = time.perf_counter(), self.args, self.backend
         part = self.split(batch, args.batch_size)
@@ -266,7 +261,7 @@ class TrainingLoop:
         return self._finalize_step() if pending.is_done else None
 
     def global_counts(self, part: StepBatch) -> GlobalCounts:
-        """Add up counts and signals over all workers; the only collective of a step besides the gradients'."""
+        """Add up counts and signals over all workers, in the only collective of a step besides the gradients'."""
         backend, names = self.backend, self.loss.label_names()
         num_micro_batches = [0] * backend.world_size  # of each worker: their sum is a gather
         num_micro_batches[backend.rank] = len(part.micro_batches)
@@ -309,7 +304,7 @@ class TrainingLoop:
     def add_metrics(
         self, part: MicroBatch, means: Mapping[str, Tensor], outputs: Any, sums: MetricSums, collector: Collector
     ) -> None:
-        """Add a micro-batch's losses and metrics to `sums`, and its outputs to `collector`, unless it is padding."""
+        """Add a micro-batch's losses and metrics to `sums` and its outputs to `collector`, unless it is padding."""
         if part.is_padding():
             return
         values = self.batch_metrics_fn(part.batch, outputs)
@@ -321,7 +316,7 @@ class TrainingLoop:
         collector.add(part.batch, outputs)
 
     def seed_noise(self, position: int, i: int) -> None:
-        """With `--reproducible`, seed this worker's i-th micro-batch by its position in the data.
+        """With `--reproducible`, seed dropout for this worker's i-th micro-batch by its position in the data.
 
         Args:
             position: samples consumed over all workers before the step.
@@ -383,10 +378,10 @@ class TrainingLoop:
 
     # ---- validation, logs, checkpoints ------------------------------------------------------------------------------
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
-        """Metrics over all of `dataloader` on all workers, each example once; training's random numbers are untouched.
+        """Compute metrics over `dataloader` on all workers, each example once. Random states do not change.
 
         Returns:
-            {metric: value} (no loss without labels), or None when a signal cut it short.
+            {metric: value} (no loss without labels), or None if a signal stopped it.
         """
         values = validate(self, dataloader, split)
         if values is not None:
@@ -395,12 +390,12 @@ class TrainingLoop:
         return values
 
     def say(self, message: str) -> None:
-        """Log an event of the run once (on rank 0)."""
+        """Log a message on rank 0."""
         if self.backend.is_main:
             logger.info(message)
 
     def tracking(self) -> Tracker:
-        """Context in which measurements are also written to the run directory."""
+        """Context in which metrics are also written to the run directory."""
         path, resumed = None if self.args.validate_only else self.args.model_path or None, self.saved_at is not None
         start = self.state.step if resumed else -1  # nothing logged here before is of this run
         unlogged = {"train": self.interval.steps > 0, "valid": self.state.last_validated_step < self.state.step}
@@ -410,7 +405,7 @@ class TrainingLoop:
         return self.tracker
 
     def log_train(self) -> None:
-        """Reduce and write the metrics since the last log line; every worker calls it."""
+        """Reduce and write the metrics since the last log line; collective."""
         backend, (interval, self.interval) = self.backend, (self.interval, LoggingInterval())
         values = self.loss.with_total({**interval.sums.reduce(backend), **self.outputs.reduce(backend)})
         self.state.metrics["train"] = storable(values)
@@ -428,7 +423,7 @@ class TrainingLoop:
         )
 
     def log(self, split: str, values: dict[str, float], *, write_tb: bool = True, **extra: Any) -> None:
-        """Write metrics of a split to the run directory, or to the console where there is none."""
+        """Write metrics of a split to the run directory, or to the console if there is none."""
         if self.tracker is not None and write_tb:
             state = self.state
             self.tracker.log(split, state.step, state.consumed_samples, state.consumed_tokens, values, extra=extra)
@@ -436,9 +431,10 @@ class TrainingLoop:
             self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
 
     def save(self, is_best: bool = False, *, unless_last: bool = False) -> None:
-        """Start a checkpoint of the current step, unless it exists or (`unless_last`) the run ends here with one.
+        """Save a checkpoint of the current step unless it exists; collective, and asynchronous inside `train`.
 
-        Every worker calls it. Within `train` it is written in the background.
+        Args:
+            unless_last: skip it at the last step, which saves a checkpoint anyway.
         """
         position = (self.state.step, self.state.consumed_samples)
         if is_best:
@@ -462,10 +458,10 @@ class TrainingLoop:
         }
 
     def load(self, source: str | Path) -> None:
-        """Load the weights of a checkpoint into the model, for example the best one before a final evaluation."""
+        """Load the weights of a checkpoint into the model, for example the best ones before a final evaluation."""
         load_weights(self, Path(source))
 
     def save_metrics(self, save_path: str | Path | None) -> None:
-        """Write the last metrics of every split, and the memory, to `save_path`/metrics.json."""
+        """Write the last metrics of every split to `save_path`/metrics.json."""
         if save_path is not None and self.backend.is_main:
             save_metrics(Path(save_path) / "metrics.json", self.state.metrics)

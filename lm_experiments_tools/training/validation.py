@@ -1,7 +1,6 @@
 """Validation, in which every row counts once, and text generation for metrics.
 
-Samplers repeat rows to give every worker equally many. Repeated rows are computed, as collectives need it, and not
-counted.
+Samplers repeat rows so that all workers have equally many. Repeated rows are computed but not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LENGTHS = {"max_length", "max_new_tokens"}
 
 
 def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[str, float] | None:
-    """Metrics over all of `dataloader` on all workers; None when a signal cut it short."""
+    """Compute metrics over `dataloader` on all workers; None if a signal stopped it."""
     backend, loss = trainer.backend, trainer.loss
     backend.model.eval()
     sums, collector = MetricSums(exact=backend.sums_exactly), trainer.collect(split)
@@ -56,10 +55,10 @@ def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[st
 
 
 def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
-    """Micro-batches of each batch; workers whose part has ended continue with padding micro-batches of weight 0.
+    """Yield the micro-batches of each batch; a worker whose data has ended yields padding of weight 0.
 
     Raises:
-        UserError: no worker has a batch, or one has none at all.
+        UserError: a worker has no batch at all.
     """
     backend, last = trainer.backend, None
     compares = backend.world_size > 1 and split not in trainer.compared_splits
@@ -85,13 +84,12 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
 def counted(
     dataloader: Iterable, backend: Backend, *, compares_workers: bool = False
 ) -> Iterator[tuple[Any, NumCounted]]:
-    """Batches, each with a function: number of rows in the batch -> number of leading rows that count.
+    """Yield (batch, f): f maps the number of rows in the batch to the number of leading rows that count.
 
-    Known repetitions are those of torch's `DistributedSampler` and of loaders that Accelerate has prepared. Batches of
-    other loaders count as they are.
+    Rows that torch's `DistributedSampler` or Accelerate's loaders repeat do not count. Other loaders' rows all count.
 
     Args:
-        compares_workers: warn where workers begin with the same rows; collective.
+        compares_workers: warn if workers begin with the same rows; collective.
     """
     sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
     if hasattr(dataloader, "end_of_dataloader"):
@@ -171,18 +169,18 @@ def _of_sampler(dataloader: Any, sampler: DistributedSampler) -> Iterator[tuple[
 def generate(
     model: nn.Module, part: MicroBatch, options: Mapping[str, Any], *, synced: bool = False, seed: int | None = None
 ) -> Tensor:
-    """Tokens that `model.generate` returns for each row, int64[rows, length].
+    """Generate tokens for each row with `model.generate`, int64 [rows, length].
 
-    An encoder-decoder reads `input_ids`. A decoder reads `prompt_ids` and `prompt_mask` of the batch, padded on the
-    left, where there are any (`input_ids` would hold the answer too), and its prompt is cut off the result. Padding
-    that all rows have is left out: how much there is depends on the other rows of this worker. Forks of t5-experiments
-    name the prompt `input_ids_generate` and `attention_mask_generate`, and expect all that `model.generate` returns.
+    An encoder-decoder reads `input_ids`. A decoder reads `prompt_ids` and `prompt_mask` if the batch has them, padded
+    on the left, and only its new tokens are returned. Columns that are padding in all rows are removed first, so that
+    results do not depend on the batch. The names of t5-experiments are accepted too: `input_ids_generate` and
+    `attention_mask_generate`, for which all tokens are returned.
 
     Args:
-        model: the user's model, without the wrappers of a backend.
-        options: arguments of `generate`; without a length in them, as long as the labels and one token more.
-        synced: forward passes are collective, so every worker generates until the last one is done.
-        seed: sampled tokens depend on it and the rows only. None: on the random state of the process.
+        model: the user's model, unwrapped.
+        options: arguments of `generate`; the default length is that of the labels plus one.
+        synced: every worker generates until the last one is done, because forward passes are collective.
+        seed: sampled tokens depend on this seed and the rows only; None: use the global random state.
     """
     device = next(iter(part.inputs.values())).device
     inputs, options = part.inputs, dict(options)

@@ -1,1 +1,1 @@
-"""One attention call, and its backends: SDPA, gather, FlexAttention, Triton; imports the top-level files."""
+"""One attention call, and its backends: SDPA, gather, FlexAttention, Triton; imports modules."""

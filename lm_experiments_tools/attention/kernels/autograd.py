@@ -1,7 +1,7 @@
-"""Autograd for backends with kernels: gather and triton.
+"""Autograd for the backends with their own backward pass, gather and triton.
 
-Their modules have `prepare(inputs, seed)`, which returns the settings of a call, then q, k, v and the bias as kernels
-read it; `run_forward` and `run_backward` on these; and `kernel_bias(inputs, bias)`, which is differentiable.
+Each of these modules has four functions. `prepare(inputs, seed)` returns the settings of a call, q, k, v and the bias
+as its kernels read it. `run_forward` and `run_backward` take those. `kernel_bias` converts a bias, differentiably.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def backward_without_autograd(
     grad: Tensor,
     trains_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the bias values, for the operator of torch.compile's graphs."""
+    """Gradients of q, k, v and the bias values, for the custom operator of torch.compile.
+
+    Args:
+        output, lse: results of `run_forward`; lse is the log-sum-exp of each row of scores.
+        grad: gradient of the output.
+        trains_bias: False returns None for the bias.
+    """
     call, *tensors = module.prepare(inputs, seed)
     *gradients, d_bias = module.run_backward(call, *tensors, output, lse, grad, trains_bias)
     if d_bias is None:

@@ -1,8 +1,7 @@
-"""Position biases that depend on the distance of key and query alone, stored as a table instead of an N x N matrix.
+"""Position biases that depend on the distance key - query: T5's relative attention bias and ALiBi.
 
-A T5 bias has one value per head for each distance up to some point; ALiBi is linear. Both are Toeplitz matrices, given
-by `table`, a vector of 2 * s + 1 numbers per head. Kernels read the table or tiles of it; `dense` makes the matrix.
-Everything is differentiable, and each gradient is summed in one order: equal inputs give equal bits.
+They are Toeplitz matrices, stored as one vector per head (`table`) instead of an N x N matrix (`dense`). Gradients are
+summed in a fixed order, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from lm_experiments_tools.errors import UserError
 
 
 def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
-    """Bucket of each distance (Raffel et al. 2020, section 2.1), in the arithmetic of transformers' T5: float32.
+    """T5 bucket of each relative position (Raffel et al. 2020, section 2.1), computed exactly as in transformers.
 
     Half of the buckets hold one distance each, the others logarithmically growing ranges up to `max_distance`.
-    Bidirectional splits the buckets between the past and the future; otherwise the future is bucket 0.
 
     Args:
         relative_position: key position - query position, any shape, int64.
+        bidirectional: use half of the buckets for the future; otherwise the future is bucket 0.
 
     Returns:
         int64, same shape, in [0, num_buckets).
@@ -68,7 +67,7 @@ class _Distances:
     """Base of biases by distance."""
 
     def dense(self, query_length: int, key_length: int) -> Tensor:
-        """The matrix, [1, heads, query_length, key_length]."""
+        """Expand to a matrix [1, heads, query_length, key_length]."""
         return dense_bias(self, query_length, key_length)
 
 
@@ -106,15 +105,15 @@ class T5Bias(_Distances):
         return self.weight.shape[1]
 
     def table(self, length: int | None = None) -> Tensor:
-        """Values [heads, 2 * s + 1] for distances -s..s, the same for every length; s = 91 for T5's encoder.
+        """Bias values [heads, 2 * s + 1] for distances -s..s.
 
-        Distances beyond s have the value at s or -s.
+        Larger distances have the value at s or -s. s follows from the buckets, not from `length`: 91 in T5's encoder.
         """
         buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         return self.weight[buckets].t()
 
     def between(self, low: int, high: int) -> Tensor:
-        """Values [heads, high - low + 1] for distances low..high."""
+        """Bias values [heads, high - low + 1] for distances low..high."""
         find = _buckets_between if _are_numbers(low, high) else _buckets_between.__wrapped__
         buckets = find(low, high, self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         # contiguous: adding a mask to the matrix made of it takes a quarter of the time
@@ -140,17 +139,17 @@ class AlibiBias(_Distances):
         return self.slopes.shape[0]
 
     def table(self, length: int) -> Tensor:
-        """Values [heads, 2 * length - 1] for distances -(length - 1)..length - 1."""
+        """Bias values [heads, 2 * length - 1] for distances -(length - 1)..length - 1."""
         distance = torch.arange(1 - length, length, device=self.slopes.device).abs()
         return -self.slopes[:, None] * distance.to(self.slopes.dtype)
 
 
 @dataclass(eq=False)
 class T5Table(_Distances):
-    """A T5 bias as values by distance, looked up once for all layers that share it.
+    """A T5 bias after the lookup of its buckets, shared by several layers.
 
     Args:
-        values: [heads, 2 * s + 1] as of `T5Bias.table`, contiguous.
+        values: [heads, 2 * s + 1] as returned by `T5Bias.table`, contiguous.
     """
 
     values: Tensor
@@ -160,7 +159,7 @@ class T5Table(_Distances):
         return self.values.shape[0]
 
     def table(self, length: int | None = None) -> Tensor:
-        """The values, for every length."""
+        """Bias values [heads, 2 * s + 1]; `length` is ignored."""
         return self.values
 
 
@@ -170,17 +169,21 @@ _VALUES = {T5Bias: "weight", AlibiBias: "slopes", T5Table: "values"}
 
 
 def values_of(bias: Bias | None) -> Tensor | None:
-    """The tensor of a bias: the matrix itself, weights, slopes or values."""
+    """Tensor that stores a bias: weights, slopes or values; a matrix is returned as it is."""
     return getattr(bias, _VALUES[type(bias)]) if isinstance(bias, DistanceBias) else bias
 
 
 def with_values(bias: Bias | None, values: Tensor | None) -> Bias | None:
-    """The same bias with another tensor."""
+    """Copy of a bias that stores another tensor (see `values_of`)."""
     return replace(bias, **{_VALUES[type(bias)]: values}) if isinstance(bias, DistanceBias) else values
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """The slopes of the ALiBi paper: 2^(-8/n), 2^(-16/n), ... for n a power of two, interleaved from 2n otherwise."""
+    """Slopes of the ALiBi paper, [num_heads].
+
+    2^(-8/n), 2^(-16/n), ... for a power of two n. Otherwise those of the next lower power, and some of twice that
+    power.
+    """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
@@ -205,7 +208,14 @@ class _Toeplitz(torch.autograd.Function):
 
 
 def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrices [..., rows, columns] whose diagonals are `vector` [..., rows + columns - 1], bottom left first."""
+    """Expand vectors to Toeplitz matrices, whose element (r, c) is vector[c - r + rows - 1].
+
+    Args:
+        vector: [..., rows + columns - 1].
+
+    Returns:
+        [..., rows, columns].
+    """
     if _are_numbers(rows, columns):
         return _Toeplitz.apply(vector, rows, columns)
     # unfolding would fix the lengths
@@ -213,11 +223,15 @@ def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def diagonals(x: Tensor, columns: int) -> Tensor:
-    """[..., rows, rows + columns - 1] -> [..., rows, columns], where element (r, c) is x[r, c - r + rows - 1].
+    """Relative shift (Huang et al. 2018, arXiv 1809.04281, section 3.4.1): element (r, c) is x[r, c - r + rows - 1].
 
-    Rows padded by one element are read as rows of one element less, so that each starts one element earlier (Huang et
-    al. 2018, arXiv 1809.04281, section 3.4.1).
+    Args:
+        x: [..., rows, rows + columns - 1].
+
+    Returns:
+        [..., rows, columns].
     """
+    # Rows padded by one element are read as rows of one element less: each starts one element earlier.
     rows, width = x.shape[-2:]
     flat = torch.nn.functional.pad(x, (0, 1)).flatten(-2)
     return flat[..., rows - 1 : rows - 1 + rows * width].unflatten(-1, (rows, width))[..., :columns]
@@ -229,19 +243,23 @@ def _are_numbers(*lengths: int) -> bool:
 
 
 def sum_diagonals(matrices: Tensor) -> Tensor:
-    """Sums along each diagonal: [..., rows, columns] -> [..., rows + columns - 1], bottom left first.
-
-    Padding the rows and reading them as rows of one element less shifts each; then columns are summed in one order.
-    """
+    """Sum the diagonals of matrices [..., rows, columns]: [..., rows + columns - 1], bottom left first."""
     rows, columns = matrices.shape[-2:]
     width = rows + columns - 1
-    padded = torch.nn.functional.pad(matrices.flip(-2), (0, rows))  # rows of width + 1
+    padded = torch.nn.functional.pad(matrices.flip(-2), (0, rows))  # rows of width + 1, read as rows of width below
     skewed = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
     return skewed.sum(-2)
 
 
 def extend(table: Tensor, low: int, high: int) -> Tensor:
-    """Values [heads, high - low + 1] for distances low..high, low <= 0 <= high, of a table of distances -s..s."""
+    """Bias values for distances low..high from a table for distances -s..s, where low <= 0 <= high.
+
+    Args:
+        table: [heads, 2 * s + 1]; distances beyond s take the nearest value.
+
+    Returns:
+        [heads, high - low + 1].
+    """
     saturation = table.shape[-1] // 2
     inner = table[:, max(0, low + saturation) : high + saturation + 1]
     left, right = max(0, -saturation - low), max(0, high - saturation)
@@ -249,7 +267,7 @@ def extend(table: Tensor, low: int, high: int) -> Tensor:
 
 
 def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The matrix of a distance bias, [1, heads, query_length, key_length], in `dtype` (its own if None)."""
+    """Expand a distance bias to a matrix [1, heads, query_length, key_length], in `dtype` (None: the bias's own)."""
     low, high = 1 - query_length, key_length - 1
     if isinstance(bias, T5Bias):
         vector = bias.between(low, high)
@@ -266,14 +284,16 @@ def wants_gradient(bias: Bias | None) -> bool:
 
 
 def distance_tiles(table: Tensor, block: int) -> Tensor:
-    """Tiles of the bias matrix for each difference m of key block and query block, beyond which they are constant.
+    """Cut the matrix of a distance bias into tiles of block x block.
+
+    A tile depends only on m = key block - query block, and is constant for |m| >= M = ceil((s + block - 1) / block).
 
     Args:
-        table: [heads, 2 * s + 1] as of `T5Bias.table`.
+        table: [heads, 2 * s + 1] as returned by `T5Bias.table`.
         block: rows and columns of a tile.
 
     Returns:
-        [heads, 2 * M + 1, block, block] for m = -M..M, M = ceil((s + block - 1) / block).
+        [heads, 2 * M + 1, block, block] for m = -M..M.
     """
     reach = -(-(table.shape[-1] // 2 + block - 1) // block)
     vector = extend(table, -reach * block - block + 1, reach * block + block - 1)

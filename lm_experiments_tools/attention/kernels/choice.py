@@ -1,4 +1,4 @@
-"""The one place that chooses the backend of an attention call.
+"""Choice of the backend for an attention call.
 
 A backend is a module with `attend(inputs, seed)`. If it cannot compute all inputs, its `refusal(inputs)` says why.
 autograd.py lists the functions of a backend with kernels. If `DRAWS_FROM_DEVICE` is True, dropout draws from the
@@ -61,7 +61,7 @@ forced: str | None = None
 def force_backend(backend: str) -> Iterator[None]:
     """Make "auto" choose this backend for every call that it supports.
 
-    "gather" consists of PyTorch's operators alone, which dispatch modes such as FLOP counters see.
+    For example "gather" for a FLOP counter, which sees PyTorch's operators only.
     """
     global forced
     before, forced = forced, backend
@@ -72,7 +72,11 @@ def force_backend(backend: str) -> Iterator[None]:
 
 
 def choose(inputs: AttentionInputs, backend: str) -> tuple[ModuleType, str]:
-    """The chosen backend's module and the reason for the choice."""
+    """Choose a backend; returns its module and the reason.
+
+    Raises:
+        UserError: a named backend is unknown, or cannot compute these inputs.
+    """
     if inputs.spec.softcap is not None and backend == "auto":
         return _module("eager"), "softcap has no fused kernel"
     if backend == "auto" and forced is not None and _refusal(_module(forced), inputs) is None:
@@ -152,15 +156,15 @@ def shared_bias(
     is_dense: bool = False,
     training: bool = True,
 ) -> Bias | None:
-    """The bias that layers share: as a matrix where the backend would make one in each layer, else unchanged.
+    """Expand a distance bias to a matrix once, if every layer would otherwise do it.
 
-    In `training` the answer is that for a trained bias, also where gradients are off: reentrant checkpoints run
-    without and then with gradients, and both passes must agree.
+    The bias is returned unchanged for backends that read distances. In training the result does not depend on whether
+    gradients are enabled, because reentrant checkpoints run each layer with and without them.
 
     Args:
-        device: the model's device, for "auto"; None keeps the bias unchanged.
-        is_dense: no layer has a layout.
-        training: of the model, which may have checkpoints.
+        device: the model's device, for "auto"; None returns the bias unchanged.
+        is_dense: True if no layer has a block-sparse layout.
+        training: True if the model is in training mode.
     """
     if bias is None or isinstance(bias, Tensor):
         return bias

@@ -1,4 +1,4 @@
-"""The attention call of a layer, and the public functions around it."""
+"""Attention as layers and users call it: `attend`, `block_sparse_attention` and `explain`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, wants_grad
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.operator import attend_in_graph
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
-from lm_experiments_tools.attention.kernels.triton import has_kernels
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.devices import has_kernels
 
 _IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "block_sparse": "auto"}  # transformers' names -> backends
 _TRACEABLE = {"eager": eager, "sdpa": sdpa}  # torch.compile traces these; other backends are one operator to it
 
 
 def backend_of(implementation: str, fused_on: torch.device | None = None) -> str:
-    """The backend for transformers' `attn_implementation`.
+    """Map transformers' `attn_implementation` to a backend.
 
     Args:
-        fused_on: device of a model that trains by its fused path. Where Triton's kernels run, "auto" replaces "sdpa",
-            whose gradient of a bias is a matrix for each sequence.
+        implementation: "eager", "sdpa" or "block_sparse".
+        fused_on: the model's device if it trains by its fused path (`use_fast_step`), else None. If Triton's kernels
+            run there, "sdpa" gives "auto", which needs less memory for the gradient of a position bias.
+
+    Raises:
+        UserError: another implementation.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise UserError(f"attn_implementation={implementation!r} is none of {', '.join(_IMPLEMENTATIONS)}.")
@@ -44,16 +48,16 @@ def attend(
     prefers_products: bool = False,
     output_attentions: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a layer. Queries without any allowed key give zeros.
+    """Compute attention in a layer. Queries without an allowed key give zeros.
 
     Args:
         q: [batch, heads, query_length, head_dim].
         k, v: [batch, heads, key_length, head_dim].
-        spec: masks, bias, layout and settings. The caller guarantees that they fit q, k and v for "eager" and "sdpa"
-            without a layout, which torch.compile can trace; any other call is validated.
-        backend: as of `block_sparse_attention`; `backend_of` maps transformers' `attn_implementation` to one.
-        prefers_products: use the backend "products" where it can compute this call.
-        output_attentions: return the weights too, computed by the backend "eager".
+        spec: masks, bias, layout and settings. They are not checked if the backend is "eager" or "sdpa" without a
+            layout.
+        backend: as in `block_sparse_attention`; see `backend_of` for transformers' names.
+        prefers_products: use the backend "products" if it supports this call.
+        output_attentions: also return attention weights; uses the backend "eager".
 
     Returns:
         [batch, heads, query_length, head_dim], and the weights [batch, heads, query_length, key_length] or None.
@@ -86,33 +90,31 @@ def block_sparse_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """softmax(q k^T * scale + bias) v over the keys that layout and masks allow, with exact gradients, of bias too.
+    """Compute softmax(q k^T * scale + bias) v over the keys that layout and masks allow.
 
-    Lengths need not be multiples of the layout's block. Queries that may attend to nothing, or have a bias of -inf at
-    all that they may, give zeros and get zero gradients. Inputs must be finite, also where masks hide them: 0 times
-    NaN is NaN, as in PyTorch's own attention. Lists made from a layout are cached with the object: use one object for
-    many calls.
+    Gradients are exact, including that of the bias. Queries without an allowed key give zeros and get zero gradients.
+    Masked inputs must be finite too: 0 times NaN is NaN. Pass the same layout object to many calls, because what is
+    derived from it is cached with the object.
 
     Args:
         q: [batch, heads, query_length, head_dim], float16, bfloat16, float32 or float64.
         k: [batch, heads, key_length, head_dim].
         v: [batch, heads, key_length, any].
-        layout: a configuration of `layouts` (self-attention), a `Layout`, a tensor [heads or 1, query_blocks,
-            key_blocks] of 0 and 1 whose block, query_length / query_blocks rounded up, is a power of two, or None for
-            all blocks.
-        bias: `T5Bias`, `AlibiBias` (neither becomes an N x N matrix outside the dense backends), or a matrix
-            [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
-        key_padding_mask: bool [batch, key_length], True where keys are attended to.
-        segment_ids: int [batch, length], or a pair for queries and keys; tokens attend only within equal ids, as
-            documents packed into one row must.
-        causal: query i attends to keys 0..i only, token by token whatever the layout.
-        scale: head_dim ** -0.5 if None; T5 takes 1.0.
-        dropout_p: probability of dropping an attention weight; "gather" rounds it to a multiple of 2 ** -16, "triton"
-            takes one of the two nearest multiples of 2 ** -8 for each head, at random, and so is right on average.
-            The seed is drawn from torch's CPU generator and saved for backward (dense backends use the device's).
-        backend: "auto", or one of "gather" (PyTorch alone, any device), "triton" (GPU, deterministic), "sdpa", "eager"
-            and "products" (dense) and "reference" (dense float64). `explain` says what
-            "auto" takes, and why.
+        layout: a configuration such as `BigBirdSparsityConfig` (self-attention only), a `Layout`, a tensor [heads or
+            1, query_blocks, key_blocks] of 0 and 1, or None for dense attention. Lengths need not be multiples of the
+            block. The block of a tensor is query_length / query_blocks, rounded up; it must be a power of two.
+        bias: `T5Bias`, `AlibiBias` or a matrix [1 or batch, 1 or heads, query_length, key_length], added to the scaled
+            scores. Only dense backends expand the first two to a matrix.
+        key_padding_mask: bool [batch, key_length], True for keys that may be attended to.
+        segment_ids: document IDs of packed rows, int [batch, length], or a pair for queries and keys. Tokens attend
+            within their document.
+        causal: query i attends to keys 0..i, token by token, in addition to the layout.
+        scale: head_dim ** -0.5 if None; 1.0 in T5.
+        dropout_p: probability of dropping an attention weight. "gather" rounds it to a multiple of 2 ** -16. "triton"
+            draws a multiple of 2 ** -8 for each head, whose mean is the probability. These two draw a seed from
+            torch's CPU generator; dense backends use the device's generator.
+        backend: "auto", "gather" (PyTorch, any device), "triton" (GPU, deterministic), or the dense "sdpa", "eager",
+            "products" (CPU) and "reference" (float64). `explain` reports the choice of "auto".
 
     Returns:
         [batch, heads, query_length, v's last dimension] in q's dtype.
@@ -174,7 +176,7 @@ def _signature(inputs: AttentionInputs) -> tuple | None:
 
 
 class Explanation(NamedTuple):
-    """The backend that computes a call."""
+    """Backend of an attention call, the reason for it, and the fraction of blocks computed."""
 
     backend: str
     reason: str
@@ -195,7 +197,11 @@ def explain(
     backend: str = "auto",
     **settings: object,
 ) -> Explanation:
-    """The backend that `block_sparse_attention` chooses for these arguments, and why; prints as one sentence."""
+    """Report which backend `block_sparse_attention` would use for these arguments, and why.
+
+    >>> print(explain(q, k, v, BigBirdSparsityConfig(num_heads=12)))
+    sdpa: 128 tokens are few (at most 256); density 0.578
+    """
     inputs = validate(
         AttentionInputs(q, k, v, AttentionSpec(None, key_padding_mask, bias=bias, layout=layout, **settings))
     )

@@ -11,9 +11,9 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 
 def limit_float16(x: Tensor) -> Tensor:
-    """`x` with float16 infinities clamped to its range, so that no sum or softmax turns them into NaN.
+    """Clamp float16 values to the finite range; other dtypes are returned unchanged.
 
-    T5's activations exceed float16; other dtypes are returned unchanged. Clamped values have zero gradient.
+    T5's activations overflow float16, and an infinity would soon become NaN. Clamped values have zero gradient.
     """
     if x.dtype != torch.float16:
         return x
@@ -32,7 +32,7 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
 
 
 def attend_with_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Attention output and the weights it was computed from, [batch, heads, query_length, key_length]."""
+    """Attention output, and attention weights after dropout, [batch, heads, query_length, key_length]."""
     weights, empty = _weights(inputs)
     weights = weights if empty is None else weights.masked_fill(empty, 0.0)
     return weights @ inputs.v, weights

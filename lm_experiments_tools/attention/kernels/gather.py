@@ -1,11 +1,9 @@
 """Block-sparse attention in plain PyTorch: any device, any float type, memory linear in length.
 
-Query blocks that attend to equally many key blocks form one batched matrix product over gathered key blocks, so a
-layout costs what it attends to. Query blocks with the same list of keys share one copy of it. Only q, k and v are
-saved; the backward pass computes the probabilities again. Both passes go through chunks that fit in the caches.
+Query blocks with equally many key blocks form one batched matrix product over gathered key blocks. The backward pass
+recomputes the probabilities from q, k and v. Both passes go through chunks that fit in the CPU's caches.
 
-Biases are tiles. A distance bias has a few tiles per head (`bias.distance_tiles`), gathered into the buffer that the
-product of queries and keys is then added to; their gradient is a sum of tiles of the scores'.
+A distance bias becomes a few tiles of block x block per head (`bias.distance_tiles`), which are added to the scores.
 """
 
 from __future__ import annotations
@@ -30,14 +28,17 @@ _MAX_QUERIES = 256  # rows that share one gathered list of keys
 
 
 class Group(NamedTuple):
-    """Parts of a layout with equal shapes: in part g, all query blocks rows[g] attend to key blocks keys[g]."""
+    """Blocks that one batched matrix product computes.
 
-    rows: Tensor  # int64 [parts, query blocks of a part], head * query_blocks + query block
-    keys: Tensor  # int64 [parts, key blocks of a part], head * key_blocks + key block
+    In batch element g, called a part, all query blocks rows[g] attend to all key blocks keys[g].
+    """
+
+    rows: Tensor  # int64 [parts, query blocks of a part], as head * query_blocks + query block
+    keys: Tensor  # int64 [parts, key blocks of a part], as head * key_blocks + key block
 
 
 def groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.device) -> list[Group]:
-    """Group the parts of a layout by shape, cached with the layout. Query blocks without keys are left out."""
+    """Group query blocks by their number of key blocks, cached with the layout. Those without keys are left out."""
     return cached(layout, ("gather", num_heads, causal, device), lambda: _groups_of(layout, num_heads, causal, device))
 
 
@@ -69,16 +70,16 @@ def _groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.devic
 
 
 class Position(NamedTuple):
-    """Positions of scores, int64, broadcastable to [parts, query blocks, key blocks]."""
+    """Indices of blocks of scores, int64, each broadcastable to [parts, query blocks, key blocks]."""
 
     batch: Tensor
     head: Tensor
-    row: Tensor
-    column: Tensor
+    row: Tensor  # query block
+    column: Tensor  # key block
 
 
 def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
-    """Tiles of a bias [tiles, block, block], with the causal mask in tiles on the diagonal. Differentiable."""
+    """Cut a bias into tiles [tiles, block, block]; tiles on the diagonal include the causal mask. Differentiable."""
     block, causal, (query_length, key_length) = inputs.spec.layout.block, inputs.spec.causal, inputs.scores_shape[2:]
     device, dtype = inputs.q.device, inputs.compute_dtype
     future = torch.ones(block, block, dtype=torch.bool, device=device).triu(1)
@@ -119,7 +120,7 @@ def _tile_index(inputs: AttentionInputs, tiles: Tensor) -> Callable[[Position], 
 
 @dataclass
 class Call:
-    """The settings of one call."""
+    """Settings of one attention call."""
 
     layout: Layout
     groups: list[Group]
@@ -143,7 +144,7 @@ class Call:
 
 
 class Chunk(NamedTuple):
-    """Part of one group, as indices into tensors with batch, head and block flattened into the first dimension."""
+    """Blocks that are computed at once, as indices into tensors whose batch, heads and blocks are one dimension."""
 
     number: int  # of the chunk within the call
     rows: Tensor  # [parts, query blocks]: batch * heads * query_blocks + ...
@@ -152,7 +153,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(call: Call) -> Iterator[Chunk]:
-    """Chunks of all parts and batch rows, small enough for their scores to stay in the CPU's caches."""
+    """Split a call into chunks whose scores fit in the CPU's caches."""
     number = 0
     for group in call.groups:
         parts, size = group.rows.shape
@@ -175,33 +176,33 @@ def chunks(call: Call) -> Iterator[Chunk]:
 
 
 class Workspace:
-    """Buffers for intermediate results that all chunks share, because fresh memory pages are slow."""
+    """Buffers for intermediate results, reused by all chunks."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
         self.buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """The buffer called `name`, contents undefined."""
+        """Buffer of this shape, with undefined contents; another call with the same name overwrites it."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = self.like.new_empty(size)
         return self.buffers[name][:size].view(shape)
 
     def blocks(self, name: str, blocks: Tensor, index: Tensor) -> Tensor:
-        """Blocks [n, block, d] at index [parts, m]: [parts, m * block, d]."""
+        """Gather blocks [n, block, d] by index [parts, m]: [parts, m * block, d]."""
         _, block, head_dim = blocks.shape
         chosen = self(name, index.numel(), block, head_dim)
         torch.index_select(blocks, 0, index.flatten(), out=chosen)
         return chosen.view(index.shape[0], index.shape[1] * block, head_dim)
 
     def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """The batched product a @ b."""
+        """Batched matrix product a @ b in the buffer `name`."""
         return torch.bmm(a, b, out=self(name, a.shape[0], a.shape[1], b.shape[2]))
 
 
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """total[index] += rows, summed in one order; on a GPU `index_add_` would use atomics."""
+    """Add rows to total[index], in a fixed order. On a GPU `index_add_` would use atomics."""
     if total.device.type == "cpu":
         total.index_add_(0, index, rows)
     else:
@@ -209,7 +210,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor | None, work: Workspace) -> Tensor:
-    """Softmax of the scores of one chunk, [parts, queries, keys]; rows without keys are zero."""
+    """Softmax of a chunk's scores, [parts, queries, keys]; rows without allowed keys are zero."""
     (parts, size), width, block = chunk.rows.shape, chunk.keys.shape[1], call.layout.block
     scores = work("scores", parts, size * block, width * block)
     if tiles is not None:
@@ -236,7 +237,7 @@ def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor 
 
 
 def dropout_mask(call: Call, chunk: Chunk, like: Tensor) -> Tensor | None:
-    """Factors of the probabilities of a chunk: 0 or 1 / (1 - p), the same in forward and backward."""
+    """Dropout factors of a chunk, 0 or 1 / (1 - p), equal in forward and backward pass; None without dropout."""
     if call.dropout_p == 0.0:
         return None
     generator = torch.Generator(like.device).manual_seed(call.seed + chunk.number)
@@ -249,7 +250,7 @@ def dropout_mask(call: Call, chunk: Chunk, like: Tensor) -> Tensor | None:
 
 
 def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None) -> tuple[Tensor, None]:
-    """The output; the backward pass recomputes everything else."""
+    """Compute the output; the second value is None, because the backward pass needs no other results."""
     qs, ks, vs = _as_blocks(call, q, call.query_blocks), *(_as_blocks(call, x, call.key_blocks) for x in (k, v))
     out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
     work = Workspace(qs)
@@ -276,7 +277,7 @@ def run_backward(
     grad: Tensor,
     trains_tiles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the tiles; the probabilities are computed again."""
+    """Compute the gradients of q, k, v and, if `trains_tiles`, the bias tiles. `output` and `lse` are unused."""
     block = call.layout.block
     qs, gs = (_as_blocks(call, x, call.query_blocks) for x in (q, grad))
     ks, vs = (_as_blocks(call, x, call.key_blocks) for x in (k, v))
@@ -332,7 +333,7 @@ def attend(inputs: AttentionInputs, seed: int) -> Tensor:
 
 
 def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
-    """The settings of a call, and the tensors that have gradients."""
+    """Settings of a call, then q, k, v and the bias tiles."""
     spec, layout, (batch, num_heads, _, key_length) = inputs.spec, inputs.spec.layout, inputs.scores_shape
     (rows, columns), block, device = layout.blocks.shape[1:], layout.block, inputs.q.device
     tiles = kernel_bias(inputs, spec.bias)

@@ -1,7 +1,7 @@
-"""Layouts as blocks of keys for each block of queries, and a cache of what kernels make of them.
+"""Block-sparse layouts, and a cache of the lists of blocks that kernels derive from them.
 
-Making lists of blocks costs more than one attention call on a short input. They are cached per layout object, length
-and device until the layout is deleted.
+Making these lists takes longer than attention on a short input. They are cached per layout object, length and device
+until the layout is deleted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ DENSE_BLOCK = 64  # tokens of a block where no layout is given
 
 
 class LayoutMaker(Protocol):
-    """A layout for any length, such as the classes in `layouts`."""
+    """Protocol of layouts for any input length, such as the classes in `layouts`."""
 
     block: int
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """int64 [heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block."""
+        """Layout of `seq_len` tokens, int64 [heads, seq_len / block, seq_len / block].
+
+        Element (q, k) is 1 where query block q attends to key block k.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,7 @@ class Layout:
             raise UserError("Layout: blocks has values besides 0 and 1.")
 
     def tokens(self, device: torch.device) -> Tensor:
-        """The keys that each query attends to: bool [1, heads or 1, query_blocks * block, key_blocks * block]."""
+        """Expand to a mask of tokens, bool [1, heads or 1, query_blocks * block, key_blocks * block]."""
         rows = self.blocks.to(device).repeat_interleave(self.block, 1)
         return rows.repeat_interleave(self.block, 2)[None]
 
@@ -69,14 +72,14 @@ def is_int(x: object) -> bool:
 
 
 def describe(x: object) -> str:
-    """dtype and shape of a tensor; a short form of anything else."""
+    """Short description for messages: dtype and shape of a tensor, `repr` of anything else."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     return f"{reprlib.repr(x)} ({type(x).__name__})"
 
 
 def num_blocks(length: int, block: int) -> int:
-    """Blocks that hold `length` tokens."""
+    """Number of blocks that cover `length` tokens."""
     return -(-length // block)
 
 
@@ -86,7 +89,7 @@ _cache: dict[int, dict[tuple, object]] = {}  # by id of the layout; the most rec
 
 
 def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
-    """`make()`, cached under `key` until `owner` is deleted or `_MAX_CACHED` other keys have been used."""
+    """Return `make()`, cached with `owner`, for the `_MAX_CACHED` keys used last."""
     values = _cache.get(id(owner))
     if values is None:
         values = _cache[id(owner)] = {}
@@ -101,10 +104,10 @@ def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
 
 
 def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_length: int) -> Layout:
-    """The blocks of a layout for these lengths; the last block may be filled in part.
+    """Convert any kind of layout to a `Layout` for these lengths; the last block may be partial.
 
-    A block of a tensor has query_length / query_blocks tokens, rounded up. Only a power of two is accepted, because
-    several other numbers would give as many blocks.
+    The block of a tensor is query_length / query_blocks, rounded up. It must be a power of two, because other sizes
+    would be ambiguous.
 
     Returns:
         Layout with bool blocks [num_heads or 1, query_blocks, key_blocks] on the CPU; 1 if all heads are equal.

@@ -1,10 +1,8 @@
-"""The attention call as one operator of torch.compile's graphs: no graph break, and one graph for all lengths.
+"""Attention as a custom operator for torch.compile: no graph break, and one graph for all lengths.
 
-Validation and the choice of a backend happen when the operator runs, so no graph depends on them. A graph names its
-layout by a number.
+Inputs are validated and a backend is chosen when the operator runs. A graph refers to its layout by a number.
 
-PyTorch switches autograd off inside operators. Backends with kernels have `run_backward`; torch.func differentiates
-the dense ones.
+Custom operators run without autograd. Backends with kernels have `run_backward`; torch.func differentiates the others.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _numbers: dict[int, int] = {}  # id of a layout -> its number, equal in all proc
 
 
 def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
-    """Attention while torch.compile traces: one operator, with the gradients of the uncompiled call."""
+    """Compute attention while torch.compile traces, as one operator."""
     q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap) = inputs
     if softcap is not None:
         raise UserError("softcap has no operator for compiled graphs of block-sparse attention: leave the layout out.")
@@ -57,7 +55,7 @@ def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # evaluated once a graph, which is guarded by the identity of the layout
 def number_of_layout(layout: AnyLayout) -> int:
-    """Integer that stands for a layout in compiled graphs; `attend_in_graph` accepts it instead of the layout."""
+    """Number of a layout in compiled graphs; `attend_in_graph` accepts it instead of the layout."""
     if id(layout) not in _numbers:
         _numbers[id(layout)] = len(_layouts)
         _layouts.append(layout)
@@ -113,7 +111,7 @@ _NUM_TENSORS, _NUM_INPUTS = 10, 18
     "lm_experiments_tools::block_sparse_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
 )
 def operator(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    """The output [batch, heads, query_length, v's last dimension], and the log-sum-exp of its rows."""
+    """Attention output [batch, heads, query_length, v_dim], and log-sum-exp [batch, heads, query_length]."""
     tensors, settings = (q, *others[: _NUM_TENSORS - 1]), others[_NUM_TENSORS - 1 :]
     with torch.set_grad_enabled(any(settings[-1])):
         inputs, module, seed = _selected(tensors, settings)
@@ -145,7 +143,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]
     schema=f"(Tensor grad, Tensor output, Tensor lse, {_INPUTS}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def operator_backward(grad: Tensor, output: Tensor, lse: Tensor, *others: object) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the bias; an empty tensor where none is wanted."""
+    """Gradients of q, k, v and the bias; an empty tensor for those not in `wanted`."""
     *settings, wanted = others[_NUM_TENSORS:]
     with torch.no_grad():
         inputs, module, seed = _selected(others[:_NUM_TENSORS], settings)

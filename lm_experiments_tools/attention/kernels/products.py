@@ -1,18 +1,13 @@
-"""Attention by matrix products, and dropout with fewer random bits, for training on a CPU.
-
-Both are faster there than PyTorch's own.
-"""
+"""Attention by matrix products, for training on a CPU, where it is faster than PyTorch's own."""
 
 from __future__ import annotations
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.bias import dense_bias
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+from lm_experiments_tools.modules.fast_step import dropped
 
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
@@ -45,43 +40,3 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
     if mask is not None:
         out = out.masked_fill(~mask.any(-1)[:, None, None, None], 0.0)
     return out
-
-
-_INTEGERS = {2: (torch.int16, 15), 4: (torch.int32, 31)}  # bytes of a value -> integers of that width, bits compared
-
-
-def dropped(x: Tensor, probability: float) -> Tensor:
-    """Dropout that draws 16 (bfloat16) or 32 random bits per value on a CPU, where torch draws 64.
-
-    The probability is rounded to a multiple of 2^-15 (bfloat16) or 2^-31, and values are scaled accordingly.
-    """
-    if not x.is_cpu or x.element_size() not in _INTEGERS or torch.compiler.is_compiling() or not 0 < probability < 1:
-        return F.dropout(x, probability)
-    return _Masked.apply(x, *_random_mask(x, probability))
-
-
-def _random_mask(x: Tensor, probability: float) -> tuple[Tensor, float]:
-    """Bit mask for x in integers of its width, all ones where x survives; and the scale of what survives."""
-    dtype, bits = _INTEGERS[x.element_size()]
-    steps = 1 << bits
-    surviving = min(max(round((1 - probability) * steps), 1), steps - 1)
-    random = torch.empty(math.ceil(x.numel() * x.element_size() / 8), dtype=torch.int64).random_(-(2**63), None)
-    mask = random.view(dtype)[: x.numel()].view(x.shape).bitwise_right_shift_(1)  # -steps / 2 .. steps / 2 - 1
-    return mask.sub_(surviving - steps // 2).bitwise_right_shift_(bits), steps / surviving
-
-
-class _Masked(torch.autograd.Function):
-    """Product of x, masked by bits, with a number; differentiable to any order."""
-
-    @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
-        _, mask, ctx.scale = inputs
-        ctx.save_for_backward(mask)
-
-    @staticmethod
-    def forward(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-        return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Masked.apply(gradient, *ctx.saved_tensors, ctx.scale), None, None

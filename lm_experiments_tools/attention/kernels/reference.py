@@ -20,9 +20,9 @@ def attention_probabilities(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """The attention map: softmax of scores, float64 [batch, heads, query_length, key_length].
+    """Attention weights, float64 [batch, heads, query_length, key_length].
 
-    Args are those of `block_sparse_attention`. Rows of queries that may attend to nothing are zero.
+    Args are those of `block_sparse_attention`. Queries without an allowed key have rows of zeros.
 
     Raises:
         UserError: arguments that do not fit each other.
@@ -46,7 +46,7 @@ def _probabilities(inputs: AttentionInputs) -> Tensor:
 
 
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
-    """Attention output, gradients by autograd."""
+    """Compute the attention output in float64; autograd gives the gradients."""
     weights = _probabilities(inputs)
     if inputs.spec.dropout_p:
         generator = torch.Generator(inputs.q.device).manual_seed(seed)

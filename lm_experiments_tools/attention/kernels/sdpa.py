@@ -35,11 +35,9 @@ def matrix_bytes(inputs: AttentionInputs) -> int:
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
-    """Attention output; dropout draws from the device's generator, not from `seed`.
-
-    Short calls take tens of microseconds, as long as ten operations on the smallest tensors: avoid every operation.
-    """
+    """Attention output; dropout draws from the device's generator, not from `seed`."""
     q, k, v, spec = inputs
+    # An operation on the smallest tensor takes a tenth of the time of a short call: avoid every one.
     mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, _ = spec
     on_cpu, dtype = q.is_cpu, q.dtype
     device = "cpu" if on_cpu else q.device.type
@@ -71,11 +69,11 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
 def masked(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """PyTorch's attention to keys `allowed` and not biased by -inf; queries without keys give zeros and no gradient.
+    """Scaled dot-product attention with a mask; queries without an allowed key give zeros and get zero gradients.
 
-    PyTorch's CPU kernels guarantee this for queries without keys. The GPU's kernels and exported graphs do not, so
-    these rows are opened here and then zeroed.
+    Keys with a bias of -inf are masked too.
     """
+    # PyTorch's CPU kernels give these zeros. GPU kernels and exported graphs do not, so such rows are unmasked first.
     if bias is not None:
         allowed = allowed & ~bias.isneginf()
     dead = ~allowed.any(-1, keepdim=True)

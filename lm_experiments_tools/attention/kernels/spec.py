@@ -1,4 +1,4 @@
-"""Attention specified once: masks, bias, layout and settings, validated before a backend runs."""
+"""Arguments of an attention call, their validation, and the attention mask that follows from them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ _CACHED_BYTES = 1 << 22  # largest layout or causal mask that is cached for the 
 
 
 class AttentionSpec(NamedTuple):
-    """Everything about an attention call besides queries, keys and values. A stack builds one spec for all its layers.
+    """Masks, bias, layout and settings of an attention call; all layers of a stack share one.
 
     Args:
         mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed; dense backends only.
-        key_padding_mask: bool [batch, key_length], True where keys are attended to.
-        segment_ids: of queries and keys, integers [batch, length]: attention stays within equal ones.
-        bias: a distance bias, or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
-        layout: the blocks of self-attention; None for all.
-        causal: query i attends to keys 0..i. With a cache `mask` says it instead.
-        scale: head_dim ** -0.5 if None; T5 takes 1.0.
+        key_padding_mask: bool [batch, key_length], True for keys that may be attended to.
+        segment_ids: document IDs of packed rows, integers [batch, length], or a pair for queries and keys. Tokens
+            attend within their document.
+        bias: `T5Bias`, `AlibiBias` or a matrix [1 or batch, 1 or heads, query_length, key_length], added to the scaled
+            scores.
+        layout: block-sparse layout of self-attention; None for dense attention.
+        causal: query i attends to keys 0..i. With a key-value cache, pass `mask` instead.
+        scale: factor of the scores; head_dim ** -0.5 if None, 1.0 in T5.
         dropout_p: probability of dropping an attention weight; 0 outside training.
-        softcap: c * tanh(scores / c) after scaling and before the bias (Gemma 2, arXiv 2408.00118); "eager" and
-            "reference" alone.
+        softcap: replace scaled scores s by softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118). Only the backends
+            "eager" and "reference" support it.
     """
 
     mask: Tensor | None = None
@@ -48,10 +50,10 @@ class AttentionSpec(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """Arguments of an attention backend.
+    """Queries, keys, values and settings of an attention call.
 
-    `validate` resolves a spec: its layout then holds the blocks for these lengths and heads, its segments are a pair,
-    its scale is a number. `density` and `is_dense` need a resolved spec.
+    `validate` completes the settings: the layout becomes a `Layout` for these lengths, segment IDs become a pair, the
+    scale a number. `density` and `is_dense` need validated inputs.
     """
 
     q: Tensor
@@ -91,14 +93,17 @@ class AttentionInputs(NamedTuple):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of scores and sums: float32, or float64 for float64 inputs."""
+        """Dtype of scores and sums: float32, or float64 for float64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def allowed(self, ignores_padding: bool = False) -> Tensor | None:
-        """The attention mask, bool broadcastable to [batch, heads, query_length, key_length]; None allows all keys.
+        """Combine layout, causality and masks to one attention mask.
 
         Args:
-            ignores_padding: the padding mask is known to hide nothing.
+            ignores_padding: leave out the padding mask.
+
+        Returns:
+            bool, broadcastable to [batch, heads, query_length, key_length]; None if every key is allowed.
         """
         spec, (q, k) = self.spec, self[:2]
         allowed = spec.mask
@@ -132,7 +137,7 @@ class AttentionInputs(NamedTuple):
 
 
 def causal_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:
-    """Keys 0..i of query i, bool [query_length, key_length]."""
+    """Causal mask: True where key <= query, bool [query_length, key_length]."""
     is_cached = not torch.compiler.is_compiling() and query_length * key_length <= _CACHED_BYTES
     make = _cached_causal_mask if is_cached else _make_causal_mask
     return make(query_length, key_length, device)
@@ -146,7 +151,11 @@ _cached_causal_mask = lru_cache(maxsize=8)(torch.inference_mode(False)(_make_cau
 
 
 def validate(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with a resolved spec, or a UserError that names the argument at fault."""
+    """Check the arguments of an attention call and complete its settings.
+
+    Raises:
+        UserError: an argument has a wrong type, shape or device.
+    """
     q, k, v, spec = inputs
     mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap = spec
     _check_tensors(q, k, v)
@@ -207,7 +216,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_bias(bias: Bias | None, q: Tensor, key_length: int, name: str = "bias") -> None:
-    """Raise UserError, which calls the bias `name`, unless it fits q [batch, heads, query_length, head_dim]."""
+    """Raise UserError unless a bias fits q [batch, heads, query_length, head_dim]; the message calls it `name`."""
     batch, num_heads, query_length, _ = q.shape
     if isinstance(bias, Tensor):
         sizes = sorted({1, batch}), sorted({1, num_heads}), (query_length,), (key_length,)

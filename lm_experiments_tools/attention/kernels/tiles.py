@@ -1,4 +1,8 @@
-"""How the Triton kernels cut the score matrix into tiles, the shared memory that these take, and lists of them."""
+"""Tiles of the score matrix for the Triton kernels: their sizes, shared memory, and the lists of tiles to compute.
+
+A tile is near the diagonal if its distances key - query have different biases, or are on both sides of 0 in causal
+attention. Other tiles are far: one bias holds for all of a tile.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+from lm_experiments_tools.modules.devices import Card
 
 
 class Tile(NamedTuple):
-    """Size of a kernel's tile of the score matrix, and the kernel's compile options."""
+    """Tile size of a kernel in tokens, and the kernel's compile options."""
 
     queries: int
     keys: int
@@ -50,16 +55,16 @@ _SMALLEST = 32  # tokens
 _UNEVEN = 4  # lists this much longer than the average are started first
 
 
-class Card(NamedTuple):
-    """Properties of a GPU that tile sizes depend on."""
-
-    name: str
-    capability: tuple[int, int]
-    shared_memory: int  # bytes that a program may have
-
-
 def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: Card | None = None) -> Tile:
-    """The tile for a kernel, bounded by the layout's block (None: dense) and by the card's shared memory."""
+    """Choose the tile size of a kernel.
+
+    Args:
+        kernel: one of `KERNELS`.
+        head_dim: the larger head dimension of q and v.
+        block: tokens of a layout block, which bound the tile; None for dense attention.
+        itemsize: bytes of an input value.
+        card: GPU whose shared memory bounds the tile.
+    """
     key = kernel, head_bound(head_dim)
     tile = MEASURED.get((card.capability, itemsize), {}).get(key) if card else None
     if tile is None:
@@ -80,7 +85,7 @@ def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: 
 
 
 def micro_of(tile: Tile) -> int:
-    """The side of the blocks by whose diagonals the bias gradient is summed: a product is over at least 16 of them."""
+    """Side of the blocks in which the bias gradient is summed (see `Diagonals`); a tile has 16 or more."""
     return 8 if tile.queries * tile.keys >= 1024 else 4
 
 
@@ -90,7 +95,7 @@ def head_bound(head_dim: int) -> int:
 
 
 def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
-    """Upper bound of a kernel's shared memory in bytes: rows that it holds, rows being loaded, and scores."""
+    """Upper bound of a kernel's shared memory in bytes."""
     size = power_of_two(head_dim) * itemsize
     queries, keys = tile.queries * size, tile.keys * size
     scores = tile.queries * tile.keys * itemsize  # given from one product to the next
@@ -116,10 +121,10 @@ def power_of_two(size: int) -> int:
 
 
 class TileLists(NamedTuple):
-    """For each tile of rows the tiles of columns that meet it, ascending.
+    """Column tiles to compute for each row tile, in ascending order; rows are queries or keys.
 
-    A list's runs are [ranges[0], ranges[1]), [ranges[1], ranges[2]) and [ranges[2], ranges[3]): before, near and after
-    the diagonal. They are indices into `tiles` and `bits`, for a dense layout the tiles themselves.
+    `ranges` splits each list into three runs: tiles before, near and after the diagonal. Run i is
+    tiles[ranges[i] : ranges[i + 1]]. In a dense layout these indices are the tiles.
     """
 
     ranges: Tensor  # int32 [layout heads, row tiles, 4]
@@ -131,12 +136,12 @@ class TileLists(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout as kernel tiles: which tiles contain scores, and which blocks each tile contains."""
+    """A layout as tiles: which tiles to compute, and which layout blocks in each."""
 
     tile: Tile
     active: Tensor  # bool [layout heads, query tiles, key tiles]
-    bits: Tensor  # int32, same shape: one for each part of a tile, row by row
-    sub_queries: int  # tokens of a part
+    bits: Tensor  # int32, same shape: a bit for each layout block in a tile, row by row
+    sub_queries: int  # tokens of a layout block in a tile
     sub_keys: int
     left: Tensor  # bool [query tiles, key tiles]: tiles before all that is near the diagonal
     right: Tensor  # tiles after it
@@ -145,10 +150,10 @@ class Cut:
 
 
 def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
-    """Tiles of the inputs' layout: a larger block gives several, smaller blocks share one.
+    """Cut the layout of the inputs into tiles.
 
     Args:
-        saturation: distance from which on nothing changes; tiles at smaller ones are near. None if no tile is.
+        saturation: distance from which the bias is constant: tiles with smaller distances are near. None: none is.
     """
     query_length, key_length = inputs.scores_shape[2:]
     rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)
@@ -189,7 +194,7 @@ def _parts_of_tiles(
 
 
 def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
-    """The list of each tile of queries, or of keys."""
+    """List the key tiles of each query tile or, `by_key`, the query tiles of each key tile."""
     active, bits, first, last = cut.active, cut.bits, cut.left, cut.right
     if by_key:
         active, bits, first, last = active.mT, bits.mT, first.T, last.T
@@ -209,10 +214,10 @@ def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
 
 
 class Diagonals(NamedTuple):
-    """How the gradient of a T5 bias is summed near the diagonal: by diagonals of blocks of micro x micro scores.
+    """Constants for the gradient of a T5 bias from tiles near the diagonal.
 
-    Each tile of queries sums SUM_ROWS diagonals at a time, those of tiles at distances leftmost + [0, window) tokens.
-    A large table needs several such windows.
+    The kernel cuts a tile into blocks of micro x micro scores, and sums the blocks of each block diagonal. It sums
+    SUM_ROWS diagonals at a time, a window of distances; a large bias table needs several windows.
     """
 
     micro: int  # scores
@@ -228,7 +233,7 @@ class Diagonals(NamedTuple):
 
 
 def diagonals_of(cut: Cut, saturation: int, ranges: Tensor, dtype: torch.dtype, device: torch.device) -> Diagonals:
-    """Windows for a table of distances -saturation..saturation, and the lists of `cut`'s tiles by them."""
+    """Windows for a bias table of distances -saturation..saturation, and their ranges in the lists of tiles."""
     (queries, keys), (_, rows, columns), micro = cut.tile[:2], cut.active.shape, micro_of(cut.tile)
     step = min(queries, keys)
     leftmost, rightmost = -((saturation + keys - 2) // step * step), (saturation + queries - 2) // step * step

@@ -1,4 +1,4 @@
-"""The Triton kernels as a backend: tiles and lists of tiles from a layout, and launches.
+"""Backend that launches the Triton kernels.
 
 Triton is imported by the first call. TRITON_INTERPRET=1 runs the kernels on the CPU, for tests.
 """
@@ -6,16 +6,12 @@ Triton is imported by the first call. TRITON_INTERPRET=1 runs the kernels on the
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -28,7 +24,6 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from lm_experiments_tools.attention.kernels.tiles import (
     KERNELS,
     SUM_ROWS,
-    Card,
     Cut,
     Diagonals,
     Tile,
@@ -40,16 +35,16 @@ from lm_experiments_tools.attention.kernels.tiles import (
     shared_memory,
     tile_of,
 )
+from lm_experiments_tools.modules.devices import TRITON_CAPABILITY, card_of, lacks_triton
 
 _LOG2_E = math.log2(math.e)
 _NO_BIAS, _T5, _ALIBI = 0, 1, 2
-_OLDEST = 8, 0  # compute capability that Triton supports from on
 _LARGEST = 128  # tokens of a tile, at most
 
 
 @dataclass
 class Call:
-    """Settings that the kernels of one call share, and their launches."""
+    """Settings of one attention call, and its kernel launches."""
 
     inputs: AttentionInputs  # with meta tensors: autograd decides what is saved for backward
     device: torch.device
@@ -62,11 +57,11 @@ class Call:
 
     @property
     def near(self) -> int | None:
-        """Distance below which a tile is "near": its biases vary, or the causal mask cuts it."""
+        """Distance below which a tile is near the diagonal (see tiles.py); None if no tile is."""
         return self.saturation if self.bias == _T5 else 0 if self.inputs.spec.causal else None
 
     def tiles_of(self, kernel: str) -> tuple[Cut, TileLists]:
-        """The tiles of a kernel and its lists, cached with the layout."""
+        """Tiles of a kernel and their lists, cached with the layout."""
         tile = _tile_for(self.inputs, kernel, self.device)
 
         def make() -> tuple[Cut, TileLists]:
@@ -76,7 +71,7 @@ class Call:
         return cached(self.inputs.spec.layout, ("triton", kernel, tile, *self._key), make)
 
     def diagonals(self) -> Diagonals:
-        """How the kernel of q's gradient sums that of a T5 bias, cached with the layout."""
+        """Constants for the gradient of a T5 bias, cached with the layout."""
         (parts, lists), dtype = self.tiles_of("query_gradient"), self.inputs.q.dtype
         return cached(
             self.inputs.spec.layout,
@@ -89,7 +84,7 @@ class Call:
         return self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
 
     def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
-        """Run a kernel, one program for each tile of each sequence of each head; `tensors` and `more` are by name."""
+        """Launch a kernel with a program for each row tile of each head; `tensors` and `more` are arguments."""
         parts, lists = self.tiles_of(kernel)
         batch, num_heads, query_length, key_length = self.inputs.scores_shape
         query_segments, key_segments = self.segments or (None, None)
@@ -125,14 +120,14 @@ class Call:
         )
 
     def hidden(self, parts: Cut) -> Tensor | None:
-        """The mask added to scores: -inf at masked keys and beyond the last key; None if there are none."""
+        """Additive mask of keys: -inf at masked keys and beyond the last one; None if no key is masked."""
         if self.key_mask is not None:
             return self.key_mask
         length = self.inputs.scores_shape[3]
         return None if length % parts.tile.keys == 0 else _beyond(length, self.device)
 
     def constants(self, parts: Cut) -> dict[str, object]:
-        """Compile-time arguments that all kernels take."""
+        """Compile-time arguments of all kernels."""
         (_, _, query_length, key_length), q, v = self.inputs.scores_shape, self.inputs.q, self.inputs.v
         return {
             "HEAD_DIM": q.shape[3],
@@ -176,7 +171,7 @@ def _sizes(inputs: AttentionInputs) -> tuple[int, int | None, int]:
 
 
 def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output, with q's strides if possible, so that a layer can view it as it viewed q; and its lse."""
+    """Compute the output, with q's strides if possible, and the log-sum-exp of each row."""
     o = torch.empty_like(q) if q.shape[3] == v.shape[3] else v.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
@@ -195,7 +190,7 @@ def run_backward(
     do: Tensor,
     trains_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the table."""
+    """Compute the gradients of q, k, v and, if `trains_bias`, the bias table."""
     scale = call.inputs.spec.scale
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
@@ -294,27 +289,6 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@cache
-def lacks_triton() -> str | None:
-    """What Triton lacks on this machine; None if it runs."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton)"
-    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
-        return "Triton finds no C compiler (install gcc, or set CC)"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Triton needs Python.h (install python3-dev)"
-    return None
-
-
-@torch.compiler.assume_constant_result
-def has_kernels(device: torch.device) -> bool:
-    """True if Triton's kernels run on a device."""
-    if device.type != "cuda" or lacks_triton():
-        return False
-    card = card_of(device)
-    return card is None or card.capability >= _OLDEST
-
-
 def refusal(inputs: AttentionInputs) -> str | None:
     """Why this backend cannot compute these inputs; None if it can."""
     block, widest = inputs.spec.layout.block, max(inputs.q.shape[3], inputs.v.shape[3])
@@ -337,22 +311,13 @@ def refusal(inputs: AttentionInputs) -> str | None:
     return refusal_of_device(inputs)
 
 
-@lru_cache(maxsize=64)
-def card_of(device: torch.device) -> Card | None:
-    """The properties of a GPU that tiles depend on; None for GPUs that are not NVIDIA's."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return Card(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
-
-
 def refusal_of_device(inputs: AttentionInputs) -> str | None:
-    """Why the GPU of the inputs cannot run these kernels; None if it can or is not NVIDIA's."""
+    """Why the GPU of the inputs cannot run these kernels; None if it can, or is not from NVIDIA."""
     card = card_of(inputs.q.device)
     if card is None:
         return None
-    if card.capability < _OLDEST:
-        found, oldest = (".".join(map(str, x)) for x in (card.capability, _OLDEST))
+    if card.capability < TRITON_CAPABILITY:
+        found, oldest = (".".join(map(str, x)) for x in (card.capability, TRITON_CAPABILITY))
         return f"{card.name} has compute capability {found}, and Triton needs {oldest}"
     head_dim, _, itemsize = _sizes(inputs)
     kernels = KERNELS if inputs.trains or inputs.trains_bias else KERNELS[:1]
@@ -367,20 +332,20 @@ def refusal_of_device(inputs: AttentionInputs) -> str | None:
 
 
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
-    """Attention output."""
+    """Compute the attention output."""
     call, *tensors = prepare(inputs, seed)
     return KernelAttention.apply(*tensors, call, sys.modules[__name__])
 
 
 def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
-    """ALiBi's slopes or the table of any other bias, float32."""
+    """ALiBi's slopes [heads], or the table of another bias [heads, 2 * s + 1], in float32."""
     if isinstance(bias, AlibiBias):
         return bias.slopes.float()
     return None if bias is None else bias.table(max(inputs.scores_shape[2:])).float()
 
 
 def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
-    """The settings of a call, and the tensors that have gradients."""
+    """Settings of a call, then q, k, v and the bias table."""
     spec, table, is_alibi = inputs.spec, kernel_bias(inputs, inputs.spec.bias), isinstance(inputs.spec.bias, AlibiBias)
     mask, segments = spec.key_padding_mask, spec.segment_ids
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])

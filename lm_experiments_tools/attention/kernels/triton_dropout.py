@@ -1,8 +1,7 @@
-"""Dropout's mask in the Triton kernels: a function of the seed and the position of a score, independent of tiles.
+"""Dropout masks of the Triton kernels, computed from the seed and a score's position, whatever the tile size.
 
-A random byte decides on a weight, so one call of Philox serves 16 weights. A byte has probabilities in multiples of
-1 / 256, which `threshold_of` corrects. 32 bits serve two rows by two columns, 8 apart: scores that one thread holds
-whether rows are queries or keys.
+One random byte decides about one weight. A byte gives multiples of 1 / 256 only, which `threshold_of` corrects. The
+four bytes of a word serve two rows by two columns, 8 apart: scores that one thread holds.
 """
 
 import triton
@@ -11,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def threshold_of(seed, sequence, drop_below, drop_chance):
-    """The byte below which the weights of this head of this sequence are dropped.
+    """Threshold of one head in one sequence: weights whose random byte is below it are dropped.
 
-    It is `drop_below`, or one more with a chance of drop_chance / 2^24: over heads and calls, exactly the probability.
+    It is `drop_below` or, with probability drop_chance / 2^24, one more, so that the mean is the dropout probability.
     """
     bits, _, _, _ = tl.philox(seed, sequence * 0, sequence * 0, sequence, sequence * 0 + 1, 7)
     return ((bits >> 8) < drop_chance).to(tl.uint32) + drop_below.to(tl.uint32)
@@ -21,10 +20,7 @@ def threshold_of(seed, sequence, drop_below, drop_chance):
 
 @triton.jit
 def random_bits_of(seed, sequence, first_query, first_key, M: tl.constexpr, N: tl.constexpr, BY_KEY: tl.constexpr):
-    """Random 32-bit words [M / 2, N / 2] (by key: transposed), one for 2 x 2 scores, 8 queries and 8 keys apart.
-
-    One call of Philox yields the words of keys at distances 1 and 16, which one thread holds.
-    """
+    """Random 32-bit words of a tile [M / 2, N / 2], transposed if BY_KEY; each word serves 2 x 2 scores."""
     pairs = first_query // 2 + tl.arange(0, M // 2)
     calls = first_key // 32 * 4 + tl.arange(0, (N + 31) // 32 * 4)
     if BY_KEY:
@@ -52,7 +48,7 @@ def is_kept(
     seed, sequence, drop_below, drop_chance, query_tile, key_tile, M: tl.constexpr, N: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """True for weights that are not dropped."""
+    """Dropout mask of a tile [M, N], transposed if BY_KEY: True for weights that are kept."""
     threshold = threshold_of(seed, sequence, drop_below, drop_chance)
     bits = random_bits_of(seed, sequence, query_tile * M, key_tile * N, M, N, BY_KEY)
     if BY_KEY:
@@ -77,7 +73,13 @@ def gradient_of(
     weights, dp, row_delta, grow, seed, sequence, drop_below, drop_chance, query_tile, key_tile, M: tl.constexpr,
     N: tl.constexpr, BY_KEY: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """(weights that are not dropped, gradient of the scores); `grow` is 1 / (1 - probability)."""
+    """Weights after dropout, not rescaled, and the gradient of the scores.
+
+    Args:
+        dp: gradient of the weights.
+        row_delta: sum over features of output * its gradient, for each query.
+        grow: 1 / (1 - dropout probability).
+    """
     dropped = weights
     if HAS_DROPOUT:
         keep = is_kept(seed, sequence, drop_below, drop_chance, query_tile, key_tile, M, N, BY_KEY)

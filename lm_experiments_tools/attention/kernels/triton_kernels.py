@@ -1,15 +1,14 @@
 """Triton kernels: block-sparse flash attention with a trainable position bias, forward and backward, without atomics.
 
-A kernel's program owns one tile of rows (of queries, of keys, of a diagonal of the bias gradient) and walks the list
-of tiles that meet it, so every sum is formed by one program in one order: equal inputs give equal bits.
+A program computes one row tile (of queries or keys) and loops over a sorted list of column tiles. So every sum is
+formed by one program in a fixed order, and equal inputs give equal bits.
 
-The lists are sorted, so that a T5 bias splits each into three runs: tiles so far left, or so far right, that the bias
-is one number for the whole tile, and between them tiles near the diagonal, which look it up in a table of
-2 * saturation + 1 numbers. Dense long inputs are far tiles nearly throughout. Only near tiles can meet the diagonal of
-a causal mask. Each kernel has a loop over the far tiles of both sides and one over the near tiles.
+A T5 bias is constant beyond some distance, its saturation. Each list therefore has three runs: tiles far left of the
+diagonal, tiles near it, tiles far right. A far tile adds one number. A near tile looks its biases up in a table, and
+may meet the diagonal of a causal mask. Each kernel has one loop over both far runs and one over the near run.
 
-Scores are in base 2: `scale2`, tables and values are multiplied by log2(e). `lse` is the base-2 logarithm of a
-row's sum, +inf for rows that may attend to nothing, so that exp2(score - lse) is zero there.
+Scores are in base 2: `scale2`, tables and values are multiplied by log2(e). `lse` is the base-2 log-sum-exp of a row,
++inf for rows without allowed keys, so that exp2(score - lse) is zero there.
 
 Shapes: q [batch, heads, query_length, HEAD_DIM], k likewise, v [..., VALUE_DIM]; q, k, v have strides of their own in
 the first three dimensions, the output and its gradient those of `o`. dq, dk and dv are [batch, length, heads, dim] in
@@ -42,7 +41,7 @@ VARYING = [
 def load_rows(
     base, tile, ROWS: tl.constexpr, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr
 ):
-    """One tile of the rows of a [length, DIM] matrix, [ROWS, BLOCK_DIM], zeros outside of it."""
+    """Load a tile of rows from a [length, DIM] matrix: [ROWS, BLOCK_DIM], zeros outside of the matrix."""
     first = tile * ROWS
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
     pointers = base + first * stride + (rows[:, None] * stride + dims[None, :])  # the sum in brackets leaves a loop
@@ -55,7 +54,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(base, values, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """The inverse of `load_rows`, in the dtype of `base`."""
+    """Store rows into a [length, DIM] matrix, in its dtype."""
     dims = tl.arange(0, BLOCK_DIM)
     pointers = base + rows[:, None] * stride + dims[None, :]
     mask = (rows[:, None] < length) & (dims[None, :] < DIM)
@@ -64,17 +63,17 @@ def store_rows(base, values, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM:
 
 @triton.jit
 def store_by_token(base, values, rows, batch, head, num_heads, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """`store_rows` into [batch, length, heads, DIM]."""
+    """Store rows of one head into [batch, length, heads, DIM]."""
     base += (batch * length * num_heads + head) * DIM
     store_rows(base, values, rows, num_heads * DIM, length, DIM, BLOCK_DIM)
 
 
 @triton.jit
 def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The bias of a tile near the diagonal, [ROWS, COLUMNS].
+    """Load the T5 bias of a tile near the diagonal, [ROWS, COLUMNS].
 
-    `table` holds the values by column - row, four times, each copy one further to the right. Row r reads copy r % 4,
-    so that what four neighbours of a row read is aligned: one load, which goes through the pipeline.
+    `table` has four copies of the values by column - row, each shifted by one. Row r reads copy r % 4, which aligns
+    the loads.
     """
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     starts = columns_less_rows + WIDTH // 2 + rows % 4 * WIDTH - rows // 4 * 4
@@ -87,7 +86,15 @@ def score(
     BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr,
     SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores plus `base`, -inf where masked; of positions `queries` and `keys` one is a column, one a row."""
+    """Masked scores of a tile in base 2.
+
+    Args:
+        product: q k^T of the tile, or its transpose.
+        base: added to the scaled product, e.g. a bias.
+        value: ALiBi's slope.
+        queries, keys: positions, one as a column and one as a row.
+        bits: one bit for each layout block in the tile, 0 for a masked block.
+    """
     scores = product * scale2 + base
     if BIAS == ALIBI:
         scores -= value * tl.abs(keys.to(tl.float32) - queries.to(tl.float32))
@@ -109,7 +116,7 @@ def scores_by_query(
     HAS_BITS: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`score` of a tile [BLOCK_M, BLOCK_N] with its bias and mask, plus `base` [BLOCK_M, 1] where there is one."""
+    """Scores of a tile [BLOCK_M, BLOCK_N] with bias and masks, plus `base` [BLOCK_M, 1] if HAS_BASE."""
     queries, keys = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if BIAS == T5:
@@ -126,7 +133,7 @@ def scores_by_query(
 
 @triton.jit
 def tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE: tl.constexpr, HAS_BITS: tl.constexpr):
-    """(tile, its mask bits) at a step of a loop; see `steps_of`."""
+    """Column tile at a step of a loop (see `steps_of`), and its mask bits."""
     index = step + tl.where(step < first_steps, first, second)
     tile = index if DENSE else tl.load(tiles + index)
     bits = tl.load(tile_bits + index) if HAS_BITS else 0
@@ -135,7 +142,7 @@ def tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE: tl.conste
 
 @triton.jit
 def list_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR: tl.constexpr):
-    """(batch * heads + head, batch, head, tile of this program, where the runs of its list begin, where it ends)."""
+    """Indices of this program (batch * heads + head, batch, head, row tile) and the bounds of its three runs."""
     program = tl.program_id(0)
     if RANK_MAJOR:  # longest lists of all sequences first
         rank, sequence = program // sequences, program % sequences
@@ -151,9 +158,9 @@ def list_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_M
 
 @triton.jit
 def steps_of(begin, near, after, end, NEAR: tl.constexpr):
-    """The steps of a loop over the near run of a list, or over the runs before and after it.
+    """Bounds of a loop over the near run of a list or, without NEAR, over both far runs.
 
-    Returns (steps, how many are in the first run, place in the list of step 0, place that the second run counts from).
+    Returns (steps, steps in the first run, list index of step 0, offset of list indices in the second run).
     """
     if NEAR:
         steps, first_steps, first, second = after - near, after - near, near, near
@@ -165,7 +172,7 @@ def steps_of(begin, near, after, end, NEAR: tl.constexpr):
 
 @triton.jit
 def values_of(table, head, WIDTH: tl.constexpr, BIAS: tl.constexpr, BY_KEY: tl.constexpr):
-    """(address of this head's table, bias of far-left tiles, bias of far-right ones); ALiBi's slope for both."""
+    """Address of this head's bias table, and the biases of far-left and far-right tiles (ALiBi: slopes)."""
     left, right = 0.0, 0.0
     if BIAS == T5:
         table += head * (8 * WIDTH)
@@ -190,7 +197,7 @@ def forward_kernel(
     HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and lse of one tile of queries."""
+    """Output and log-sum-exp of one tile of queries."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
@@ -237,8 +244,11 @@ def forward_kernel(
 
 @triton.jit
 def add_far(sums, ds, queries, key_tile, sides, BIAS: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of each row of the bias gradient, [rows, 16], those of a far tile added: column 0 of left ones, 1 of right
-    ones. Of ALiBi's all are in one, by distance, and it is the sum of the columns that counts."""
+    """Add a far tile's gradient of the scores, `ds`, to sums of the bias gradient [rows, 16].
+
+    For T5, column 0 sums far-left tiles and column 1 far-right ones. For ALiBi, all columns together sum
+    -distance * ds.
+    """
     rows: tl.constexpr = ds.shape[0]
     columns: tl.constexpr = ds.shape[1]
     if BIAS == ALIBI:
@@ -253,12 +263,11 @@ def add_far(sums, ds, queries, key_tile, sides, BIAS: tl.constexpr, PRECISION: t
 
 @triton.jit
 def add_near(sums, ds, places, shift, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of the bias gradient by diagonal of blocks of MICRO x MICRO, [SUM_ROWS, MICRO ** 2], those of a tile added.
+    """Add a near tile's gradient of the scores, `ds`, to sums by block diagonal [SUM_ROWS, MICRO ** 2] (see
+    `Diagonals`).
 
-    Column MICRO * r + c of row d holds all scores at (r, c) of a block that is d from the first diagonal. `places` is
-    the matrix of 0 and 1 that has a row for each diagonal and a column for each block; of a tile that is further
-    right, its rows are those `shift` before. So a product on the tensor cores adds what would be three instructions
-    for each score.
+    `places` is a matrix of 0 and 1 with a row for each diagonal and a column for each block of a tile, so the sums are
+    one product on the tensor cores. `shift` is the tile's distance from the leftmost one, in blocks.
     """
     rows: tl.constexpr = ds.shape[0] // MICRO
     columns: tl.constexpr = ds.shape[1] // MICRO
@@ -272,7 +281,10 @@ def add_near(sums, ds, places, shift, SUM_ROWS: tl.constexpr, MICRO: tl.constexp
 
 @triton.jit
 def store_near(near_sums, sums, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRECISION: tl.constexpr):
-    """Write sums by diagonal of blocks as sums by diagonal of scores: in row d those MICRO * d + 0..2 * MICRO - 2."""
+    """Reduce sums by block diagonal to sums by distance, and store them.
+
+    Row d of the result has distances MICRO * d + 0..2 * MICRO - 2.
+    """
     places, diagonals = tl.arange(0, MICRO * MICRO)[:, None], tl.arange(0, 16)[None, :]
     fold = (places % MICRO - places // MICRO + MICRO - 1 == diagonals).to(tl.float32)
     total = tl.dot(sums, fold, input_precision=PRECISION)
@@ -284,7 +296,10 @@ def rows_of(
     o, do, lse, delta, less, sequence, tile, left, right, stride, query_length, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, EVEN_M: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """(do, delta, -lse) of a tile of queries; the last two, and -lse with biases of far tiles, are written as well."""
+    """Load do, compute delta = sum(o * do) and load -lse for a tile of queries.
+
+    Also stores delta and -lse, for T5 with the far biases added, for `key_gradient_kernel`.
+    """
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_tile = load_rows(o, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     do_tile = load_rows(do, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
@@ -302,7 +317,7 @@ def rows_of(
 
 @triton.jit
 def window_of(windows, of_tile, window, near, after, NUM_WINDOWS: tl.constexpr):
-    """(begin, end) of a window of the near run of a list, which is all of the run if there is one."""
+    """(begin, end) in the list of one window of its near run (see `Diagonals`)."""
     begin, end = near, after
     if NUM_WINDOWS > 1:
         windows += of_tile * (NUM_WINDOWS + 1) + window
@@ -345,7 +360,7 @@ def query_gradient_kernel(
     MICRO: tl.constexpr, FOLD: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, the bias gradient, and what `rows_of` writes for the kernel of keys."""
+    """dq of one tile of queries, sums of the bias gradient, and the statistics that `rows_of` stores."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
@@ -394,6 +409,7 @@ def query_gradient_kernel(
         tl.store(far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 16 + tl.arange(0, 16), tl.sum(row_sums, 0))
 
 
+# The first run of a key tile's list holds the queries that have this tile on their far right.
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
     q, k, v, do, less, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
@@ -406,8 +422,7 @@ def key_gradient_kernel(
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys. Its list starts with the queries that it is far right of. Keys are rows of the
-    scores, so that no product needs its left side transposed."""
+    """dk and dv of one tile of keys. Keys are rows of the scores, so that no product transposes its left operand."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )

@@ -17,14 +17,13 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, read_rows
 from lm_experiments_tools.data.text.records import BadRecord, converted, field_of, text_of
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
@@ -140,20 +139,18 @@ def _targets(key: str, value: Any) -> tuple[str, ...]:
 
 def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
     """Examples of one id put together, in the order of their first rows."""
-    found: dict[str, tuple[str, Example]] = {}
+    found: dict[str | int, tuple[str, Example]] = {}
     for number, (where, example) in enumerate(examples):
-        key = example.name or f"row {number}"
+        key = example.name or number
         if key not in found:
-            found[key] = where, example
+            found[key] = where, replace(example, name=str(key))
             continue
         first_where, first = found[key]
         if first.source == example.source:
             found[key] = first_where, replace(first, targets=first.targets + example.targets)
         else:
             bad.add(where, f"the id {key!r} of {first_where} again, with another source")
-    for key, (_, example) in found.items():  # without an id: the number of its row, unless that is another's id
-        number = key.removeprefix("row ")
-        yield example if example.name else replace(example, name=key if number in found else number)
+    yield from (example for _, example in found.values())
 
 
 def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
@@ -233,26 +230,20 @@ class SentenceNames:
     Attributes:
         where: position of the first row.
         in_text: names must be equal, because the model reads them; otherwise only their number.
-        begun: files of which a row was read.
     """
 
     names: tuple[str, ...] = ()
     where: str = ""
     in_text: bool = True
-    begun: set[str] = field(default_factory=set)
 
-    def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
-        """The names of a row, compared with the first. Raises UserError for a whole file, else BadRecord."""
-        is_first = path not in self.begun
-        self.begun.add(path)
+    def checked(self, names: tuple[str, ...], row: Row) -> tuple[str, ...]:
+        """The names of a row. Raises BadRecord where they differ from the first row's."""
         if not self.names:
             self.names, self.where = names, row.where
         if len(names) == len(self.names) and (names == self.names or not self.in_text):
             return names
         here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
-        if not is_first:
-            raise BadRecord(f"{here}, where {self.where} has {there}")
-        raise UserError(f"{row.where} has {here}, {self.where} has {there}: select the same by --text_fields.")
+        raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
@@ -305,7 +296,7 @@ def label_examples(
         sentences: the fields that all data of the run must have.
 
     Raises:
-        UserError: too many bad rows, or other sentences than in other data.
+        UserError: too many bad rows.
     """
     numbers = {_label_name(name): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
@@ -315,7 +306,7 @@ def label_examples(
 
     def convert(row: Row) -> Example:
         nonlocal rounded
-        keys = sentences.checked(fields.texts_of(row.fields), row, path)
+        keys = sentences.checked(fields.texts_of(row.fields), row)
         texts = [text_of(row.fields, key) for key in keys]
         label, name = label_of(row), _name(row.fields, fields.id, "id")
         if words is None:
@@ -369,9 +360,7 @@ def _class_number(name: str, numbers: dict[str, int]) -> int:
 def _number(value: Any) -> float:
     try:
         number = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        number = math.inf
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BadRecord(f"the label {value!r} is not a number") from None
     if not abs(number) <= _LARGEST or number == IGNORED_LABEL:  # also nan
         raise BadRecord(

@@ -21,6 +21,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,6 @@ from lm_experiments_tools.data.text.records import (
     parse_object,
     read_lines,
     read_shard,
-    too_long,
 )
 from lm_experiments_tools.data.text.sources import (
     COMPRESSIONS,
@@ -108,8 +108,6 @@ class BadRows(RejectedRecords):
         limit: maximum number of bad rows; None: as `RejectedRecords`.
         quiet: do not log them, for data that is read again.
     """
-
-    names_key_flag = False
 
     def __init__(self, limit: int | None, *, quiet: bool = False) -> None:
         super().__init__(limit)
@@ -215,19 +213,14 @@ def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
 
 def _whole_json(path: str) -> list[Any] | None:
     """The list that a file is, or has as "data"; None for JSON lines."""
-    first = next((line for _, line in _lines(path) if line.strip()), b"").strip()
+    first = next((line for _, line in _lines(path) if line.strip()), b"{}")
+    with suppress(BadRecord):  # an object on several lines, or a list
+        if not isinstance(parse_object(first).get("data"), list):
+            return None
     try:
-        is_whole = isinstance(parse_object(first).get("data"), list)
-    except BadRecord:
-        is_whole = first[:1] == b"[" or first == b"{" or (first[:1] == b"{" and b'"data"' in first)
-    if not is_whole:
-        return None
-    lines = [line for _, line in _lines(path)]
-    try:
-        found = json.loads(b"".join(lines))
+        found = json.loads(b"".join(line for _, line in _lines(path)))
     except (ValueError, RecursionError) as error:
-        reason = too_long(max(map(len, lines))) or error
-        raise UserError(f"{path} is neither JSON lines nor one list of objects ({reason}): fix it.") from None
+        raise UserError(f"{path} is neither JSON lines nor one list of objects ({error}): fix it.") from None
     found = found.get("data") if isinstance(found, dict) else found
     if not isinstance(found, list):
         raise UserError(f'{path} is one JSON object without a list called "data": give a list, or an object a line.')

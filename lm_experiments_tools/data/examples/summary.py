@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from unicodedata import normalize
 
 import numpy as np
 
@@ -53,14 +52,6 @@ def label_text(label: Any, names: Sequence[str]) -> str:
     if np.ndim(label):
         return ", ".join(names[number] for number in np.flatnonzero(label > 0)) or "none"
     return names[int(label)] if names else f"{label:g}"
-
-
-def alike(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Groups of labels that differ only in case, white space or Unicode normalization (NFKC)."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(" ".join(normalize("NFKC", name).split()).casefold(), []).append(name)
-    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def _labels(names: Sequence[str], counts: Mapping[int, int]) -> str:

@@ -80,10 +80,9 @@ def grouped_by_length(
     args = context.args
     if not args.objective().varies_in_length:
         return dataset
-    how = (context.seed, args.trim_to(), args.batch_size * world_size)
     if args.bucket_rows:
-        return BucketedDataset(dataset, -(-args.bucket_rows // num_streams), *how)
-    return MixedSteps(dataset, mixed_rows(args, world_size), *how, stream, num_streams)
+        return BucketedDataset(dataset, -(-args.bucket_rows // num_streams), context.seed)
+    return MixedSteps(dataset, mixed_rows(args, world_size), context.seed, stream, num_streams)
 
 
 def mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:

@@ -7,27 +7,23 @@ reads rows k * world_size + rank of one global stream, which depends on the seed
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
-import queue
-import re
 import shutil
-import signal
 import socket
-import sys
+import subprocess
 import tempfile
-import threading
-from importlib.machinery import PathFinder
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.denoising import plan_spans, random_spans_lengths
-from lm_experiments_tools.data.seqio.job import FRAME, PADDING, SOCKET, VALIDATION, Job
+from lm_experiments_tools.data.seqio.job import PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.seqio.worker import work
 from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.text.sources import find_files
@@ -105,17 +101,6 @@ def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
         find_files(args.data_path)
 
 
-def check_module(task: str) -> None:
-    """Refuse a --task that is not module:name, or whose package does not exist."""
-    module, _, name = task.partition(":")
-    package = module.partition(".")[0]
-    if not all(part.isidentifier() for part in module.split(".")) or not re.fullmatch(r"[\w.:#]+", name):
-        raise UserError(f"--task {task} names no task: write module:name, the name of letters, digits, '_', '.', ':'.")
-    if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
-        return
-    raise UserError(f"--task {task}: the module {module} cannot be imported (No module named {package!r})")
-
-
 def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
     """Length of the labels; t5 would silently truncate or pad them."""
     if ":" in args.task:
@@ -181,42 +166,25 @@ class WorkerProcess:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(log_file, "ab") as log:
             self._worker = Worker(work, job, environment=_ENVIRONMENT, log=log)
-        self._code: int | None = None
-        self._error: dict[str, Any] | None = None
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen, name="seqio-worker", daemon=True)
-        self._listener.start()
-        answer = self._answers.get()
-        if answer is None:
-            error = self.failure()
-            self.close()
-            raise error
-        self.answer = answer
+        with ExitStack() as failed:
+            failed.callback(self.close)
+            try:
+                while isinstance(message := self._worker.receive(), tuple):
+                    logger.log(*message)
+            except WorkerEnded as end:
+                raise self.failure() from end
+            failed.pop_all()
+        self.answer = message
 
-    def _listen(self) -> None:
-        try:
-            while True:
-                message = self._worker.receive()
-                if "log" in message:
-                    logger.log(*message["log"])
-                elif "ready" in message:
-                    self._answers.put(message["ready"])
-                else:
-                    self._error = message
-        except WorkerEnded as end:
-            self._code = end.returncode
-        self._answers.put(None)
-
-    def failure(self) -> Exception:
-        """Reason why the process ended or is ending; waits for its end."""
-        self._listener.join(_SECONDS_TO_END)
-        if (code := self._code) is None:
-            return RunError(f"the seqio worker (process {self.pid}) closed its connection")
-        if self._error is not None:
-            return error_of(self._error, f"; {self._log_file} has the traceback")
-        if code < 0:
-            return RunError(f"the seqio worker was killed by {signal.Signals(-code).name}; see {self._log_file}")
-        return RunError(f"the seqio worker ended with exit code {code}; see {self._log_file}")
+    def failure(self) -> RunError:
+        """The error for a process that has closed its connections; waits for its end."""
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self._worker.process.wait(_SECONDS_TO_END)
+        return RunError(
+            f"the seqio worker ended with exit code {code} (-9: killed, often for lack of memory); {self._log_file} "
+            "says why"
+        )
 
     @property
     def pid(self) -> int:
@@ -226,16 +194,8 @@ class WorkerProcess:
     def close(self) -> None:
         """End the process and remove its folder."""
         self._worker.kill()
-        self._listener.join(_SECONDS_TO_END)  # a process that the worker forked may hold its end of the pipe
         self._worker.close()
         shutil.rmtree(self.job.folder, ignore_errors=True)
-
-
-def error_of(message: dict[str, Any], where: str = "") -> Exception:
-    """The error message of the worker as an exception."""
-    if message["by_user"]:
-        return UserError(message["error"])
-    return RunError(f"the seqio worker failed: {message['error']}{where}")
 
 
 def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
@@ -281,7 +241,7 @@ class SeqioLoader(TrainSource):
         super().__init__(rows_per_worker, rank, world_size)
         self.fingerprint, self.lengths, self.pad_id = fingerprint, lengths, pad_id
         self._address, self._worker = os.path.join(folder, SOCKET), worker
-        self._stream: BinaryIO | None = None
+        self._connection: Connection | None = None
 
     def seek(self, consumed_samples: int) -> None:
         super().seek(consumed_samples)
@@ -289,41 +249,27 @@ class SeqioLoader(TrainSource):
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         try:
-            if self._stream is None:
-                self._stream = self._request()
-            is_batch, size = FRAME.unpack(self._read(FRAME.size))
-            content = self._read(size)
-        except OSError as error:
-            raise self._failure() from error
-        if not is_batch:
-            raise self._failure(json.loads(content))
-        rows = np.frombuffer(content, np.int32).reshape(self.rows_per_worker, sum(self.lengths))
-        return to_batch(rows, self.lengths[0], self.pad_id)
-
-    def _request(self) -> BinaryIO:
-        request = {"start": self._consumed, "rows": self.rows_per_worker, "rank": self.rank}
-        with socket.socket(socket.AF_UNIX) as channel:
-            channel.connect(self._address)
-            channel.sendall(json.dumps(request | {"world_size": self.world_size}).encode() + b"\n")
-            return channel.makefile("rb")
-
-    def _read(self, size: int) -> bytes:
-        content = self._stream.read(size)
-        if len(content) < size:
-            raise ConnectionResetError("the seqio worker has closed its end")
-        return content
-
-    def _failure(self, message: dict[str, Any] | None = None) -> Exception:
-        if self._worker is not None:
-            return self._worker.failure()
-        if message is not None:
-            return error_of(message)
-        return RunError("the seqio worker of this machine has ended; the process that started it says why")
+            if self._connection is None:
+                self._connection = Client(self._address, "AF_UNIX")
+                request = {"start": self._consumed, "rows": self.rows_per_worker, "rank": self.rank}
+                self._connection.send({**request, "world_size": self.world_size})
+            while isinstance(message := self._connection.recv(), tuple):
+                if self._worker is not None:  # one process of the machine logs
+                    logger.log(*message)
+        except (EOFError, OSError) as error:
+            if self._worker is not None:
+                raise self._worker.failure() from error
+            raise RunError(
+                "the seqio worker of this machine has ended; the process that started it says why"
+            ) from error
+        if isinstance(message, UserError):
+            raise message
+        return to_batch(message, self.lengths[0], self.pad_id)
 
     def _disconnect(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def close(self) -> None:
         """End the worker process, where this process started it."""

@@ -1,13 +1,11 @@
-"""The protocol between the worker that owns TensorFlow and the processes it serves: its job, files and frames."""
+"""The job of the worker that owns TensorFlow, and its files."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 PADDING = -100  # in the rows that are sent: no token id, so that a real id 0 is not mistaken for it
 SOCKET, VALIDATION = "socket", "validation.int32"  # files in the job's folder
-FRAME = struct.Struct("<?I")  # is it a batch (else an error, as JSON); bytes that follow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from lm_experiments_tools.data.text.records import (
     Record,
     Rejected,
     RejectedRecords,
-    lines_before,
+    locate,
     no_documents,
     read_shard,
 )
@@ -377,7 +377,7 @@ class TextSource:
             raise
 
     def _reject(self, shard: Shard, rejected: Rejected) -> None:
-        rejected = rejected._replace(line=lines_before(shard) + rejected.line)
+        rejected = locate(shard, rejected)
         with self._lock:
             if rejected.where in self._seen:
                 return

@@ -1,82 +1,64 @@
 """The process that owns TensorFlow: it makes seqio's examples for the training processes of its machine.
 
-| channel | content |
+| message of the worker | to |
 |---|---|
-| its `Caller` | to it: `{"log": (level, text)}`, `{"ready": {...}}`, `{"error": text, "by_user": bool}` |
-| stdout, stderr | output of TensorFlow and the user's module |
-| a Unix socket | to each client its rows of each global batch, see `Hub` |
+| `(level, text)`, a line for the log | its parent while it builds the task, later each client |
+| `{"fingerprint", "title", "validation"}`: the task is built | its parent |
+| int32[rows, inputs_length + targets_length], padded with `PADDING` | each client, its rows of every global batch |
+| a UserError, before it ends | as a line for the log |
 
-TensorFlow is imported only by tasks.py, which only the worker process loads.
+Clients connect to a Unix socket. TensorFlow's output goes to stdout and stderr. TensorFlow is imported only by
+tasks.py, which only the worker process loads.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
-import socket
 import sys
 import threading
-import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.seqio.job import FRAME, SOCKET, VALIDATION, Job, one_line
+from lm_experiments_tools.data.seqio.job import SOCKET, VALIDATION, Job, one_line
 from lm_experiments_tools.data.workers import Caller
 from lm_experiments_tools.errors import UserError
 
 
 class Hub:
-    """The worker's side of all channels.
+    """The worker's connections to its parent and to its clients.
 
-    A client connects for each start position and sends one line of JSON: `start` (a global sample number), `rows` (of
-    a step, per worker), `rank`, `world_size`. When all clients have sent the same request, each gets batch after
-    batch: a `FRAME`, then int32[rows, inputs_length + targets_length], padded with `PADDING`. Row k of rank r is row
-    k * world_size + r of the global batch. When one disconnects to seek, all are expected to connect again.
+    A client connects for each start position and sends `start` (a global sample number), `rows` (of a step, per
+    worker), `rank` and `world_size`. When all clients have sent the same request, each gets batch after batch: row k
+    of rank r is row k * world_size + r of the global batch. When one disconnects to seek, all are expected to connect
+    again.
     """
 
     def __init__(self, caller: Caller) -> None:
-        self._caller, self._lock = caller, threading.Lock()
-        self._clients: list[tuple[socket.socket, dict[str, int]]] = []
-        self._listener: socket.socket | None = None
+        self._caller, self._lock = caller, threading.Lock()  # text is read, and lines are logged, in several threads
+        self._clients: list[tuple[Connection, dict[str, int]]] = []
 
-    def tell(self, **message: Any) -> None:
-        """Send a message to the parent process; thread-safe."""
+    def tell(self, message: Any) -> None:
+        """Send a message to all clients, or to the parent where there are none."""
         with self._lock:
-            self._caller.send(message)
+            for receiver in [client for client, _ in self._clients] or [self._caller]:
+                with suppress(ConnectionError):
+                    receiver.send(message)
 
-    def log(self, level: int, text: str) -> None:
-        """Send a line for the run's log to the parent process."""
-        self.tell(log=(level, text))
-
-    def fail(self, text: str, by_user: bool) -> None:
-        """Send the reason why the worker ends to the parent and to all clients."""
-        self.tell(error=text, by_user=by_user)
-        content = json.dumps({"error": text, "by_user": by_user}).encode()
-        for client, _ in self._clients:
-            client.settimeout(5.0)  # of a client that is not listening
-            try:
-                client.sendall(FRAME.pack(False, len(content)) + content)
-            except OSError:
-                continue
-
-    def listen(self, path: str, clients: int) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen(clients)
-
-    def accept(self, clients: int) -> dict[str, int]:
+    def accept(self, listener: Listener, clients: int) -> dict[str, int]:
         """Wait for that many clients with the same request, ranks aside, and return the request."""
-        self.disconnect()
+        for client, _ in self._clients:
+            client.close()
+        self._clients = []
         while len(self._clients) < clients:
-            client, _ = self._listener.accept()
-            line = client.makefile("rb").readline()
-            if line:  # else it has sought again already
-                self._clients.append((client, json.loads(line)))
+            client = listener.accept()
+            with suppress(EOFError, ConnectionError):  # it has sought again already
+                self._clients.append((client, client.recv()))
         requests = [{**request, "rank": 0} for _, request in self._clients]
         if any(request != requests[0] for request in requests):
             raise ValueError(f"workers of one machine ask for different batches: {requests}")
@@ -84,15 +66,9 @@ class Hub:
 
     def send(self, batch: np.ndarray) -> None:
         """Send each client its rows. Raises ConnectionError if a client has disconnected."""
-        for client, request in self._clients:
-            rows = np.ascontiguousarray(batch[request["rank"] :: request["world_size"]])
-            client.sendall(FRAME.pack(True, rows.nbytes))
-            client.sendall(rows.data)
-
-    def disconnect(self) -> None:
-        for client, _ in self._clients:
-            client.close()
-        self._clients = []
+        with self._lock:
+            for client, request in self._clients:
+                client.send(batch[request["rank"] :: request["world_size"]])
 
 
 def import_triton() -> None:
@@ -111,19 +87,15 @@ def serve(job: Job, hub: Hub) -> None:
     from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 
     limit_threads(job.threads)
-    examples = TaskExamples(job, hub.log)
-    validation = None
-    if job.validation:
-        validation = write_validation(examples, Path(job.folder) / VALIDATION)
-    hub.listen(os.path.join(job.folder, SOCKET), job.clients)
-    hub.tell(ready={"fingerprint": examples.fingerprint(), "title": examples.title, "validation": validation})
-    while True:
-        request = hub.accept(job.clients)
-        try:
-            for batch in examples.batches(request["start"], request["rows"] * request["world_size"]):
-                hub.send(batch)
-        except ConnectionError:
-            continue  # they have sought another position, and ask again
+    examples = TaskExamples(job, lambda level, text: hub.tell((level, text)))
+    validation = write_validation(examples, Path(job.folder) / VALIDATION) if job.validation else None
+    with Listener(os.path.join(job.folder, SOCKET), "AF_UNIX", backlog=job.clients) as listener:
+        hub.tell({"fingerprint": examples.fingerprint(), "title": examples.title, "validation": validation})
+        while True:
+            request = hub.accept(listener, job.clients)
+            with suppress(ConnectionError):  # clients have sought another position, and connect again
+                for batch in examples.batches(request["start"], request["rows"] * request["world_size"]):
+                    hub.send(batch)
 
 
 def write_validation(examples: Any, path: Path) -> int:
@@ -149,14 +121,8 @@ def work(caller: Caller) -> None:
     job, hub = caller.settings, Hub(caller)
     threading.Thread(target=end_with_caller, args=(caller, job.folder), daemon=True).start()
     sys.path.insert(0, os.getcwd())  # where the user's module may lie
-
-    def report_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        traceback.print_exception(kind, error, trace)
-        hub.fail(one_line(error), by_user=False)
-
-    sys.excepthook = report_crash
     try:
         serve(job, hub)
     except UserError as error:
-        hub.fail(str(error), by_user=True)
+        hub.tell(UserError(str(error)))
         sys.exit(2)

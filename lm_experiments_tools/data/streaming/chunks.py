@@ -7,7 +7,6 @@ the text before its chunk. Without this index a stream is read from the beginnin
 
 import json
 import logging
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,6 @@ from concurrent import futures
 from dataclasses import asdict, dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,11 +33,11 @@ BuildFunction = Callable[[Chunk, int, int], SampleDataset]
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Examples and tokens of a chunk, and the `MixedPosition` of its end."""
+    """Examples and tokens of a chunk, and the position in each text at its end."""
 
     num_samples: int
     num_tokens: int
-    end: dict[str, Any]
+    end: list[dict[str, int]]
 
 
 class ExampleStream:
@@ -98,8 +96,8 @@ class ExampleStream:
     @property
     def rejected_and_lines(self) -> tuple[int, int]:
         """Number of rejected records and of all records read so far, without repetitions."""
-        end = self._records[-1].end if self._records else {"rejected": 0, "lines": 0}
-        return end["rejected"], end["lines"]
+        end = self._records[-1].end if self._records else []
+        return sum(text["rejected"] for text in end), sum(text["lines"] for text in end)
 
     def drop_before(self, sample: int) -> None:
         """Drop the chunks before that of an example."""
@@ -120,7 +118,7 @@ class ExampleStream:
 
     def request(self, number: int) -> ChunkRequest:
         """The request for a chunk, known or next."""
-        begin = self._records[number - 1].end if number else {}
+        begin = self._records[number - 1].end if number else []
         return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:
@@ -147,13 +145,9 @@ class ExampleStream:
 
 
 def _append_line(path: Path, line: str) -> None:
-    """Append a line, also after one that was truncated by a kill or a full disk."""
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                line = f"\n{line}"
-        file.write(f"{line}\n".encode())
+    """Append a line; it begins with the line end, because a kill or a full disk may have truncated the one before."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"\n{line}")
 
 
 class ChunkFeed:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_VERSION = 3  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
+_VERSION = 4  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 

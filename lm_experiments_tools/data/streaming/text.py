@@ -18,8 +18,8 @@ of 3 bytes (a) and of 1 byte (b):
     bytes of a, b    0 0    3 0    3 1    3 2    3 3    6 3   ...
     document         a      b      b      b      a      b     ...
 
-A text that cannot be balanced over V streams, such as one compressed file, has n, a divisor of V; V / n streams read
-all of each of them and use its documents in round robin, so that no document is in two streams.
+All texts have the same number of streams, the largest for which each of them can be balanced: one compressed file
+leaves one stream.
 """
 
 import heapq
@@ -62,7 +62,7 @@ class Position:
     """A position in one text of a stream: after `items` records and rejected records of shard number `shard`.
 
     `rejected` and `lines` (rejected and usable records) count those of epoch 0, which meets each line once;
-    `documents` counts all that were read, `num_bytes` the bytes of those that the stream used.
+    `num_bytes` counts the bytes of all documents.
     """
 
     epoch: int = 0
@@ -70,7 +70,6 @@ class Position:
     items: int = 0
     rejected: int = 0
     lines: int = 0
-    documents: int = 0
     num_bytes: int = 0
 
 
@@ -83,11 +82,11 @@ class StreamPlan:
     seed: int
 
     @classmethod
-    def make(cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False) -> "StreamPlan":
+    def make(cls, inputs: Sequence[str], max_streams: int, seed: int) -> "StreamPlan":
         """Cut the inputs into shards for as many balanced streams as possible.
 
-        Their number is at most `max_streams` (a divisor of it with `divisor`); the largest has at most 1.1 times the
-        average size. Raises UserError where an input does not exist or is empty.
+        Their number is at most `max_streams`; the largest has at most 1.1 times the average size. Raises UserError
+        where an input does not exist or is empty.
         """
         shards = plan_shards(inputs)
         size = sum(shard.num_bytes for shard in shards)
@@ -95,7 +94,7 @@ class StreamPlan:
             wanted = size // (_SHARDS_PER_STREAM * max_streams)
             shards = plan_shards(inputs, min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES))
         sizes = sorted(_weights(shards), reverse=True)
-        counts = [n for n in range(min(max_streams, len(shards)), 0, -1) if not (divisor and max_streams % n)]
+        counts = range(min(max_streams, len(shards)), 0, -1)
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
@@ -153,7 +152,6 @@ class StreamText:
     Args:
         max_bad_lines: limit of rejected records of all streams.
         listed_in: the list of rejected records, for messages.
-        sharing: number of streams that read the text and use its documents in round robin, and the index of this one.
         rejected: receives the records rejected in epoch 0.
 
     Attributes:
@@ -167,11 +165,10 @@ class StreamText:
         position: Position,
         text_key: str,
         max_bad_lines: int | None,
-        listed_in: str | os.PathLike = "",
-        sharing: tuple[int, int] = (1, 0),
+        listed_in: str | os.PathLike,
         rejected: list[Rejected] | None = None,
     ):
-        self.plan, self.stream, self.position, self.sharing = plan, stream, position, sharing
+        self.plan, self.stream, self.position = plan, stream, position
         self.rejected: list[Rejected] = [] if rejected is None else rejected
         self._text_key, self._counts = text_key, RejectedRecords(max_bad_lines, of_part=True)
         self._counts.path = Path(listed_in)
@@ -185,8 +182,7 @@ class StreamText:
                 num_without += 1
                 for document in self._documents(shards[self.position.shard]):
                     num_without = 0
-                    if (self.position.documents - 1) % self.sharing[0] == self.sharing[1]:
-                        yield document
+                    yield document
                 if num_without > len(self.plan.shards):
                     raise no_documents(list(dict.fromkeys(shard.path for shard in self.plan.shards)), self._counts)
                 self.position = replace(self.position, shard=self.position.shard + 1, items=0)
@@ -215,20 +211,17 @@ class StreamText:
                 time.sleep(wait)
 
     def _advance(self, shard: Shard, item: Record | Rejected) -> None:
-        position, counts = self.position, self._counts
-        documents, num_bytes = position.documents, position.num_bytes
+        position, counts, num_bytes = self.position, self._counts, self.position.num_bytes
         if isinstance(item, Record):
             if position.epoch == 0:
                 counts.accept()
-            if documents % self.sharing[0] == self.sharing[1]:
-                num_bytes += utf8_length(item.value)
-            documents += 1
+            num_bytes += utf8_length(item.value)
         elif item.is_empty:
             counts.num_empty += 1
         elif position.epoch == 0:
             self.rejected.append(located := locate(shard, item))
             counts.add(located.where, located.reason)
-        counted = (position.items + 1, counts.count, counts.lines, documents, num_bytes)
+        counted = (position.items + 1, counts.count, counts.lines, num_bytes)
         self.position = Position(position.epoch, position.shard, *counted)
 
 
@@ -236,33 +229,26 @@ class StreamText:
 
 
 @dataclass(frozen=True)
-class MixedPosition:
-    """A position in a stream: in each of its texts; `rejected` and `lines` are those that this stream lists."""
-
-    texts: tuple[Position, ...]
-    rejected: int = 0
-    lines: int = 0
-
-
-@dataclass(frozen=True)
 class MixedPlan:
-    """The texts that all streams read, and their fractions of the bytes."""
+    """The texts that all streams read, and their fractions of the bytes. A position has a `Position` for each text."""
 
     plans: tuple[StreamPlan, ...]
-    shares: tuple[float, ...]
-    num_streams: int
+    shares: tuple[float, ...] = (1.0,)
 
     @classmethod
     def of_one(cls, inputs: Sequence[str], max_streams: int, seed: int) -> "MixedPlan":
         """The plan of inputs that are read as one text."""
-        plan = StreamPlan.make(inputs, max_streams, seed)
-        return cls((plan,), (1.0,), plan.num_streams)
+        return cls((StreamPlan.make(inputs, max_streams, seed),))
+
+    @property
+    def num_streams(self) -> int:
+        return self.plans[0].num_streams
 
     @classmethod
     def make(
         cls,
         inputs: Sequence[str],
-        num_streams: int,
+        max_streams: int,
         seed: int,
         *,
         weights: Sequence[float] | None,
@@ -272,22 +258,27 @@ class MixedPlan:
     ) -> "MixedPlan":
         """Plan each of the inputs; the other arguments are those of `MixtureDataset`, with sizes in bytes of files."""
         seeds = [stream_key(seed, f"text {number}") for number in range(len(inputs))]
-        plans = [StreamPlan.make([path], num_streams, s, True) for path, s in zip(inputs, seeds, strict=True)]
+        while True:
+            plans = [StreamPlan.make([path], max_streams, s) for path, s in zip(inputs, seeds, strict=True)]
+            counts = {plan.num_streams for plan in plans}
+            if len(counts) == 1:
+                break
+            max_streams = min(counts)
         rates = np.array(weights or [1.0] * len(plans), np.float64)
         if blending == "proportional":
             _check_sizes(inputs, plans)
             sizes = [sum(shard.num_bytes for shard in plan.shards) for plan in plans]
             rates = mixing_rates(sizes, rates, maximum, temperature)
-        return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
+        return cls(tuple(plans), tuple((rates / rates.sum()).tolist()))
 
     def on_this_machine(self) -> "MixedPlan":
         """See `StreamPlan.on_this_machine`."""
         return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
 
-    def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
-        """The text of a stream from a `MixedPosition` as JSON ({}: the start), with the options of `StreamText`."""
-        texts = tuple(Position(**text) for text in begin.get("texts", [{}] * len(self.plans)))
-        return MixedText(self, stream, MixedPosition(**{**begin, "texts": texts}), **options)
+    def open(self, stream: int, begin: Sequence[Mapping[str, int]], **options: Any) -> "MixedText":
+        """The text of a stream from a position as JSON ([]: the start), with the options of `StreamText`."""
+        position = tuple(Position(**text) for text in begin or [{}] * len(self.plans))
+        return MixedText(self, stream, position, **options)
 
     def identity(self) -> list[Any]:
         """Content of the shards, number of streams and seed of each text, and the fractions."""
@@ -302,41 +293,34 @@ class MixedPlan:
 
 def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
     """Refuse proportions by sizes that are unknown or not comparable."""
-    remedy = "give the shares by --data_blending megatron and --data_weights"
-    compressed = [{shard.end is None for shard in plan.shards} for plan in plans]
-    for path, plan, kinds in zip(inputs, plans, compressed, strict=True):
-        if any(shard.kind == "dataset" for shard in plan.shards):
-            raise UserError(f"how much text {path} has is not known while it is streamed: {remedy}")
-        if kinds != compressed[0] or len(kinds) > 1:
-            files = path if len(kinds) > 1 else f"{inputs[0]} and {path}"
-            raise UserError(f"of the files of {files} only some are compressed, so sizes do not compare: {remedy}")
+    kinds = {(shard.kind == "dataset", shard.end is None) for plan in plans for shard in plan.shards}
+    if len(kinds) > 1 or (True, True) in kinds:
+        raise UserError(
+            f"the sizes of {', '.join(inputs)} do not compare (unknown for datasets, and only some files are "
+            "compressed): give the shares by --data_blending megatron and --data_weights"
+        )
 
 
 class MixedText:
     """Documents of one stream, without end.
 
     Attributes:
-        position: after the last document.
-        rejected: records rejected in epoch 0, without those that another stream of a shared text lists.
+        position: after the last document, in each text.
+        rejected: records rejected in epoch 0.
     """
 
-    def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **options: Any):
-        self.position, self.rejected, self._texts = position, [], []
-        self._shares = np.array(plan.shares)
-        for part, begin in zip(plan.plans, position.texts, strict=True):
-            index, number = divmod(stream, part.num_streams)
-            sharing = (plan.num_streams // part.num_streams, index)
-            rejected = [] if index else self.rejected
-            self._texts.append(StreamText(part, number, begin, **options, sharing=sharing, rejected=rejected))
-        self._listed = [text for text in self._texts if text.sharing[1] == 0]
+    def __init__(self, plan: MixedPlan, stream: int, position: tuple[Position, ...], **options: Any):
+        self.position, self.rejected, self._shares = position, [], np.array(plan.shares)
+        self._texts = [
+            StreamText(part, stream, begin, **options, rejected=self.rejected)
+            for part, begin in zip(plan.plans, position, strict=True)
+        ]
 
     def __iter__(self) -> Iterator[Record]:
         endless = [iter(text) for text in self._texts]
         while True:
             document = next(endless[self._next_text()])
-            positions = tuple(text.position for text in self._texts)
-            listed = [text.position for text in self._listed]
-            self.position = MixedPosition(positions, sum(p.rejected for p in listed), sum(p.lines for p in listed))
+            self.position = tuple(text.position for text in self._texts)
             yield document
 
     def _next_text(self) -> int:

@@ -3,16 +3,14 @@
 A chunk ends at a recorded position of its stream, from which the next one can be made.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.streaming.text import MixedPlan, MixedPosition, MixedText
+from lm_experiments_tools.data.streaming.text import MixedPlan, MixedText, Position
 from lm_experiments_tools.data.text.records import Rejected, utf8_length
 from lm_experiments_tools.data.tokens.encoding import TextEncoder, batches
 from lm_experiments_tools.data.workers import Caller
@@ -36,7 +34,7 @@ class ChunkRequest:
 
     stream: int
     number: int
-    begin: dict[str, Any]
+    begin: list[dict[str, int]]
     again: bool
 
 
@@ -55,10 +53,10 @@ class ChunkSettings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of whole documents, and the `MixedPosition` after the last one."""
+    """Tokens of whole documents, and the position in each text after the last one, as JSON."""
 
     tokens: np.ndarray
-    end: dict[str, Any]
+    end: list[dict[str, int]]
 
 
 class StreamTokens:
@@ -74,7 +72,7 @@ class StreamTokens:
         ids, self.position = next(self._encoded)
         return ids
 
-    def _encode(self) -> Iterator[tuple[np.ndarray, MixedPosition]]:
+    def _encode(self) -> Iterator[tuple[np.ndarray, tuple[Position, ...]]]:
         found = ((document, self.text.position) for document in self.text)
         for batch in batches(found, lambda item: utf8_length(item[0].value), _BATCH_BYTES):
             encoded = self._encoder.encode([part for document, _ in batch for part in self._encoder.parts(document)])
@@ -92,20 +90,20 @@ class ChunkMaker:
     def make(self, request: ChunkRequest) -> Chunk:
         """The chunk. Raises as `StreamText`."""
         stream, documents, size = self._stream_at(request), [], 0
-        rejected, before, finished = stream.text.rejected, stream.position.rejected, False
+        rejected, before, finished = stream.text.rejected, _num_rejected(stream), False
         try:
             while size < chunk_tokens(request.number):
                 documents.append(stream.next_document())
                 size += len(documents[-1])
             finished = True
         finally:
-            num_rejected = stream.position.rejected - before if finished else len(rejected)  # else all read ahead
+            num_rejected = _num_rejected(stream) - before if finished else len(rejected)  # else all read ahead
             if not request.again:
                 self._list(rejected[:num_rejected])
             del rejected[:num_rejected]
             if not finished:
                 del self._streams[request.stream]
-        end = json.loads(json.dumps(asdict(stream.position)))  # as the stream's index returns it
+        end = [asdict(position) for position in stream.position]
         return Chunk(np.concatenate(documents).astype(self.settings.encoder.dtype), end)
 
     def _stream_at(self, request: ChunkRequest) -> StreamTokens:
@@ -125,6 +123,10 @@ class ChunkMaker:
         if rejected:
             with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
                 file.writelines(f"{record.to_json()}\n" for record in rejected)
+
+
+def _num_rejected(stream: StreamTokens) -> int:
+    return sum(position.rejected for position in stream.position)
 
 
 def rejected_path(folder: str | os.PathLike) -> Path:

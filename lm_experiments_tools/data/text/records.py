@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
 NO_LIMIT = sys.maxsize
-NO_KEY = "no key"  # begins the reason for a record without the key
 _MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
 _MIN_HOPELESS = 10_000
 _BOM = b"\xef\xbb\xbf"
@@ -110,10 +109,7 @@ class RejectedRecords:
         count, lines: rejected records, and all records read.
         first: "file:line: reason" of the first one, or "".
         num_empty: empty records, not in `count`.
-        names_key_flag: True where --text_key names the key of the text.
     """
-
-    names_key_flag = True
 
     def __init__(self, limit: int | None, path: Any = None, *, of_part: bool = False):
         self.limit, self.path, self._of_part = limit, None if path is None else Path(path), of_part
@@ -172,10 +168,8 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     listed = f"; see {rejected.path}" if rejected.path else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
-    lacks_key = rejected.names_key_flag and f": {NO_KEY} " in rejected.first
-    remedy = ": name the key of the text by --text_key" if lacks_key else ""
     found = f"{rejected.count} bad lines{empty} and nothing else"
-    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{remedy}")
+    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}")
 
 
 def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
@@ -276,7 +270,7 @@ def field_of(fields: dict[str, Any], key: str) -> Any:
     """The value under a key. Raises BadRecord, which names the keys there are."""
     if key not in fields:
         keys = ", ".join(repr(name) for name in list(fields)[:8])
-        raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
+        raise BadRecord(f"no key {key!r} (there is {keys or 'none'})")
     return fields[key]
 
 
@@ -379,28 +373,22 @@ def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int
     shard.check_unchanged()
 
 
-@lru_cache(maxsize=64)
-def lines_before(shard: Shard) -> int:
-    """Lines of the file before a shard of it; reads all of that part."""
-    return 0 if shard.kind == "dataset" else count_lines(shard.path, 0, shard.start)
-
-
 def locate(shard: Shard, rejected: Rejected) -> Rejected:
     """A rejected record of a shard with its line in the file (in a large file, or a dataset: in its shard)."""
     if shard.kind == "dataset":
         return rejected._replace(path=f"{shard.path}, shard {shard.start}")
     if shard.start > _MAX_COUNTED_BYTES:
         return rejected._replace(path=f"{shard.path}, from byte {shard.start} on")
-    return rejected._replace(line=lines_before(shard) + rejected.line)
+    return rejected._replace(line=_lines_before(shard.path, shard.start) + rejected.line)
 
 
-def count_lines(path: str, start: int, end: int) -> int:
-    """Line ends among bytes start:end of a file."""
+@lru_cache(maxsize=64)
+def _lines_before(path: str, end: int) -> int:
+    """Line ends among the first `end` bytes of a file."""
     lines = 0
     with open(path, "rb") as file:
-        file.seek(start)
-        while start < end and (block := file.read(min(1 << 20, end - start))):
-            lines, start = lines + block.count(b"\n"), start + len(block)
+        while end > 0 and (block := file.read(min(1 << 20, end))):
+            lines, end = lines + block.count(b"\n"), end - len(block)
     return lines
 
 

@@ -19,7 +19,6 @@ import lzma
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ _DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
 _UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
 _TOKEN_SUFFIXES = (".bin", ".idx", ".json")
 _PROBED_LINES, _PROBED_BYTES = 1000, 1 << 20  # of a text file, searched for a blank line
-_MAX_LISTED = 8  # kinds of unreadable files in a message
 _SKIP_BYTES = 1 << 20
 
 
@@ -79,10 +77,10 @@ def file_stamp(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def whole_file(path: str, kind: str = "json") -> Shard:
-    """A complete file as one shard."""
+def whole_file(path: str) -> Shard:
+    """A complete file as one shard, of JSON lines where records are read from it."""
     stamp = file_stamp(path)
-    return Shard(path, kind, 0, None if endings(path)[1] else stamp[0], stamp)
+    return Shard(path, "json", 0, None if endings(path)[1] else stamp[0], stamp)
 
 
 def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shards: int | None = None) -> list[Shard]:
@@ -264,31 +262,21 @@ def _files_in(folder: str) -> list[tuple[str, str]]:
 
 
 def _walk(folder: str) -> list[str]:
-    """Sorted paths of all files that may be input, each file once and under its own name rather than a link's."""
-    folders, seen, links = [folder], set(), []
+    """Sorted paths of all files that may be input; links are followed, and each file is found once."""
+    seen: set[str] = set()
     found: dict[str, str] = {}
-    for start in folders:  # extended below by links to folders
-        for path, below, names in os.walk(start, onerror=_refuse):
-            real = os.path.realpath(path)
-            if real in seen:
-                below.clear()
-                continue
-            seen.add(real)
-            below[:] = [name for name in below if not (name.startswith(".") or _is_unfinished_work(path, name))]
-            folders += sorted(filter(os.path.islink, (os.path.join(path, name) for name in below)))
-            siblings = set(names)
-            for name in names:
-                if name.startswith(".") or _is_output(name, siblings):
-                    continue
-                file = os.path.join(path, name)
-                if os.path.exists(file) and not os.path.isfile(file):  # opening a named pipe would block forever
-                    _warn_once(f"{file} is no regular file and is passed over")
-                elif os.path.islink(file):
-                    links.append(file)
-                else:
-                    found.setdefault(os.path.join(real, name), file)
-    for link in sorted(links):
-        found.setdefault(os.path.realpath(link), link)
+    for path, below, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        real = os.path.realpath(path)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(name for name in below if not (name.startswith(".") or _is_unfinished_work(path, name)))
+        for name in sorted(names):
+            file = os.path.join(path, name)
+            is_special = os.path.exists(file) and not os.path.isfile(file)  # opening a named pipe would block forever
+            if not (name.startswith(".") or is_special or _is_output(name, names)):
+                found.setdefault(os.path.realpath(file), file)
     return sorted(found.values())
 
 
@@ -308,19 +296,17 @@ def _is_unfinished_work(path: str, name: str) -> bool:
 
 def _report_skipped(folder: str, files: Sequence[str], others: Sequence[str]) -> None:
     """Warn of unreadable files in a folder; UserError where they have more bytes than the readable ones."""
-    sizes = {path: os.path.getsize(path) for path in others if os.path.isfile(path) and os.path.getsize(path)}
-    if not sizes:
+    skipped, read = (sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) for paths in (others, files))
+    if not skipped:
         return
-    skipped, read = sum(sizes.values()), sum(map(os.path.getsize, files))
-    kinds = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in sizes)
-    named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_MAX_LISTED))
-    what = f"folder {folder}: {len(sizes)} files of {human_bytes(skipped)} ({named})"
+    what = f"folder {folder}: {len(others)} files of {human_bytes(skipped)} (the first is {others[0]})"
+    readable = f"{len(files)} of {human_bytes(read)}"
     if skipped > read:
         raise UserError(
-            f"most of {what} cannot be read, {len(files)} of {human_bytes(read)} can: name the files to read, convert "
-            "the others or move them away"
+            f"most of {what} cannot be read, {readable} can: name the files to read, convert the others or move them "
+            "away"
         )
-    _warn_once(f"{what} are passed over, {len(files)} of {human_bytes(read)} are read")
+    _warn_once(f"{what} are passed over, {readable} are read")
 
 
 @cache  # several plans may be made of the same inputs

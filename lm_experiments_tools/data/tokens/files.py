@@ -16,12 +16,6 @@ from lm_experiments_tools.files import read_json
 logger = logging.getLogger(__name__)
 
 OWN_BYTES = 6  # of the unique part of a temporary name
-_META_TYPES = {  # of what other modules read in PREFIX.json
-    **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
-    **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
-    "shard": dict,
-    "input": list,
-}
 
 
 def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
@@ -37,16 +31,9 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
 
 
 def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
-    """The content of PREFIX.json without null values, {} where there is none; UserError where it is damaged."""
+    """The content of PREFIX.json, {} where there is none; UserError where it is damaged."""
     path = dataset_paths(prefix)[2]
-    if not path.is_file():
-        return {}
-    meta = read_json(path)
-    meta = {key: value for key, value in meta.items() if value is not None or key not in _META_TYPES}
-    for key, kind in _META_TYPES.items():
-        if key in meta and not isinstance(meta[key], kind):
-            raise UserError(f"{path} is damaged: {key} is {meta[key]!r}, not a {kind.__name__}; copy it again")
-    return meta
+    return read_json(path) if path.is_file() else {}
 
 
 def recorded_inputs(inputs: Iterable[str]) -> list[str]:

@@ -8,7 +8,6 @@ import glob
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from lm_experiments_tools.files import locked, replacing
 _SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
 _SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
 _SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
-_MAY_DIFFER = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")
+_MAY_DIFFER = (*_SUMMED, "bin_sha256", "fingerprint", "shard", "vocab_file", "input")
 _SAME_IDS = ("vocab_sha256", "vocab_size")  # may differ too where the ids are the same
 
 
@@ -62,15 +61,9 @@ def merge_datasets(
 
 
 def _prefixes(inputs: Sequence[str]) -> list[str]:
-    """Token prefixes, each named once; the .bin, .idx and .json of one, as a shell's wildcard names them, are one."""
-    names = dict.fromkeys(_SUFFIX.sub("", item) for item in inputs)
-    prefixes = [prefix for name in names for prefix in _found(name)]
-    paths = [os.path.realpath(prefix) for prefix in prefixes]
-    for given in (inputs, paths):
-        for name, count in Counter(given).items():
-            if count > 1:
-                raise UserError(f"{name} is named {count} times: name each input once")
-    return prefixes
+    """Token prefixes, each once; the .bin, .idx and .json of one, as a shell's wildcard names them, are one."""
+    prefixes = [prefix for item in inputs for prefix in _found(_SUFFIX.sub("", item))]
+    return list({os.path.realpath(prefix): prefix for prefix in prefixes}.values())
 
 
 def _found(item: str) -> list[str]:
@@ -89,25 +82,21 @@ def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
         return datasets
     if None in shards:
         raise UserError(f"{datasets[shards.index(None)].prefix} is no shard but others are: merge the shards first")
-    first, by_number = shards[0], {}
     for dataset, shard in zip(datasets, shards, strict=True):
-        number, of = shard.get("number"), shard.get("of")
-        if not (isinstance(number, int) and isinstance(of, int) and 0 <= number < of < 100_000):
-            raise UserError(f"{dataset.meta_path} records shard {number} of {of}, which cannot be; tokenize it again")
-        if (of, shard.get("source")) != (first.get("of"), first.get("source")):
+        if (shard["of"], shard["source"]) != (shards[0]["of"], shards[0]["source"]):
             raise UserError(
                 f"{dataset.prefix} and {datasets[0].prefix} were not cut from the same text with the same settings"
             )
-        other = by_number.setdefault(number, dataset)
-        if other is not dataset:
-            raise UserError(f"{other.prefix} and {dataset.prefix} are the same shard: name one of them")
-    if missing := [number for number in range(first["of"]) if number not in by_number]:
-        listed = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+    by_number = {shard["number"]: dataset for shard, dataset in zip(shards, datasets, strict=True)}
+    count = shards[0]["of"]
+    if len(by_number) < len(datasets):
+        raise UserError(f"of {', '.join(dataset.prefix for dataset in datasets)} two are the same shard: name it once")
+    if missing := [number for number in range(count) if number not in by_number]:
         raise UserError(
-            f"{len(missing)} of {first['of']} shards are missing ({listed}): make them with --shard "
-            f"{missing[0]}/{first['of']} and the flags of the others, or name their prefixes too"
+            f"{len(missing)} of {count} shards are missing, the first is {missing[0]}: make them with --shard "
+            f"{missing[0]}/{count} and the flags of the others, or name their prefixes too"
         )
-    return [by_number[number] for number in range(first["of"])]
+    return [by_number[number] for number in range(count)]
 
 
 def _check_same_kind(datasets: list[IndexedDataset]) -> None:
@@ -147,7 +136,7 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
         if texts := _texts(datasets):
             meta["input"] = texts
         meta = {name: meta[name] for name in dict.fromkeys([*datasets[0].meta, *meta]) if name in meta}
-        writer.finalize(meta)
+        meta = writer.finalize(meta)
     _join_bad_lines(datasets, Path(f"{output}.bad_lines.jsonl"))
     return meta
 

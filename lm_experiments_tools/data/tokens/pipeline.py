@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.records import Rejected, RejectedRecords, count_lines
+from lm_experiments_tools.data.text.records import Rejected, RejectedRecords, locate
 from lm_experiments_tools.data.text.sources import Shard, content_of, datasets_of, plan_shards
 from lm_experiments_tools.data.tokens.encoding import EncodedWriter, Encoder, encode_shard, work
 from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta, remove_unfinished
@@ -114,9 +114,8 @@ class Tokenization:
                 for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
                     for shard in files.parts(suffix):
                         writer.add_shard(shard)
-                metas = list(meta(writers, rejected))
-                for writer, content in zip(writers, metas, strict=True):
-                    writer.finalize(content)
+                contents = meta(writers, rejected)
+                metas = [writer.finalize(content) for writer, content in zip(writers, contents, strict=True)]
             files.remove()
         return metas
 
@@ -200,22 +199,17 @@ class _ShardFiles:
     def collect_rejected(self, path: str, limit: int | None) -> RejectedRecords:
         """The rejected records of all shards, with the lines of their files, listed in `path`."""
         rejected = RejectedRecords(limit, path)
-        file, position, lines = "", 0, 0
         with closing(rejected):
             for number, shard in enumerate(self.shards):
                 record, listed = self._record(number), Path(f"{self._prefix(number)}.bad.jsonl")
                 rejected.accept(record["num_lines"] if record else 0)
                 rejected.num_empty += record["empty_documents"] if record else 0
-                if listed.is_file():
-                    if shard.path != file:
-                        file, position, lines = shard.path, 0, 0
-                    if shard.kind != "dataset":
-                        lines += count_lines(shard.path, position, shard.start)
-                        position = shard.start
-                    for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
-                        line = lines + entry["line"]
-                        rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
-                if listed.is_file() and record is None:
+                if not listed.is_file():
+                    continue
+                for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
+                    found = Rejected(shard.path, entry["line"], entry["reason"], entry["content"])
+                    rejected.reject(locate(shard, found))
+                if record is None:
                     raise UserError(f"most lines of {shard.path} are bad: {rejected}; give another --input")
         if rejected.count:
             logger.warning("%s", rejected)
@@ -226,12 +220,12 @@ class _ShardFiles:
 
 
 def parse_shard(shard: str | None) -> tuple[int, int] | None:
-    """(i, n) of a flag --shard i/n."""
+    """(i, n) of a flag --shard i/n, 0 <= i < n."""
     if shard is None:
         return None
-    number, slash, count = shard.partition("/")
-    if not (number.isdecimal() and slash and count.isdecimal()):
-        raise UserError(f"--shard {shard} is not i/n, such as 0/64 for the first of 64 parts")
+    number, _, count = shard.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise UserError(f"--shard {shard} is not i/n with i from 0 to n - 1, such as 0/64 for the first of 64 parts")
     return int(number), int(count)
 
 
@@ -245,10 +239,6 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
 
     A part may be empty. `encoding` is an encoder's identity.
     """
-    if count < 1:
-        raise UserError(f"--shard {number}/{count} is a part of none: the number after the slash is at least 1")
-    if not 0 <= number < count:
-        raise UserError(f"--shard {number}/{count} does not exist: the first of {count} is 0/{count}")
     shards = plan_shards(inputs)
     size = sum(shard.num_bytes for shard in shards)
     if len(shards) < _SHARDS_PER_PART * count and size:

@@ -1,7 +1,6 @@
 """Text -> token files for T5 and its kind: a document is one sequence (see pipeline.py)."""
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -112,23 +111,13 @@ def _meta(
 def _show_progress(
     shards: Sequence[Shard], show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]
 ) -> None:
-    """A bar of bytes read, or of shards where sizes are not known."""
-    if not (sys.stderr.isatty() if show is None else show):
-        for _ in done:
-            pass
-        return
+    """A bar of shards, which are of about equal size."""
     from tqdm import tqdm
 
-    known = all(shard.kind != "dataset" for shard in shards)
-
-    def weight(shard: Shard) -> int:
-        return shard.num_bytes if known else 1
-
-    total, left = sum(map(weight, shards)), sum(weight(shard) for shard, _ in jobs)
-    unit = "B" if known else "shard"
-    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize") as bar:
-        for shard, _ in done:
-            bar.update(weight(shard))
+    finished = len(shards) - len(jobs)
+    disable = None if show is None else not show  # None: shown on a terminal
+    for _ in tqdm(done, "tokenize", len(shards), initial=finished, unit="shard", disable=disable):
+        pass
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:

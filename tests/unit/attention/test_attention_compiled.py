@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -18,7 +16,6 @@ from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attentio
 from lm_experiments_tools.attention.kernels import operator
 from lm_experiments_tools.attention.layouts import LocalSlidingWindowSparsityConfig
 from lm_experiments_tools.errors import UserError
-from tests.helpers import ROOT
 from tests.helpers.attention_cases import Case, errors, tensors
 
 
@@ -172,13 +169,9 @@ def test_a_mistake_in_a_compiled_call_is_a_sentence():
         traced(q, q, q, backend="triton")
 
 
-def test_layouts_in_graphs_have_the_same_numbers_in_every_process():
-    """Addresses would differ, and no compiled graph on disk would be found again."""
-    layouts = "[None, BigBirdSparsityConfig(num_heads=2), None, BSLongformerSparsityConfig(num_heads=2)]"
-    program = (
-        "from lm_experiments_tools.attention import BigBirdSparsityConfig, BSLongformerSparsityConfig\n"
-        "from lm_experiments_tools.attention.kernels.operator import number_of_layout\n"
-        f"print([number_of_layout(layout) for layout in {layouts}])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=True)
-    assert done.stdout.split("\n")[0] == "[0, 1, 0, 2]"
+def test_layouts_in_graphs_are_numbered_in_the_order_of_their_use(monkeypatch):
+    """In every process alike: with addresses no compiled graph on disk would be found again."""
+    monkeypatch.setattr(operator, "_layouts", [])
+    monkeypatch.setattr(operator, "_numbers", {})
+    layouts = [None, LocalSlidingWindowSparsityConfig(2), None, LocalSlidingWindowSparsityConfig(2)]
+    assert [operator.number_of_layout(layout) for layout in layouts] == [0, 1, 0, 2]

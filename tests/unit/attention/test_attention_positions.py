@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from transformers import GPTNeoXConfig, LlamaConfig, T5Config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.gpt_neox import modeling_gpt_neox
@@ -13,14 +12,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from lm_experiments_tools.attention import AttentionSpec, attend
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, T5Bias
-from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import backend_of
 from lm_experiments_tools.attention.kernels.eager import limit_float16
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.attention.positions import (
     AlibiPosition,
-    NoPosition,
-    PositionScheme,
     RelativeBiasPosition,
     RotaryPosition,
 )
@@ -54,13 +50,6 @@ def test_partial_rotary_is_gpt_neoxs():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_rotary_scores_depend_on_distances_alone():
-    q, k = draw(1, 1, 12, 8), draw(1, 1, 12, 8, seed=1)
-    scheme = RotaryPosition(8, rotary_dim=6)
-    here, there = ((a @ b.mT) for a, b in (scheme.rotate(q, k), scheme.rotate(q, k, offset=1000)))
-    torch.testing.assert_close(here, there, rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("is_decoder", [False, True])
 def test_relative_bias_is_transformers(is_decoder):
     config = T5Config(num_heads=4, relative_attention_num_buckets=16, relative_attention_max_distance=40)
@@ -86,14 +75,6 @@ def test_alibi_has_blooms_slopes_on_both_sides():
         torch.testing.assert_close(row, bloom[:, 0] - bloom[:, 0, 7:])
         torch.testing.assert_close(whole.dense(8, 8).mT, whole.dense(8, 8))
         torch.testing.assert_close(AlibiPosition(num_heads).bias(2, 8, 6), whole.dense(8, 8)[:, :, 6:])
-
-
-def test_no_position_and_the_base_change_nothing():
-    q, k = draw(1, 1, 3, 4), draw(1, 1, 3, 4, seed=1)
-    for scheme in (NoPosition(), PositionScheme()):
-        assert scheme.rotate(q, k) == (q, k)
-        assert scheme.bias(3, 3) is None
-        assert not list(scheme.parameters())
 
 
 @pytest.mark.parametrize(
@@ -141,15 +122,6 @@ def test_attention_is_that_of_its_definition_and_empty_rows_are_zero(implementat
     assert q.grad.isfinite().all() and bias.weight.grad.isfinite().all() and bias.weight.grad.any()
 
 
-def test_causal_without_anything_else_is_causal():
-    q, k, v = (draw(1, 2, 5, 4, seed=seed) for seed in range(3))
-    allowed = torch.ones(1, 2, 5, 5, dtype=torch.bool).tril()
-    expected = by_hand(q, k, v, torch.zeros(1, 2, 5, 5), allowed, 0.5)
-    for implementation in ("eager", "sdpa", "block_sparse"):
-        out, _ = attend(q, k, v, AttentionSpec(causal=True), backend_of(implementation))
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
 def test_weights_and_masks_of_a_layout_are_those_of_the_sparse_output():
     q, k, v = (draw(1, 2, 64, 4, seed=seed) for seed in range(3))
     layout = BigBirdSparsityConfig(2, block=8, different_layout_per_head=True, num_sliding_window_blocks=1)
@@ -184,10 +156,3 @@ def test_scores_beyond_float16_do_not_become_nan():
     out, _ = attend(q, k, k, AttentionSpec(scale=1.0), "eager")
     assert out.isfinite().all()
     assert limit_float16(torch.tensor(torch.inf)).isinf()
-
-
-def test_layers_share_one_matrix_or_the_table():
-    bias = T5Bias(nn.Parameter(torch.randn(32, 2)))
-    assert shared_bias(bias, 5, 5, "auto") is bias
-    assert torch.equal(shared_bias(bias, 5, 5, "sdpa"), bias.dense(5, 5))
-    assert shared_bias(None, 5, 5, "eager") is None

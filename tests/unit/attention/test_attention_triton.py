@@ -52,70 +52,44 @@ SLOW = [
     ]
 ]
 
+LONG = pytest.mark.slow, pytest.mark.timeout(3600)
 
-def in_the_interpreter(cases: list[Case]) -> list[dict[str, float]]:
-    """Errors of each case in float32, from one process with TRITON_INTERPRET=1."""
-    command = [sys.executable, "-m", "tests.helpers.attention_cases", json.dumps([asdict(case) for case in cases])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+
+def printed(*command: str, **variables: str) -> list:
+    """JSON lines that a Python process prints; by default its kernels run in Triton's interpreter."""
+    variables = variables or {"TRITON_INTERPRET": "1"}
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_kernels_are_exact_in_the_interpreter():
-    check_exact(QUICK)
-
-
-@pytest.mark.slow
-def test_kernels_are_exact_with_many_tiles_in_the_interpreter():
-    check_exact(MANY_TILES)
-
-
-def check_exact(cases: list[Case]) -> None:
-    for case, found in zip(cases, in_the_interpreter(cases), strict=True):
+@pytest.mark.parametrize(
+    "cases",
+    [QUICK, *(pytest.param(cases, marks=LONG) for cases in (MANY_TILES, *(SLOW[i::6] for i in range(6))))],
+    ids=["quick", "many tiles", *(f"matrix {i}" for i in range(6))],
+)
+def test_kernels_are_exact_in_the_interpreter(cases):
+    command = "-m", "tests.helpers.attention_cases", json.dumps([asdict(case) for case in cases])
+    for case, found in zip(cases, printed(*command), strict=True):
         found.pop("seconds")
         assert max(found.values()) < 1e-5, (case, found)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(6))
-def test_kernels_are_exact_over_the_whole_matrix_in_the_interpreter(part):
-    cases = SLOW[part::6]
-    for case, found in zip(cases, in_the_interpreter(cases), strict=True):
-        found.pop("seconds")
-        assert max(found.values()) < 1e-5, (case, found)
-
-
-DROPPED = """
-import json, sys
+IN_THE_INTERPRETER = """
+import json
 import torch
-from lm_experiments_tools.attention import block_sparse_attention
+from lm_experiments_tools.attention import T5Bias, block_sparse_attention
 from lm_experiments_tools.attention.kernels import tiles
 
-q = torch.zeros(2, 4, 64, 16)
+q = torch.zeros(1, 4, 64, 16)
 masks = []
 for queries, keys in ((64, 64), (16, 32), (32, 16)):
     tiles.TILES["forward", 64] = tiles.Tile(2 * queries, 2 * keys, 4, 2)
     torch.manual_seed(0)
-    output = block_sparse_attention(q, q, torch.eye(64).expand(2, 4, 64, 64), dropout_p=0.1, backend="triton")
+    output = block_sparse_attention(q, q, torch.eye(64).expand(1, 4, 64, 64), dropout_p=0.1, backend="triton")
     masks.append(output != 0)
 print(json.dumps([all(torch.equal(masks[0], mask) for mask in masks), 1 - masks[0].double().mean().item()]))
-"""
-
-
-def test_dropout_does_not_depend_on_tiles_and_has_its_probability():
-    command = [sys.executable, "-c", DROPPED]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert result.returncode == 0, result.stderr
-    same, share = json.loads(result.stdout)
-    assert same and abs(share - 0.1) < 5 * (0.1 * 0.9 / (2 * 4 * 64 * 64)) ** 0.5
-
-
-STRIDES = """
-import torch
-from lm_experiments_tools.attention import T5Bias, block_sparse_attention
 
 x = torch.randn(2, 40, 3, 2, 16, requires_grad=True)
 q, k, v = x.permute(2, 0, 3, 1, 4)  # views of one product
@@ -129,10 +103,9 @@ assert all(torch.equal(*pair) for pair in zip(*results))
 """
 
 
-def test_the_output_has_the_strides_of_q():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", STRIDES], cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert result.returncode == 0, result.stderr
+def test_dropout_does_not_depend_on_tiles_and_the_output_has_the_strides_of_q():
+    [[same, share]] = printed("-c", IN_THE_INTERPRETER)
+    assert same and abs(share - 0.1) < 5 * (0.1 * 0.9 / (4 * 64 * 64)) ** 0.5
 
 
 COMPILE = """
@@ -158,11 +131,7 @@ for launch in launches_of(500 if masked else 512, masked=masked, **settings):
 @pytest.mark.parametrize(("capability", "shared_memory"), [(80, 163), (90, 227)])
 def test_kernels_compile_for_a_gpu_without_atomics(capability, shared_memory, masked, tmp_path):
     """Triton brings its assembler along, so that this needs no GPU; what it cannot show is speed."""
-    command = [sys.executable, "-c", COMPILE, json.dumps([capability, masked])]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert result.returncode == 0, result.stderr
-    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    kernels = printed("-c", COMPILE, json.dumps([capability, masked]), TRITON_CACHE_DIR=str(tmp_path))
     assert len(kernels) == 3
     for kernel in kernels:
         assert not re.findall(r"\b(?:atom|red)\.", kernel["ptx"]), kernel["name"]

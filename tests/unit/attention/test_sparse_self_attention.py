@@ -107,10 +107,6 @@ class TestSparseSelfAttention:
         with pytest.raises(UserError, match="sparsity_config is .*; it must be a configuration"):
             SparseSelfAttention(config)
 
-    def test_a_configuration_without_a_pattern_is_named(self):
-        with pytest.raises(UserError, match="SparsityConfig: it has no pattern: write its method `blocks`"):
-            SparseSelfAttention(SparsityConfig(2))
-
     @pytest.mark.parametrize("as_matrix", [True, False])
     def test_a_relative_bias_trains(self, as_matrix):
         """Under DeepSpeed it got no gradient at all and stayed as it was drawn."""
@@ -151,15 +147,8 @@ class TestSparseSelfAttention:
             (("div", "mul"), {}, "key_padding_mask_mode='div' is neither 'add' nor 'mul'"),
             (("add", "mul"), {"key_padding_mask": torch.ones(3, 64, dtype=torch.bool)}, "pass key_padding_mask_mode"),
             (("mul", "mul"), {"key_padding_mask": torch.ones(3, 63)}, r"shape \[3, 63\], not \[3, 64\]"),
-            (("mul", "mul"), {"attn_mask": torch.ones(3, 64, 64)}, r"shape \[3, 64, 64\], not \[64, 64\]"),
             (("mul", "mul"), {"value": torch.ones(3, 2, 32, 4, dtype=torch.float64)}, "of one shape"),
             (("mul", "mul"), {"value": torch.ones(64, 4)}, r"value is float32 \[64, 4\]; it must be \[batch, heads"),
-            (("mul", "mul"), {"value": None}, "value is None"),
-            (
-                ("mul", "mul"),
-                {"key_padding_mask": [[1] * 64] * 3},
-                r"key_padding_mask is .* \(list\); it must be a tens",
-            ),
             (("mul", "mul"), {"key_padding_mask": torch.tensor(1)}, r"shape \[\], not \[3, 64\]"),
             (("mul", "mul"), {"attn_mask": [[1]]}, r"attn_mask is \[\[1\]\] \(list\); it must be a tensor"),
             (
@@ -167,12 +156,7 @@ class TestSparseSelfAttention:
                 {"attn_mask": torch.ones(64, 64, device="meta")},
                 "attn_mask is on meta, but query is on",
             ),
-            (
-                ("mul", "mul"),
-                {"attn_mask": torch.ones(64, 64), "rpe": torch.ones(64, 64)},
-                r"rpe is float32 \[64, 64\]",
-            ),
-            (("mul", "mul"), {"attn_mask": torch.ones(64, 64), "rpe": [1]}, r"rpe is \[1\] \(list\)"),
+            (("mul", "mul"), {"rpe": torch.ones(64, 64)}, r"rpe is float32 \[64, 64\]"),
             (("mul", "mul"), {"length": 72}, "72 tokens is longer than max_seq_length=64"),
         ],
     )

@@ -169,27 +169,19 @@ def test_an_unused_parameter_has_no_gradient():
 
 
 @pytest.mark.parametrize(
-    "flags, words",
-    [({"fp16": True}, "--fp16"), ({"fp16_allreduce": True, "backend": "horovod"}, "rounds them")],
+    ("state", "flags", "words"),
+    [
+        ({}, {"fp16": True}, "--fp16"),
+        ({}, {"fp16_allreduce": True, "backend": "horovod"}, "rounds them"),
+        ({"shards_optimizer": True}, {}, "--reproducible fixed"),
+        ({"world_size": 5}, {}, "--virtual_ranks 12 is not a multiple of the 5 workers"),
+    ],
 )
-def test_what_cannot_be_exact_is_refused(flags, words):
-    args = TrainerArgs(reproducible="elastic", **flags)
+def test_what_cannot_be_exact_is_refused(state, flags, words):
+    backend = LocalBackend()
+    vars(backend).update(state)
     with pytest.raises(UserError, match=words):
-        LocalBackend().reproduce(args)
-
-
-def test_elastic_is_refused_where_gradients_are_sharded():
-    backend = LocalBackend()
-    backend.shards_optimizer = True
-    with pytest.raises(UserError, match="--reproducible fixed"):
-        backend.reproduce(TrainerArgs(reproducible="elastic"))
-
-
-def test_workers_that_do_not_divide_the_virtual_ranks_are_refused():
-    backend = LocalBackend()
-    backend.world_size = 5
-    with pytest.raises(UserError, match="--virtual_ranks 12 is not a multiple of the 5 workers"):
-        backend.reproduce(TrainerArgs(reproducible="elastic"))
+        backend.reproduce(TrainerArgs(reproducible="elastic", **flags))
 
 
 @pytest.mark.parametrize(("how", "warnings"), [("fixed", 1), ("off", 0)])

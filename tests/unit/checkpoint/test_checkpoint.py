@@ -26,7 +26,7 @@ from lm_experiments_tools.checkpoint.writer import (
     find_newest_valid,
     find_resume,
 )
-from lm_experiments_tools.errors import UserError, os_sentence
+from lm_experiments_tools.errors import UserError
 from tests.helpers.checkpoint_toys import flip, write
 from tests.helpers.damage import remove
 
@@ -264,16 +264,3 @@ def test_no_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(CheckpointWriteError, match=r"step 2 .*No space left.*\(100 B free\)"):
         CheckpointWriter(tmp_path, None).begin(2)
     assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "last"}
-
-
-def test_a_full_disk_is_one_sentence_with_the_path_that_says_nothing_twice(tmp_path):
-    from safetensors import SafetensorError
-
-    words = "Error while serializing: I/O error: No space left on device (os error 28)"
-    writer = CheckpointWriter(tmp_path, None)
-    (writer.begin(1) / "model.safetensors").write_bytes(bytes(1000))
-    with pytest.raises(CheckpointWriteError, match="the checkpoint of step 1") as error, writer.guarded(1):
-        raise SafetensorError(words)
-    sentence = os_sentence(error.value)
-    assert sentence.startswith(f"the checkpoint of step 1 was not written to {tmp_path}: No space left on device (")
-    assert sentence.count("free some space") == 1 and "the output" not in sentence

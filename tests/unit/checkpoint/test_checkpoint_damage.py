@@ -85,7 +85,7 @@ def test_damage_is_named_and_the_previous_checkpoint_is_found(copy, kind, caplog
     assert len(warnings) == 1 and re.search(reason, warnings[0]) and "step_" in warnings[0], warnings
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MATRIX)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_bit_for_bit(copy, runs, caplog, counts, kind, number):
     damage, reason = DAMAGE[kind]

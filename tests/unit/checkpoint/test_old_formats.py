@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 
@@ -89,15 +90,6 @@ def test_nanot5_weights_load(tmp_path, prefix):
         assert read_old_training_state(source) == (0, None)
 
 
-def test_names_of_tied_weights_may_be_absent(tmp_path):
-    model, other = random_t5(0), random_t5(1)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
-    del weights["lm_head.weight"]
-    torch.save({"model_state_dict": weights}, tmp_path / "m.pth")
-    assert load_weights(other, tmp_path / "m.pth").missing == []
-    assert torch.equal(logits(other), logits(model))
-
-
 def test_obsolete_key_of_old_transformers_is_not_unexpected(tmp_path):
     model = random_t5(0)
     obsolete = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -140,22 +132,20 @@ def test_object_arrays_are_not_built(tmp_path):
         read_old_training_state(tmp_path / "m.pth")
 
 
-@pytest.mark.parametrize("fraction", [0, 0.01, 0.5, 0.99])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_truncated_file_is_one_sentence(tmp_path, fraction, zipped):
-    file = tmp_path / "m.pth"
-    torch.save({"model_state_dict": random_t5(0).state_dict()}, file, _use_new_zipfile_serialization=zipped)
-    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * fraction)])
-    with pytest.raises(UserError, match=r"m\.pth cannot be read \(.*truncated") as error:
-        load_weights(random_t5(1), file)
-    assert "\n" not in str(error.value)
+def half_of_a_file(zipped):
+    torch.save({"w": torch.zeros(1000)}, file := io.BytesIO(), _use_new_zipfile_serialization=zipped)
+    return file.getvalue()[: file.tell() // 2]
 
 
-@pytest.mark.parametrize("content", [b"hello", b"\x80\x02garbage", b"PK\x03\x04" + b"\0" * 40])
-def test_garbage_is_one_sentence(tmp_path, content):
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello", b"\x80\x02garbage", b"PK\x03\x04" + b"\0" * 40, half_of_a_file(True), half_of_a_file(False)],
+    ids=["empty", "text", "a pickle's beginning", "a zip's beginning", "half a zip", "half a pickle"],
+)
+def test_damaged_file_is_one_sentence(tmp_path, content):
     (tmp_path / "m.pth").write_bytes(content)
-    with pytest.raises(UserError, match=r"m\.pth") as error:
-        load_weights(random_t5(1), tmp_path / "m.pth")
+    with pytest.raises(UserError, match=r"m\.pth cannot be read \(.*truncated") as error:
+        load_weights(torch.nn.Linear(1, 1), tmp_path / "m.pth")
     assert "\n" not in str(error.value)
 
 

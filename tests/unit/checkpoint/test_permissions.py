@@ -14,7 +14,7 @@ from tests.helpers.token_toys import write_tokens
 from tests.helpers.toys import tiny_t5
 
 
-@pytest.fixture(params=[0o022, 0o027, 0o002])
+@pytest.fixture(params=[0o027, 0o002])
 def mode(request):
     """Of new files, under some umask."""
     before = os.umask(request.param)

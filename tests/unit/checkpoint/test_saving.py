@@ -34,6 +34,16 @@ def held_writes(monkeypatch):
     event.set()
 
 
+@pytest.fixture
+def saved(monkeypatch):
+    """Steps of the checkpoints that were begun."""
+    found, original = [], saving.Saver.save
+    monkeypatch.setattr(
+        saving.Saver, "save", lambda self, state, *a, **k: (found.append(state.step), original(self, state, *a, **k))
+    )
+    return found
+
+
 def test_training_goes_on_while_a_checkpoint_of_its_own_step_is_written(tmp_path, held_writes):
     seen = []
 
@@ -70,14 +80,7 @@ def test_a_second_checkpoint_waits_for_the_first(tmp_path, held_writes, monkeypa
 @pytest.mark.parametrize(
     "save_interval, valid_interval, best", [(2, 4, False), (3, 3, True), (6, 4, True), (6, 1, True)]
 )
-def test_the_last_step_is_saved_once_with_all_that_ends_a_run(
-    tmp_path, monkeypatch, save_interval, valid_interval, best
-):
-    saved = []
-    original = saving.Saver.save
-    monkeypatch.setattr(
-        saving.Saver, "save", lambda self, state, *a, **k: (saved.append(state.step), original(self, state, *a, **k))
-    )
+def test_the_last_step_is_saved_once_with_all_that_ends_a_run(tmp_path, saved, save_interval, valid_interval, best):
     settings = {"save_best": best, "log_interval": 4, "valid_interval": valid_interval}
     loop = train(tmp_path, save_interval=save_interval, **settings)
     assert saved.count(6) == 1 and len(saved) == len(set(saved)), saved
@@ -91,12 +94,7 @@ def test_the_last_step_is_saved_once_with_all_that_ends_a_run(
     assert len(saved) == count, "a finished run has nothing to save"
 
 
-def test_a_run_that_stops_early_saves_its_last_step_once(tmp_path, monkeypatch):
-    saved = []
-    original = saving.Saver.save
-    monkeypatch.setattr(
-        saving.Saver, "save", lambda self, state, *a, **k: (saved.append(state.step), original(self, state, *a, **k))
-    )
+def test_a_run_that_stops_early_saves_its_last_step_once(tmp_path, saved):
     torch.manual_seed(0)
     options = {"iters": 40, "valid_interval": 1, "early_stopping_patience": 2, "save_best": True, "log_interval": 7}
     model = TinyLabeller()

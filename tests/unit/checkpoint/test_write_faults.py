@@ -132,7 +132,7 @@ def every_call(runs, tmp_path, counts, before, fault, in_background, lasting=Fal
     ],
 )
 def test_a_fault_at_some_calls_of_a_save_loses_nothing(runs, tmp_path, counts, first, fault):
-    every_call(runs, tmp_path, counts, "tidy", fault, first % 2 == 0, first=first, by=13)
+    every_call(runs, tmp_path, counts, "tidy", fault, first % 2 == 0, first=first, by=31)
 
 
 @pytest.mark.parametrize("fault, earlier", [("ENOSPC", 1), ("EIO", 2), ("short write", 1)])

@@ -9,6 +9,7 @@ from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec
 from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLMDataset
 from lm_experiments_tools.data.objectives.ul2 import UL2Dataset
+from tests.helpers.padding import padding
 
 IDS = {"eos_id": 1, "pad_id": 0, "vocab_size": 10_000}
 
@@ -103,10 +104,12 @@ def test_steps_of_ul2_hold_its_denoisers_in_their_shares():
 @pytest.mark.parametrize("make", ["ul2", "prefix_lm"])
 def test_padding_falls_with_the_micro_batches_of_a_step(make):
     data = ul2() if make == "ul2" else PrefixLMDataset(source(900_000), 256, 256, **IDS)
-    found = [MixedSteps(data, 64, 0, micro_rows=64 // parts).padding() for parts in (1, 2, 4, 8, 16)]
+    numbers = np.arange(64 * 100)
+    mixed, buckets = (kind(data, 64, 0).arranged(numbers) for kind in (MixedSteps, BucketedDataset))
+    found = [padding(data, 64 // parts, mixed) for parts in (1, 2, 4, 8, 16)]
     assert found == sorted(found, reverse=True) and found[3] < 0.07
-    assert found[0] <= BucketedDataset(data, 64, 0).padding(bucketed=False) + 0.01
-    assert found[3] < BucketedDataset(data, 64, 0).padding() + 0.01  # of one length a step
+    assert found[0] <= padding(data, 64, numbers) + 0.01
+    assert found[3] < padding(data, 64, buckets) + 0.01  # of one length a step
 
 
 def test_the_fingerprint_tells_how_rows_are_put_together():

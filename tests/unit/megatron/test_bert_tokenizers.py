@@ -224,13 +224,13 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         (wordpiece, {"vocab_file": tmp_path / "binary.txt"}, "not UTF-8 text .byte 6."),
         (wordpiece, {"vocab_file": tmp_path / "other.txt"}, r".2 lines. has no .UNK., .CLS., .MASK., .PAD."),
         (hugging_face, {}, "needs --tokenizer-name-or-path"),
-        (hugging_face, {"name_or_path": tmp_path / "none"}, "none does not exist"),
+        (hugging_face, {"name_or_path": tmp_path / "none"}, "none cannot be loaded"),
         (hugging_face, {"name_or_path": tmp_path / "folder"}, r"[a-z]\w*; give a folder with the tokenizer.json"),
-        (hugging_face, {"name_or_path": tmp_path / "other.txt"}, "other.txt is a file: give a folder"),
+        (hugging_face, {"name_or_path": tmp_path / "other.txt"}, "other.txt cannot be loaded"),
         (hugging_face, {"name_or_path": tmp_path / "broken"}, "broken cannot be loaded .[A-Za-z]+.: "),
         (hugging_face, {"name_or_path": tmp_path / "wrong"}, "wrong cannot be loaded .[A-Za-z]+.: "),
         (hugging_face, {"name_or_path": tmp_path / "gpt"}, "gpt has no mask_token"),
-        ("GPT2BPETokenizer", {}, "has no .CLS., .SEP. and .MASK."),
+        ("GPT2BPETokenizer", {}, "is none of HFTokenizer"),
         ("Bert", {}, "Bert is none of HFTokenizer, BertWordPieceLowerCase"),
     ]:
         with pytest.raises(UserError, match=message) as caught:

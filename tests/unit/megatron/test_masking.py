@@ -96,16 +96,8 @@ def test_a_word_ends_where_text_ends():
     assert starts.astype(int).tolist() == [[0, 1, 0, 0, 1, 1, 0]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, [6 / 11, 3 / 11, 2 / 11]),
-        ({"favor_longer": True}, [2 / 11, 3 / 11, 6 / 11]),
-        ({"geometric": True}, [0.2, 0.16, 0.64]),
-    ],
-)
-def test_lengths_of_ngrams_follow_their_law(settings, expected):
-    law = ngram_probabilities(3, **settings)
+def test_lengths_of_ngrams_follow_their_law():
+    law, expected = ngram_probabilities(3), [6 / 11, 3 / 11, 2 / 11]
     np.testing.assert_allclose(law, expected)
     words = np.random.default_rng(2).integers(0, 1 << 32, (50, 2000), np.uint64)
     order, ngrams = random_order(np.full(2000, 50), words, law)

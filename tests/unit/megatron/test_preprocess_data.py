@@ -192,7 +192,7 @@ def test_flags_that_contradict_each_other_are_one_sentence(folder):
         (("--dataset-impl", "lazy"), "--dataset-impl lazy"),
         (("--dataset-impl", "cached"), "--dataset-impl cached"),
         (("--merge-file", "m.txt"), "--merge-file belongs to GPT2BPETokenizer"),
-        (("--tokenizer-type", "GPT2BPETokenizer"), r"GPT2BPETokenizer has no \[CLS\]"),
+        (("--tokenizer-type", "GPT2BPETokenizer"), "GPT2BPETokenizer is none of HFTokenizer"),
         (hugging_face, "--vocab-file belongs to BertWordPiece"),
         (("--tokenizer-name-or-path", "x"), "--tokenizer-name-or-path belongs to HFTokenizer"),
         (("--json-keys", "a", "a"), "--json-keys 'a' cannot name a file"),
@@ -253,9 +253,9 @@ def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatc
     write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
     with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\)"):
         run(folder)
-    with pytest.raises(UserError, match=r"--json-keys content text; .* no key 'text'"):
+    with pytest.raises(UserError, match=r"no key 'text'"):
         run(folder, "--json-keys", "content", "text")
-    assert not (folder / "out").exists()
+    assert [path.name for path in (folder / "out").iterdir()] == ["x.bad_lines.jsonl"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

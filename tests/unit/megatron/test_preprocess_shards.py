@@ -139,9 +139,9 @@ def test_finished_shards_are_used_for_the_same_text_and_settings_alone(
 def test_a_shard_that_cannot_be_is_one_sentence(folder):
     write_lines(folder / "in" / "data.jsonl", [{"text": "a"}])
     for shard, message in [
-        ("3/3", "shard 3/3 does not exist"),
+        ("3/3", "shard 3/3 is not i/n"),
         ("1", "--shard 1 is not i/n"),
-        ("0/0", "part of none"),
+        ("0/0", "shard 0/0 is not i/n"),
     ]:
         with pytest.raises(UserError, match=message):
             run(folder, "--shard", shard)

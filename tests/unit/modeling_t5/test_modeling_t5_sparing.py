@@ -44,12 +44,3 @@ def test_adapters_of_every_matrix_of_cdq_are_trained_and_merged():
     assert [name for name, gradient in trained.items() if gradient is None or not gradient.any()] == []
     merged = model.merge_and_unload()(input_ids=ids).last_hidden_state
     torch.testing.assert_close(merged, states, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("name", "distinct"), [("BSLongformer", 1), ("BigBird", 3)])
-def test_layers_without_random_blocks_share_one_layout(name, distinct):
-    """Kernels keep their lists with the object: those of one layout are made once."""
-    model = make(sparse_config_cls=name, sparse_attention={"block": 4})
-    assert len({id(layer.layout) for layer in layers(model)}) == distinct
-    other = make(sparse_config_cls=name, sparse_attention={"block": 8})
-    assert not {id(layer.layout) for layer in layers(model)} & {id(layer.layout) for layer in layers(other)}

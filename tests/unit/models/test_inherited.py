@@ -35,8 +35,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("peft", [None, "lora"])
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(("name", "peft"), [*((name, None) for name in TASKS), ("text", "lora")])
 def test_a_saved_run_knows_its_task(name, peft, folder, tmp_path):
     """In every checkpoint and in what FineTuner saves: the same texts get the same answers, without a setting."""
     kind, flags = TASKS[name]

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
@@ -49,7 +48,7 @@ def test_presets_have_the_dropout_that_their_models_were_trained_with(preset):
     assert load_model_config(preset, T5Config).dropout_rate == expected
 
 
-@pytest.mark.parametrize("preset", sorted(set(list_presets()) & {*PUBLISHED, "t5-micro"}))
+@pytest.mark.parametrize("preset", sorted({*PUBLISHED, "t5-micro"}))
 def test_preset_has_the_published_number_of_parameters(preset):
     config = load_model_config(preset, T5.config_class)
     with torch.device("meta"):
@@ -77,10 +76,6 @@ def test_a_decoder_starts_with_padding_where_the_configuration_does_not_say(kind
     """As in T5's published configurations; transformers has a default for BART alone."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "pad_token_id": 3}))
     assert load_model_config(tmp_path / "config.json").decoder_start_token_id == (2 if kind == "bart" else 3)
-
-
-def test_every_published_preset_is_shipped():
-    assert {*PUBLISHED, "t5-micro"} <= set(list_presets())
 
 
 # Facts of t5-experiments' configurations, by file: d_model, layers, rows of the vocabulary, memory tokens.
@@ -188,12 +183,6 @@ def test_untied_model_stays_untied_through_resize_and_tie_weights(tiny_v1_1):
     assert tiny_v1_1.lm_head.weight.shape == tiny_v1_1.shared.weight.shape == (120, 16)
 
 
-def test_tied_model_stays_tied_and_scaled(tmp_path):
-    config = load_model_config(write(tmp_path / "tied.json", base="t5-small", vocab_size=100, **SMALL))
-    model = build_model(T5, config, seed=0)
-    assert model.lm_head.weight is model.shared.weight and model.config.scale_decoder_outputs
-
-
 def test_untied_encoder_without_an_output_layer_keeps_its_ties(tmp_path):
     config = load_model_config(write(tmp_path / "tiny.json", base="t5-v1_1-small", vocab_size=100, **SMALL))
     model = build_model(transformers.T5EncoderModel, config, seed=0)
@@ -267,10 +256,8 @@ def test_attention_that_a_configuration_names_is_what_the_model_gets(tmp_path, v
         ({"attn_implementation": 3}, 'no attn_implementation "3"'),
         ({"attn_implementation": "flash_attention_2"}, "T5ForConditionalGeneration refuses this T5Config"),
         ({"attn_implementation": "sdpa", "sparse_config_cls": "BigBird"}, 'sdpa" would ignore sparse_config_cls'),
-        ({"sparse_config_cls": "BigBrd"}, "no sparsity configuration 'BigBrd': did you mean BigBirdSparsityConfig"),
         ({"sparse_config_cls": 5}, "sparse_config_cls=5 must be a name"),
         ({"sparse_config_cls": "BigBird", "sparse_attention": [4]}, r"sparse_attention=\[4\] an object"),
-        ({"sparse_config_cls": "BigBird", "sparse_attention": {"blok": 4}}, "no setting 'blok': did you mean 'block'"),
         ({"sparse_config_cls": "BigBird", "sparse_attention": {"num_heads": 3}}, "for 3 heads, but T5.* has 4"),
         ({"sparse_attention": {"block": 4}}, "given without sparse_config_cls"),
     ],
@@ -318,11 +305,6 @@ def test_unknown_preset_broken_json_and_missing_type_are_named(tmp_path):
 def test_class_name_that_leads_nowhere_is_explained(name, message):
     with pytest.raises(UserError, match=message):
         get_cls_by_name(name)
-
-
-def test_class_is_found_by_name():
-    assert get_cls_by_name("transformers:T5ForConditionalGeneration") is T5
-    assert get_cls_by_name("torch.nn:Linear") is nn.Linear
 
 
 def test_vocabulary_larger_than_the_embedding_is_refused():

@@ -67,7 +67,6 @@ def check_documents_alone(model, alone, rows):
         ("ModernBert", MODERN),
         ("Bert", ABSOLUTE),
         ("Roberta", {**ABSOLUTE, "pad_token_id": 5}),
-        ("Electra", {**ABSOLUTE, "embedding_size": 16}),
         ("EuroBert", ROPE),
         ("DistilBert", {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}),
     ],

@@ -14,21 +14,13 @@ from tests.helpers.pretrained_toys import t5_config
 SIZES = dict(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
 GPT = dict(vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=64)
 OPT = dict(ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32)
-XGLM = dict(vocab_size=90, d_model=32, ffn_dim=64, num_layers=2, attention_heads=4, pad_token_id=0)
 LLAMA = dict(intermediate_size=64)
 CONFIGS = {
     "gpt2": tr.GPT2Config(**GPT),
-    "gptj": tr.GPTJConfig(**GPT, rotary_dim=4),
-    "gpt_neox": tr.GPTNeoXConfig(**SIZES, intermediate_size=64),
     "llama": tr.LlamaConfig(**SIZES, **LLAMA),
-    "qwen2": tr.Qwen2Config(**SIZES, **LLAMA, num_key_value_heads=2),
     "gemma2": tr.Gemma2Config(**SIZES, **LLAMA, num_key_value_heads=2, head_dim=8),
-    "mixtral": tr.MixtralConfig(**SIZES, **LLAMA, num_key_value_heads=2, num_local_experts=4),
     "opt": tr.OPTConfig(**SIZES, **OPT),
-    "biogpt": tr.BioGptConfig(**SIZES, intermediate_size=64, max_position_embeddings=64),
-    "xglm": tr.XGLMConfig(**XGLM),
     "falcon": tr.FalconConfig(**SIZES),
-    "openai-gpt": tr.OpenAIGPTConfig(**GPT),
     "recurrent_gemma": tr.RecurrentGemmaConfig(**SIZES, **LLAMA, lru_width=32, num_key_value_heads=1),
 }
 

@@ -129,7 +129,6 @@ def test_tokenizers(bases, tmp_path, caplog):
         (dict(folder="."), "has neither config.json nor adapter_config.json, and is no run directory"),
         (dict(folder="encoder"), "--model_type encoder-decoder does not fit weights of kind encoder"),
         (dict(folder="decoder", kind="encoder"), "of kind decoder .gpt2.: choose --model_type decoder"),
-        (dict(folder="encoder-decoder", labels=("one",), kind="encoder"), "of kind encoder-decoder"),
         (dict(folder="encoder", labels=("one",), kind="encoder"), "classification needs at least 2 labels"),
         (
             dict(folder="encoder-decoder", peft="lora", lora_targets=("nope",)),

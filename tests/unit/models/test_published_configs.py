@@ -30,14 +30,11 @@ PUBLISHED = {
             "original_max_position_embeddings": 8192,
         },
     },
-    "Qwen/Qwen3-0.6B": {"model_type": "qwen3", "rope_theta": 1000000, "rope_scaling": None, "max_window_layers": 28},
     "facebook/bart-base": {
         "model_type": "bart", "d_model": 768, "add_bias_logits": False, "classif_dropout": 0.1, "num_beams": 4,
         "normalize_embedding": True, "decoder_start_token_id": 2,
     },
     "google/byt5-small": {"model_type": "t5", "d_model": 1472, "tokenizer_class": "ByT5Tokenizer"},
-    "google/switch-base-8": {"model_type": "switch_transformers", "reuse_weights": False, "router_type": "tokens"},
-    "google/umt5-small": {"model_type": "umt5", "scalable_attention": True, "output_past": True},
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from transformers import BertConfig, GPT2Config, RobertaConfig
+from transformers import GPT2Config
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.tokenizers import load_tokenizer
@@ -13,8 +13,6 @@ from tests.helpers.pretrained_toys import t5_config, toy_args, toy_model
 
 CONFIGURATIONS = {
     "t5": t5_config(),
-    "bert": BertConfig(vocab_size=64),
-    "roberta": RobertaConfig(vocab_size=64),
     "gpt2": GPT2Config(vocab_size=64),
 }
 

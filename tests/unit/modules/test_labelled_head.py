@@ -79,7 +79,6 @@ CLASSES = [
         transformers.DistilBertForMaskedLM,
         dict(dim=16, hidden_dim=32, n_layers=1, n_heads=2, dropout=0.0),
     ),
-    (transformers.ElectraForMaskedLM, {}),
 ]
 
 

@@ -180,7 +180,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
     caplog.set_level("INFO")
     start(data, data_skip_warmup=True, data_n_workers=4, data_name="wiki", iters=1)
     assert caplog.text.count("--data_skip_warmup, --data_n_workers: accepted, and without effect here") == 1
-    assert list((work / ".cache" / "bert_samples" / "wiki").glob("train*.npy"))
+    assert list((work / ".cache" / "bert_samples" / "wiki").glob("train*.rows"))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"use_generate_on_valid": True}, "--use_generate_on_valid is for models that write text"),
         ({"model_cfg": None}, "no model is named: give --model_cfg"),
         # what only the files tell
-        ({"lower_case": False}, r"leave out --no_lower_case"),
+        ({"lower_case": False}, r"in the same case \(--lower_case\)"),
         (
             {"data_path": "nowhere.jsonl"},
             r"nowhere.jsonl does not exist: .*megatron.preprocess_data .*--split-sentences",
@@ -295,15 +295,6 @@ def test_data_that_is_text_or_lacks_a_file_names_what_makes_it(data, work):
     refused(data, "there is no own.idx, but own_text_sentence: give the whole prefix", data_path="own")
     copy.bin_path.unlink()
     refused(data, "own_text_sentence.bin is missing next to own_text_sentence.idx", data_path="own_text_sentence.idx")
-
-
-def test_data_made_cased_and_read_uncased_says_which_flag_is_wanted(data, work):
-    tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=data / "vocab.txt")
-    writer = IndexedDatasetWriter("cased", np.uint16)
-    writer.add_sequence([5])
-    writer.end_document()
-    writer.finalize({"vocab_sha256": tokenizer.fingerprint})
-    refused(data, r"give --no_lower_case", data_path="cased")
 
 
 def test_other_settings_of_the_same_run_are_refused(data, work):

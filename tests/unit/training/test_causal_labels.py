@@ -60,7 +60,7 @@ class Wrapper(torch.nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Wrapper], ids=["GPT-2", "a module around GPT-2"])
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("batch_size", [1, 4])
 def test_any_split_of_ragged_rows_has_the_gradient_of_one_batch_where_the_model_shifts_labels(batch_size, wrap):
     rows, expected, model = ragged_rows(), tiny_gpt2(), wrap(tiny_gpt2())
     loss = by_hand(expected, rows)

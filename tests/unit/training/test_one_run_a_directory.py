@@ -13,7 +13,6 @@ import pytest
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory
-from tests.helpers import ROOT
 from tests.helpers.loops import make_loop
 
 
@@ -21,19 +20,10 @@ def loop(folder, iters=2):
     return make_loop(model_path=folder, iters=iters)
 
 
-HOLD = """
-import sys, time
-from tests.unit.training.test_one_run_a_directory import loop
-kept = loop(sys.argv[1])
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_second_trainer_is_refused_while_the_first_lives(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as p:
+def test_a_trainer_is_refused_while_another_process_has_the_directory(tmp_path):
+    hold = "import sys, time; from lm_experiments_tools.tracking.run_directory import RunDirectory; "
+    hold += "RunDirectory(sys.argv[1]).claim(); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True) as p:
         assert p.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=rf"in use by a run that has not ended \(process {p.pid} on "):
             loop(tmp_path)

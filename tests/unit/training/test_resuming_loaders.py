@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
+from lm_experiments_tools.checkpoint.train_state import TrainState
+from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training import batches
 from lm_experiments_tools.training.generators import random_state
@@ -190,21 +192,38 @@ def run(path, make_loader, iters, transform=None, callbacks=()):
     return seen, weights_of(model)
 
 
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_resumed_run_reads_on_whatever_its_loader_draws_its_order_from(tmp_path, name):
-    whole, weights = run(tmp_path / "whole", LOADERS[name], STEPS)
+def read(path, make_loader, stops):
+    """The first columns of the batches of a stream that is saved, and made anew, after each number in `stops`."""
     seen = []
-    for stop in (3, 6, 8, STEPS):  # within, and at the end of, an epoch
-        more, continued = run(tmp_path / "parts", LOADERS[name], stop)
-        seen += more
-    assert seen == whole
-    assert all(torch.equal(weights[n], continued[n]) for n in weights)
+    for stop in stops:
+        torch.manual_seed(7)
+        stream = batches.BatchStream(make_loader(RaggedPairs(ROWS)))
+        if seen:
+            state = load_tree(path / "state")
+            stream.seek(TrainState(), state["stream"])
+            stream.restore_random_state(state["random"])
+        for batch, _ in stream:
+            seen.append(batch["input_ids"][:, :3].tolist())
+            torch.rand(3)  # as dropout
+            if len(seen) == stop:
+                break
+        save_tree(path / "state", {"stream": stream.state_dict(), "random": stream.random_state()})
+    return seen
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_restart_reads_on_whatever_the_loader_draws_its_order_from(tmp_path, name):
+    whole = read(tmp_path, LOADERS[name], [STEPS])
+    assert read(tmp_path, LOADERS[name], [3, 6, 8, STEPS]) == whole  # within, and at the end of, an epoch
 
 
 @pytest.mark.parametrize(
-    "at", [2, 3, 4]
-)  # the batch to be put back is the last of an epoch, the first of one, another
-@pytest.mark.parametrize("name", ["a generator", "a collate function's", "prepared", "its own state"])
+    ("name", "at"),  # the batch to be put back is the last of an epoch, the first of one, another
+    [
+        ("a generator", 2), ("a generator", 3), ("a generator", 4), ("a collate function's", 3), ("prepared", 2),
+        ("its own state", 4),
+    ],
+)  # fmt: skip
 def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_path, name, at):
     def noisy(batch):
         return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.1, 1, batch["input_ids"])}

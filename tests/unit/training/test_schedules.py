@@ -62,8 +62,9 @@ def test_schedule_equals_transformers_exactly(name, ours, theirs, warmup):
     opt = optimizer()
     theirs = ours if theirs is None else theirs
     reference = get_scheduler(name, opt, warmup, 210, scheduler_specific_kwargs=dict(theirs))
-    needs_warmup = {} if name == "constant" else {"num_warmup_steps": warmup}
-    schedule = get_schedule(name, **needs_warmup, num_training_steps=210, base_lr=BASE_LR, **ours)
+    takes_warmup = name != "constant" and (warmup or "warmup" in name)  # 0 is the default of the others
+    given = {"num_warmup_steps": warmup} if takes_warmup else {}
+    schedule = get_schedule(name, **given, num_training_steps=210, base_lr=BASE_LR, **ours)
     expected = rates(opt, reference, 240)
     assert [BASE_LR * schedule(k) for k in range(241)] == expected
     assert name.startswith("constant") or min(expected) < max(expected)
@@ -120,52 +121,11 @@ def test_t5_inverse_sqrt_is_the_papers():
     assert get_schedule("t5_inverse_sqrt", num_warmup_steps=100)(400) == 0.05
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "inverse_sqrt"])
-def test_without_num_warmup_steps_there_is_no_warm_up_as_in_transformers_trainer(name):
-    from transformers.optimization import get_scheduler
-    from transformers.training_args import TrainingArguments
-
-    opt = optimizer()
-    expected = rates(opt, get_scheduler(name, opt, TrainingArguments().get_warmup_steps(30), 30), 30)
-    schedule = get_schedule(name, num_training_steps=30, base_lr=BASE_LR)
-    assert [BASE_LR * schedule(k) for k in range(31)] == expected
-
-
 def test_each_schedule_that_the_refusal_lists_is_taken():
     for name in known_schedules():
-        assert (
-            0.0
-            <= get_schedule(
-                name,
-                num_warmup_steps=None if name in ("constant", "legacy") else 2,
-                num_training_steps=9,
-                base_lr=BASE_LR,
-            )(3)
-            <= 1.0
-        )
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("constant_with_warmup", {}, {5: 0.5, 10: 1.0, 500: 1.0}),
-        ("linear", {}, {0: 0.0, 5: 0.5, 10: 1.0, 60: 0.5, 85: 0.25, 110: 0.0, 500: 0.0}),
-        ("cosine", {}, {5: 0.5, 35: 0.5 + math.sqrt(0.125), 60: 0.5, 110: 0.0}),
-        ("cosine_with_restarts", {"num_cycles": 2}, {35: 0.5, 59: 0.5 + 0.5 * math.cos(math.pi * 0.98), 60: 1.0}),
-        ("polynomial", {"power": 2.0, "lr_end": 0.1 * BASE_LR}, {5: 0.5, 60: 0.325, 110: 0.1, 500: 0.1}),
-        ("polynomial", {"num_training_steps": 10}, {9: 0.9, 10: 1e-7 / BASE_LR, 11: 1e-7 / BASE_LR}),
-        ("inverse_sqrt", {}, {5: 0.5, 10: 1.0, 40: 0.5, 160: 0.25}),
-        ("cosine_with_min_lr", {"min_lr_ratio": 0.2}, {5: 0.5, 60: 0.6, 110: 0.2}),
-        ("cosine_warmup_with_min_lr", {"min_lr_ratio": 0.2}, {0: 0.1, 9: 1.0, 59: 0.6, 109: 0.2}),
-        ("warmup_stable_decay", {"min_lr_ratio": 0.1}, {0: 0.1, 5: 0.55, 10: 1.0, 98: 1.0, 110: 0.1, 500: 0.1}),
-    ],
-)
-def test_schedule_has_the_values_of_its_formula(name, options, expected):
-    """Typed in, as the formulas are no longer ours: a release of transformers that changes one fails here."""
-    schedule = get_schedule(name, **{"num_warmup_steps": 10, "num_training_steps": 110, "base_lr": BASE_LR, **options})
-    assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-12, abs=1e-15)
+        warmup = None if name in ("constant", "legacy") else 2
+        schedule = get_schedule(name, num_warmup_steps=warmup, num_training_steps=9, base_lr=BASE_LR)
+        assert 0.0 <= schedule(3) <= 1.0
 
 
 def halves(step, num_training_steps):
@@ -178,10 +138,6 @@ def get_halving_schedule(optimizer, num_warmup_steps, num_training_steps, last_e
 
 def needs_power(step, power):
     return step**power
-
-
-def nothing():
-    return 1.0
 
 
 def anything(*arguments):
@@ -199,15 +155,6 @@ def test_a_users_function_is_a_schedule():
     by_path = get_schedule("transformers:get_linear_schedule_with_warmup", num_warmup_steps=8, **numbers)
     linear = get_schedule("linear", num_warmup_steps=8, **numbers)
     assert [by_path(step) for step in range(120)] == [linear(step) for step in range(120)]
-
-
-def test_a_new_schedule_of_transformers_works_by_its_name(monkeypatch):
-    from transformers import optimization
-
-    kind = type("Kind", (), {"value": "halving"})
-    monkeypatch.setitem(optimization.TYPE_TO_SCHEDULER_FUNCTION, kind, get_halving_schedule)
-    schedule = get_schedule("halving", num_warmup_steps=8, num_training_steps=100)
-    assert schedule(4) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -243,10 +190,8 @@ def test_a_new_schedule_of_transformers_works_by_its_name(monkeypatch):
             {"num_warmup_steps": 0, "num_training_steps": 9, "decay_type": "sqrt"},
             "expected .linear., .cosine. or .1-sqrt.",
         ),
-        ("greedy", {}, "depends on results"),
         (f"{__name__}:halves", {}, "needs --num_training_steps"),
         (f"{__name__}:needs_power", {}, "needs --lr_scheduler_options power=VALUE, which is not given"),
-        (f"{__name__}:nothing", {}, "names no argument"),
         (f"{__name__}:anything", {}, "names no argument"),
         ("builtins:min", {}, "names no argument"),
         (f"{__name__}:halvs", {}, "has no halvs; did you mean 'halves'"),

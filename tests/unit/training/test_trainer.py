@@ -43,7 +43,7 @@ def by_hand(indices, data, model):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
-@pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (4, 2), (2, 4), (3, 3), (1, 8)])
+@pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (3, 3), (1, 8)])
 def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(batch_size, accumulation):
     data = RaggedPairs(8)
     expected = tiny_t5()
@@ -74,7 +74,7 @@ def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mod
     assert len(modes) == (6 + 4 + 1) * 3
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
+@pytest.mark.parametrize("name", ["linear", "inverse_sqrt"])
 def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
     recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
     loop = make_loop({"iters": 12, "lr_scheduler": name, "num_warmup_steps": 4}, callbacks=[recorder])
@@ -90,34 +90,25 @@ def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
     assert recorder.seen == pytest.approx(expected, rel=1e-12)
 
 
-def uninterrupted_and_resumed(tmp_path, make_loader, stop_at, iters=9, **args):
-    """Weights, losses and logs of one run of `iters` steps, and of one that is started again after `stop_at`."""
-    common = {"batch_size": 2, "gradient_accumulation_steps": 2, "log_interval": 2, "keep_checkpoints": None, **args}
+def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(tmp_path):
+    """Dropout, accumulation, two epochs of 12 rows, 4 rows a step; each step but the last is one to resume from."""
 
-    def run(path, iters):
+    def run(iters, path, **args):
         torch.manual_seed(7)
         model = tiny_t5(dropout=0.3)
-        losses = Recorder(lambda loop, info: (info.step, info.grad_norm))
-        loop = make_loop(
-            {**common, "iters": iters, "model_path": str(path)}, model=model, loader=make_loader(), callbacks=[losses]
-        )
+        norms = Recorder(lambda loop, info: (info.step, info.grad_norm))
+        settings = {"batch_size": 2, "gradient_accumulation_steps": 2, "iters": iters, "model_path": str(path), **args}
+        loop = make_loop(settings, model=model, loader=SeekableBatches(RaggedPairs(12), 4), callbacks=[norms])
         loop.train()
-        return weights_of(model), losses.seen, loop
+        return weights_of(model), norms.seen, loop.state.consumed_samples
 
-    whole, whole_norms, whole_loop = run(tmp_path / "whole", iters)
-    run(tmp_path / "parts", stop_at)
-    resumed, resumed_norms, resumed_loop = run(tmp_path / "parts", iters)
-    assert [step for step, _ in resumed_norms] == list(range(stop_at + 1, iters + 1))
-    assert resumed_norms == whole_norms[stop_at:]
-    for name in whole:
-        assert torch.equal(whole[name], resumed[name]), name
-    assert resumed_loop.state.consumed_samples == whole_loop.state.consumed_samples
-
-
-@pytest.mark.parametrize("stop_at", range(1, 9))
-def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(tmp_path, stop_at):
-    """Dropout, accumulation, three epochs of 12 rows, 4 rows a step."""
-    uninterrupted_and_resumed(tmp_path, lambda: SeekableBatches(RaggedPairs(12), 4), stop_at)
+    whole, whole_norms, samples = run(6, tmp_path / "whole")
+    run(5, tmp_path / "parts", save_interval=1, keep_checkpoints=None)
+    for stop in range(1, 6):
+        checkpoint = str(tmp_path / "parts" / "checkpoints" / f"step_{stop:06d}")
+        resumed, norms, consumed = run(6, tmp_path / f"from_{stop}", resume=checkpoint)
+        assert norms == whole_norms[stop:] and norms[0][0] == stop + 1 and consumed == samples
+        assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
 def poison(model, when):
@@ -178,49 +169,6 @@ def test_early_stopping_waits_for_patience_and_keeps_the_best(tmp_path):
     assert validate(loop.valid_dataloader)["loss"] == losses[best]
 
 
-def test_lr_drops_when_validation_stops_improving():
-    recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
-    args = {
-        "iters": 8, "use_lr_drop": True, "lr_drop_patience": 1, "lr_drop_factor": 0.5, "valid_interval": 1,
-        "optimize_metric": "flat",
-    }  # fmt: skip
-    model = tiny_t5()
-    loop = make_loop(
-        args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), callbacks=[recorder],
-        valid=DataLoader(RaggedPairs(4), batch_size=4),
-        batch_metrics_fn=lambda batch, outputs: {"loss": outputs["loss"], "flat": 1.0},
-    )  # fmt: skip
-    loop.train()
-    weights = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weights], lr=1.0)
-    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1)
-    expected = []
-    for _ in range(8):
-        expected.append(optimizer.param_groups[0]["lr"])
-        reference.step(1.0)
-    assert recorder.seen == expected
-    assert len(set(expected)) > 2
-
-
-def test_metrics_over_the_whole_split_see_every_row_once():
-    data = RaggedPairs(10)
-    seen = {}
-
-    def keep(batch, outputs):
-        return {"ids": batch["input_ids"], "guess": outputs["logits"].argmax(-1)}
-
-    def metrics(kept):
-        seen.update(kept)
-        return {"rows": len(kept["ids"])}
-
-    loop = make_loop(
-        {"batch_size": 3}, valid=DataLoader(data, batch_size=6), keep_for_metrics_fn=keep, metrics_fn=metrics
-    )
-    assert loop.validate(loop.valid_dataloader)["rows"] == 10
-    assert torch.equal(seen["ids"], data.batch(range(10))["input_ids"])
-    assert seen["guess"].shape == (10, 8)
-
-
 def test_a_metric_that_validation_does_not_give_is_named():
     loop = make_loop(
         {"optimize_metric": "rougeL", "valid_interval": 1}, valid=DataLoader(RaggedPairs(4), batch_size=4)
@@ -274,17 +222,6 @@ def test_another_optimizers_state_is_refused(tmp_path):
     args = {"init_checkpoint": str(tmp_path / "last")}
     with pytest.raises(UserError, match="AdamW, which SGD cannot continue"):
         make_loop(args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_a_run_ends_with_a_validation_and_can_be_validated_further(tmp_path):
-    data = DataLoader(RaggedPairs(4), batch_size=4)
-    loop = make_loop({"iters": 3, "valid_interval": 2, "model_path": str(tmp_path)}, model=TinyLabeller(), valid=data)
-    loop.train()
-    assert loop.state.last_validated_step == 3
-    at_the_end = loop.state.metrics["valid"]
-    assert loop.validate(data, split="test") == at_the_end
-    loop.save_metrics(tmp_path)
-    assert json.loads((tmp_path / "metrics.json").read_text())["test"] == at_the_end
 
 
 def test_a_finished_run_started_again_logs_nothing_twice(tmp_path):

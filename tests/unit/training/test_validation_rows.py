@@ -13,7 +13,7 @@ from lm_experiments_tools.training.validation import counted
 from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 
-CASES = list(itertools.product([1, 2, 5, 7, 9, 12], [1, 2, 3, 4], [1, 2, 3]))  # rows, workers, batch size
+CASES = list(itertools.product([1, 5, 9, 12], [1, 2, 4], [1, 2, 3]))  # rows, workers, batch size
 
 
 class Numbers(Dataset):

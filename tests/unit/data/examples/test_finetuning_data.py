@@ -16,6 +16,7 @@ from lm_experiments_tools.data.examples.examples import LabelFields, TextFields,
 from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
 from lm_experiments_tools.labels import IGNORED_LABEL
 from tests.helpers.finetuning_toys import WORDS, pairs, read, word_tokenizer, write_json
+from tests.helpers.padding import padding
 from tests.helpers.real_data import DATA, lacking
 
 VOCABS = DATA / "vocabs"
@@ -377,7 +378,8 @@ def test_causal_lm_predicts_every_token_of_the_documents_once(tmp_path):
 def test_buckets_leave_little_padding_on_real_data(t5, tmp_path):
     path = head(SCITLDR / "train.json", 512, tmp_path)
     dataset = read(t5, data_path=(path,), batch_size=8, gradient_accumulation_steps=4).train.dataset
-    assert dataset.padding() < 0.10 < 0.30 < dataset.padding(bucketed=False)
+    numbers = np.arange(512)
+    assert padding(dataset.dataset, 8, dataset.arranged(numbers)) < 0.10 < 0.30 < padding(dataset.dataset, 8, numbers)
     assert "buckets of 32 rows" in dataset.describe()
     lengths = dataset.dataset.lengths(np.arange(512))
     assert lengths.shape == (2, 512) and lengths[1].max() < 128

@@ -233,12 +233,6 @@ def test_training_data_in_which_no_row_has_a_label_is_refused():
         read(word_tokenizer(), model_type="encoder", task="multi_label", data_path=(rows,), batch_size=2)
 
 
-def test_rows_without_an_id_take_none_that_another_row_has():
-    rows = [{"source": f"w{n}", "target": "w1"} | ({"id": str(n + 1)} if n % 2 else {}) for n in range(5)]
-    named = text_examples(as_source(rows, "rows"), TextFields(), BadRows(0), merge=True)
-    assert [example.name for example in named] == ["0", "2", "row 2", "4", "row 4"]
-
-
 def test_the_table_of_mnli_has_premise_and_hypothesis(tmp_path):
     columns = ["index", "promptID", "pairID", "genre", "sentence1", "sentence2", "gold_label"]
     (tmp_path / "train.tsv").write_text("\t".join(columns) + "\n0\t1\t1e\tx\tw1 w2\tw3\tneutral\n")

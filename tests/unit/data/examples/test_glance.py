@@ -35,19 +35,3 @@ def test_a_long_example_is_shown_in_part(tmp_path, caplog):
     rows = [{"source": " ".join(["w1"] * 99), "target": "w2"}]
     text = log_of(caplog, write_json(tmp_path / "a.jsonl", rows))
     assert f"the first example: {'w1 ' * 48}... (100 in all) -> w2 </s>\n" in text
-
-
-@pytest.mark.parametrize(
-    ("labels", "flags", "named"),
-    [
-        (("pos", "Pos", "neg"), {}, "'Pos', 'pos'"),
-        (("caf\u00e9", "cafe\u0301", "tea"), {}, "'cafe\u0301', 'caf\u00e9'"),
-        (("a b",), {"label_names": ("a b", "a  b")}, "'a b', 'a  b'"),
-        (("pos", "neg"), {}, None),
-    ],
-)
-def test_labels_that_differ_by_case_white_space_or_encoding_alone_are_named(labels, flags, named, tmp_path, caplog):
-    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": label} for label in labels])
-    text = log_of(caplog, path, **ENCODER, **flags)
-    assert ("differ only by case, white space or encoding" in text) == (named is not None)
-    assert named is None or f"the labels {named} differ" in text

@@ -162,7 +162,7 @@ def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data
     index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
     batch = take(loader, 10)
     assert [len(chunk) // FIRST_CHUNK for chunk in chunks[:2]] == [1, 2]
-    rows = json.loads(index.read_text().splitlines()[0])["num_samples"]
+    rows = json.loads(index.read_text().splitlines()[1])["num_samples"]
     vocabulary = Vocabulary.load(data / "v.model")
     special = [vocabulary.pad_id, vocabulary.eos_id, -100, *vocabulary.sentinel_ids.tolist()]
     kept = [part[:rows].numpy().ravel() for part in (batch["input_ids"], batch["labels"])]
@@ -213,7 +213,7 @@ def test_resumed_is_uninterrupted(start, in_process, left):
     assert again.consumed_samples == 70 * 8
     if left == "all":  # the chunks in use were made again and those after them, not those before
         for index in folder.glob("*.jsonl"):
-            entries = map(json.loads, index.read_text().splitlines())
+            entries = map(json.loads, index.read_text().split("\n")[1:])
             num_samples = {record["chunk"]: record["num_samples"] for record in entries}
             ends = np.cumsum([num_samples[chunk] for chunk in sorted(num_samples)])
             in_use = np.searchsorted(ends, 50 * 8 // 2, side="right")
@@ -237,8 +237,8 @@ def test_an_index_with_a_gap_is_good_up_to_the_gap(start, in_process):
     whole.close()
     index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
     lines = index.read_text().splitlines(keepends=True)
-    assert len(lines) > 4
-    index.write_text("".join([*lines[:2], lines[2][:40] + lines[2], *lines[3:]]))  # a full disk, then a restart
+    assert len(lines) > 5
+    index.write_text("".join([*lines[:3], lines[3][:40] + lines[3], *lines[4:]]))  # a full disk, then a restart
     assert_equal(take(start(streams=1, data_n_workers=1), 60), expected)
 
 
@@ -334,7 +334,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     loader = start(max_bad_lines=2, **settings)
     take(loader, 100)
     stream = loader.dataset.feed.streams[0]
-    assert stream._records[-1].end["texts"][0]["epoch"] >= 2 and stream.rejected_and_lines[0] == 2
+    assert stream._records[-1].end[0]["epoch"] >= 2 and stream.rejected_and_lines[0] == 2
     loader.close()
     listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
     listed = [json.loads(line) for line in listed.read_text().splitlines()]
@@ -364,17 +364,17 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
             {"data_path": ("NUMBERS",), "max_bad_lines": 100},
             r"more than 100 bad lines: 101 so far, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
-        ({"data_path": ("NUMBERS",), "text_key": "id"}, r"no document in .*numbers\.jsonl: .*no key 'id'.*--text_key"),
+        ({"data_path": ("NUMBERS",), "text_key": "id"}, r"no document in .*numbers\.jsonl: .*no key 'id'"),
         (
             {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
             r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
-            r"no key 'id' \(there is 'text'\); see .*bad_lines\.jsonl\): name .* by --text_key",
+            r"no key 'id' \(there is 'text'\); see .*bad_lines\.jsonl\)$",
         ),
         ({"data_path": ("HALF",)}, r"half\.idx exists without .*half\.bin"),
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
             {"data_path": ("NUMBERS", "GZIP"), "data_temperature": 3.0},
-            r"numbers.jsonl and .*gzip.jsonl.gz only some are compressed, .* by --data_blending megatron and",
+            r"sizes of .*numbers.jsonl, .*gzip.jsonl.gz do not compare .* by --data_blending megatron and",
         ),
         ({"data_path": ("NUMBERS", "BLANK"), "data_weights": (1.0, 2.0)}, "no document in .*numbers"),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),

@@ -83,14 +83,13 @@ def test_what_a_folder_passes_over_is_said_in_files_and_bytes(folder, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(texts(folder)) == len(texts(folder)) == 1
     (said,) = caplog.messages
-    assert f"folder {folder}: 4 files of 4.0 KiB (2 .csv, 1 " in said and "1 .parquet" in said
-    assert "1 without an ending" in said and "are passed over, 1 of 4.9 KiB are read" in said
+    assert f"folder {folder}: 5 files of 4.0 KiB (the first is {folder}/README) are passed over, 1 of 4.9 KiB" in said
 
 
 def test_a_folder_of_which_most_cannot_be_read_is_refused(folder):
     (folder / "a.jsonl").write_bytes(line("a"))
     (folder / "b.parquet").write_bytes(b"x" * 2048)
-    with pytest.raises(UserError, match=r"most of folder .*in: 1 files of 2\.0 KiB \(1 \.parq"):
+    with pytest.raises(UserError, match=r"most of folder .*in: 1 files of 2\.0 KiB \(the first is .*b.parquet\)"):
         texts(folder)
     assert texts(folder / "a.jsonl") == ["a"]
 
@@ -107,7 +106,6 @@ def test_links_are_followed_and_no_file_is_read_twice(folder, tmp_path):
     (folder / "a_loop").symlink_to(folder)
     (folder / "b.jsonl").symlink_to(folder / "z" / "own.jsonl")
     assert sorted(texts(folder)) == ["own", "x", "y"]
-    assert str(folder / "z" / "own.jsonl") in [path for path, _ in sources.find_files([str(folder)])]
     (folder / "gone.jsonl").symlink_to(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"gone\.jsonl is a link to .*nothing, which does not exist"):
         texts(folder)
@@ -161,12 +159,11 @@ def test_rows_of_examples_are_read_from_the_same_endings(folder):
         assert [row.fields for row in read_rows(path, BadRows(0))] == [expected]
 
 
-def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder, caplog):
+def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder):
     (folder / "a.txt").write_text("a")
     os.mkfifo(folder / "b.txt")
     (folder / "c.txt").symlink_to(folder / "b.txt")
     assert texts(folder) == ["a"]
-    assert f"{folder / 'b.txt'} is no regular file and is passed over" in caplog.text
     with pytest.raises(UserError, match="b.txt is no file of"):
         texts(folder / "b.txt")
 

@@ -173,4 +173,4 @@ def test_samples_of_bert_are_announced_too(tmp_path, nsp):
     for a_start, a_length, b_start, b_length, _ in (row for part in read for row in zip(*part, strict=True)):
         assert tokens.announced[a_start : a_start + a_length].all()
         assert tokens.announced[b_start : b_start + b_length].all()
-    assert {Path(array.filename).suffix for array in dataset.maps()} == {".bin", ".idx", ".npy"}
+    assert {Path(array.filename).suffix for array in dataset.maps()} == {".bin", ".idx", ".rows"}

@@ -1,11 +1,13 @@
 """The .bin/.idx writer and reader: the documented example byte for byte, round trips, and every kind of damage."""
 
+import os
 import pickle
 import struct
 
 import numpy as np
 import pytest
 
+from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.errors import UserError
@@ -26,7 +28,7 @@ def test_attributes_and_meta(tmp_path):
     dataset = token_data(tmp_path / "x", EXAMPLE, meta={"vocab_size": 10})
     assert dataset.tokens.tolist() == [5, 6, 7, 8, 9]
     assert (len(dataset), dataset.num_tokens, dataset.num_documents) == (3, 5, 2)
-    assert dataset.dtype == np.uint16 and dataset.meta == {"vocab_size": 10}
+    assert dataset.dtype == np.uint16 and dataset.meta["vocab_size"] == 10
     assert dataset[-1].tolist() == [8, 9]
     with pytest.raises(IndexError):
         dataset[3]
@@ -156,10 +158,28 @@ def test_missing_files_and_bad_sidecar_are_named(tmp_path):
         IndexedDataset(tmp_path / "x")
 
 
-@pytest.mark.parametrize(
-    "meta",
-    [{"vocab_sha256": 5}, {"vocab_file": [1]}, {"num_bytes": "x"}, {"shard": 3}, {"bad_lines": None, "shard": []}],
-)
-def test_a_sidecar_with_a_value_of_another_kind_is_named(tmp_path, meta):
-    with pytest.raises(UserError, match=r"x\.json is damaged: \w+ is .*, not a (int|str|dict)"):
-        token_data(tmp_path / "x", EXAMPLE, meta=meta)
+@pytest.fixture
+def checks(monkeypatch):
+    """The files whose index was read whole, in order; no index is small."""
+    monkeypatch.setattr(indexed, "_SMALL_INDEX", 0)
+    found, check = [], IndexedDataset._check_index
+    monkeypatch.setattr(IndexedDataset, "_check_index", lambda self: (found.append(self.prefix), check(self)))
+    return found
+
+
+def test_a_large_index_is_read_only_where_its_record_is_missing_or_older(tmp_path, checks, monkeypatch):
+    prefix = write_tokens(tmp_path / "x", EXAMPLE, meta={})
+    recorded = IndexedDataset(prefix).fingerprint
+    assert not checks
+    monkeypatch.setattr(indexed, "_SMALL_INDEX", 8 << 20)
+    assert IndexedDataset(prefix).fingerprint == recorded and len(checks) == 1  # small: checked, to the same end
+    monkeypatch.setattr(indexed, "_SMALL_INDEX", 0)
+    for path in (tmp_path / "x.idx", tmp_path / "x.bin"):
+        later = path.stat().st_mtime_ns + 10**9
+        os.utime(path, ns=(later, later))
+        checks.clear()
+        assert IndexedDataset(prefix).fingerprint == recorded and len(checks) == 1
+    index = (tmp_path / "x.idx").read_bytes()
+    (tmp_path / "x.idx").write_bytes(index[:34] + b"\3" + index[35:])
+    with pytest.raises(UserError, match=r"x\.idx is damaged"):
+        IndexedDataset(prefix)
