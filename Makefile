@@ -158,8 +158,10 @@ docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown w
 screenshots: docs ## pictures of five pages of the site, desktop and phone, dark and light; needs Chromium
 	@$(BIN)/python scripts/screenshots.py $(ARGS)
 
-wheel: env ## a wheel in dist/
-	$(PIP) wheel --no-deps --no-build-isolation -w dist .
+wheel: env ## a wheel and a source distribution in dist/, checked by twine
+	$(PIP) install --quiet build==1.6.1 twine==7.0.0
+	$(BIN)/python -m build --no-isolation .
+	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz
 
 bench-step: env ## one training step of ours, transformers and (NANOT5=a checkout of it) nanoT5, about 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py $(if $(NANOT5),--nanot5 $(NANOT5)) $(ARGS)

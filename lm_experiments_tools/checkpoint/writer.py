@@ -84,7 +84,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointWriteError: the disk has too little room, judged by the newest checkpoint's size, or cannot be
-            written.
+                written.
         """
         temporary = self._temporary(step)
         with self.guarded(step):

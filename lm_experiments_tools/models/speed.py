@@ -124,7 +124,7 @@ def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.M
     }
     reasons = {name: origins.get(name, "") for name in parts}
     why = {n: f" ({r.removeprefix(f'{AUTO}: ')})" if r.startswith(AUTO) else "" for n, r in reasons.items()}
-    return f"auto: {', '.join(text + why[name] for name, text in parts.items())}; --speed off for plain"
+    return f"auto: {', '.join(text + why[name] for name, text in parts.items())}; --speed off: none of these"
 
 
 def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> None:
@@ -312,7 +312,7 @@ def _choose_compile(args: ExperimentArgs, device: str, config: Mapping[str, Any]
     total = sum(phase.iters * phase.global_batch_size(workers) * phase.input_seq_len for phase in phases)
     tokens = total // workers
     pays = tokens >= MIN_TOKENS[device]
-    return pays, f"{tokens:,} tokens of each worker {'pay' if pays else 'do not pay'} for it"
+    return pays, f"{tokens:,} tokens of each worker are {'enough' if pays else 'too few'} to save time by it"
 
 
 _CHOICES = {"model_cls": _choose_class, "bf16": _choose_bf16, "compile": _choose_compile}

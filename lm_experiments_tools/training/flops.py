@@ -179,9 +179,11 @@ class FlopMeter:
             return
         dtype = compute_dtype(backend)
         self.peak = args.peak_tflops * 1e12 if args.peak_tflops else data_sheet_peak(backend.device, dtype)
+        source = "--peak_tflops" if args.peak_tflops else "the data sheet's peak"
         if self.peak is None:
             self.name, self.peak = "mfu_measured", measured_peak(backend.device, dtype)
-        say(f"{self.name} is the fraction of {self.peak / 1e12:.3g} TFLOP/s")
+            source = "the fastest matrix product measured here"
+        say(f"{self.name}: the model's FLOP/s relative to {self.peak / 1e12:.3g} TFLOP/s, {source}")
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
         """Count the FLOPs of some micro-batches. The first call makes an extra forward pass; collective.

@@ -9,38 +9,38 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import ModernBertConfig, ModernBertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.tools import inspect, plan
-from lm_experiments_tools.tools.main import COMMANDS, with_names
+from lm_experiments_tools.tools.main import COMMANDS, SCRIPTS, main, with_names
 from tests.helpers import ROOT
-from tests.helpers.pretrained_toys import save_toy
+from tests.helpers.decoder_toys import toy_decoder
+from tests.helpers.pretrained_toys import ROWS, save_toy
 from tests.helpers.suite_toys import MTEB_TASK, save_run, write_colours, write_pairs
 from tests.helpers.t5x_toys import write_t5x
+from tests.helpers.tokenizer_toys import byte_fallback_tokenizer
+from tests.helpers.warm import run_job
 
 SMALL = yaml.safe_load((ROOT / "tests" / "docs" / "small.yaml").read_text(encoding="utf-8"))
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ARGUMENTS = {
-    "run_t5_pretraining.py": "lm_experiments_tools.config.pretraining:T5PretrainingArgs",
-    "run_bert_pretraining.py": "lm_experiments_tools.config.bert:BertPretrainingArgs",
-    "run_finetuning.py": "lm_experiments_tools.config.finetuning:FinetuningArgs",
+    "run_t5_pretraining.py": T5PretrainingArgs,
+    "run_bert_pretraining.py": BertPretrainingArgs,
+    "run_finetuning.py": FinetuningArgs,
 }
 KINDS = {"plan": plan.SCRIPTS, "inspect": inspect.SCRIPTS}  # tools with the flags of the script named next
 CLONED = ("examples", "accelerate_configs", "megatron", "models_configs", "scripts")
-SCRIPT_OF = {
-    "pretrain-t5": "run_t5_pretraining.py",
-    "pretrain-bert": "run_bert_pretraining.py",
-    "finetune": "run_finetuning.py",
-}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -51,11 +51,8 @@ def blocks(page: str, language: str) -> list[str]:
 @functools.cache
 def commands(page: str) -> list[str]:
     """Commands of a page's bash blocks, then those after `$` of its consoles, each on one line without comments."""
-    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    shown = "".join(blocks(page, "console")).replace("\\\n", " ").splitlines()
-    lines = [line for line in lines if not line.startswith("#")] + [
-        line[2:] for line in shown if line.startswith("$ ")
-    ]
+    lines, shown = ("".join(blocks(page, kind)).replace("\\\n", " ").splitlines() for kind in ("bash", "console"))
+    lines = [line for line in lines if line[:1] != "#"] + [line[2:] for line in shown if line.startswith("$ ")]
     found = [re.sub(r"\s+#.*$", "", line).strip() for line in lines]
     return [line for line in found if line and not re.match(r"(export |code=|exit |\[ )", line)]
 
@@ -81,14 +78,9 @@ def arguments_of(program: str) -> type | None:
     tool, _, kind = name.partition(" ")
     if kind:
         return KINDS[tool][kind]
-    script = SCRIPT_OF.get(name, name)
-    if script in ARGUMENTS:
-        module, _, cls = ARGUMENTS[script].partition(":")
-    elif name in COMMANDS:
-        module, cls = f"lm_experiments_tools.tools.{name}", "".join(map(str.capitalize, name.split("_"))) + "Args"
-    else:
-        return None
-    return getattr(importlib.import_module(module), cls)
+    if name in COMMANDS:
+        return getattr(importlib.import_module(f"lm_experiments_tools.tools.{name}"), f"{name.title()}Args")
+    return ARGUMENTS.get(SCRIPTS[name][0] if name in SCRIPTS else name)
 
 
 def reason_not_to_run(command: str) -> str | None:
@@ -101,12 +93,6 @@ def reason_not_to_run(command: str) -> str | None:
         return "a launcher alone, to be put before a script"
     open_ended = "..." in command and found[0] not in SMALL["rest"]
     return "not whole" if open_ended or "$" in command else None
-
-
-def all_commands() -> Iterator[Any]:
-    for page in PAGES:
-        for command in commands(page):
-            yield pytest.param(page, command, id=f"{page}: {command[:60]}")
 
 
 def is_out_of_place(flag: str, program: str, given: set[str]) -> bool:
@@ -164,12 +150,11 @@ def write_text(folder: Path) -> None:
         "Definition": ["Say w1."], "Positive Examples": [], "Negative Examples": [], "Categories": ["w"],
         "Instances": [{"id": f"task1_w-{n}", "input": f"w{n}", "output": ["w1"]} for n in range(6)],
     }  # fmt: skip
-    sni = folder / "natural-instructions"
-    (sni / "tasks").mkdir(parents=True)
-    (sni / "splits" / "default").mkdir(parents=True)
-    (sni / "tasks" / "task1_w.json").write_text(json.dumps(task))
-    for name in ("train", "test"):
-        (sni / "splits" / "default" / f"{name}_tasks.txt").write_text("task1_w\n")
+    splits = {f"splits/default/{name}_tasks.txt": "task1_w\n" for name in ("train", "test")}
+    for name, content in {"tasks/task1_w.json": json.dumps(task), **splits}.items():
+        path = folder / "natural-instructions" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
 
 
 def write_other_programs(folder: Path) -> None:
@@ -184,6 +169,20 @@ def write_other_programs(folder: Path) -> None:
         write_t5x(model, folder / "t5x/t5_1_1_small/checkpoint_1000000")
 
 
+def write_model(kind: str, folder: Path) -> None:
+    """Write a toy of a kind of model, with a tokenizer: small.yaml's `models`."""
+    if kind == "modernbert":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+        ids = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 1)
+        config = ModernBertConfig(vocab_size=ROWS, local_attention=6, pad_token_id=0, **sizes, **ids)
+        save_toy(kind, folder, ModernBertForMaskedLM(config))
+    elif kind in ("gemma2", "gemma3_text", "qwen3"):
+        toy_decoder(kind).float().save_pretrained(folder)
+        byte_fallback_tokenizer(folder, special=("<|fim_pad|>",))
+    else:
+        save_toy(kind, folder)
+
+
 def is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -192,17 +191,7 @@ def is_there(package: str) -> bool:
 def text(tmp_path_factory) -> Path:
     """A folder of a little real text, from the documentation of this Python."""
     folder = tmp_path_factory.mktemp("text")
-    command = [
-        sys.executable,
-        "-m",
-        "lm_experiments_tools.tools.main",
-        "corpus",
-        "--output",
-        "my_text",
-        "--max_megabytes",
-        "1",
-    ]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert main(["corpus", "--output", str(folder / "my_text"), "--max_megabytes", "1"]) == 0
     return folder / "my_text"
 
 
@@ -215,29 +204,18 @@ def world(tmp_path, text, request) -> Path:
     write_text(tmp_path)
     for name in ("my_text", "text", "TEXT"):
         (tmp_path / name).symlink_to(text)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
-    (tmp_path / "small_t5.json").write_text(
-        json.dumps({"base": str(ROOT / "models_configs/t5_configs/t5-small.json"), **sizes, "vocab_size": 512})
-    )
-    bert = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "vocab_size": 512,
-    }
-    (tmp_path / "small_bert.json").write_text(
-        json.dumps({"base": str(ROOT / "models_configs/bert_configs/bert_base_uncased.json"), **bert})
-    )
     for name, settings in SMALL["configurations"].items():
         (tmp_path / name).write_text(json.dumps(settings))
     page = request.node.callspec.params["page"]
     for name, source in re.findall(r"^```python file=(\S+)\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S):
         if "/" not in name:
             (tmp_path / name).write_text(source)
+    used = " ".join([*commands(page), *SMALL["before"].get(page, ())])
+    used += "".join((ROOT / word).read_text() for word in used.split() if word.startswith("examples/"))
     for name, kind in SMALL["models"].items():
-        if name not in SMALL["makes"].get(page, ()):
-            save_toy(kind, tmp_path / name)
+        is_used = any(name in word or fnmatch(name, word) for word in used.split())
+        if is_used and name not in SMALL["makes"].get(page, ()):
+            write_model(kind, tmp_path / name)
     for name, kind in SMALL["runs"].get(page, {}).items():
         save_run(tmp_path / name, kind)
     if page == "docs/interchange.md":
@@ -245,48 +223,58 @@ def world(tmp_path, text, request) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page, command", all_commands())
-def test_flags_of_a_command_exist(page, command, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_of_commands_exist(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    if command.startswith("make "):
-        assert re.search(rf"^{command.split()[1]}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M)
-    found = program_of([word for word in shlex.split(command) if word != "..."])
-    cls = found and arguments_of(found[0])
-    reason = reason_not_to_run(command)
-    if not cls or (reason and reason.startswith("test_")):  # that test reads it
-        assert reason or command.startswith(("python -m ", "python megatron/"))
-        return
-    for word in found[1]:
-        assert not word.endswith(".yaml") or (ROOT / word).is_file()
-    given = with_names(found[2], getattr(importlib.import_module(cls.__module__), "POSITIONAL", ()))
-    files = [ROOT / given[place + 1] for place, word in enumerate(given) if word == "--config"]
-    if "..." in command or not all(path.is_file() for path in files):  # the rest of the settings stands elsewhere
-        names = {field.name for field in dataclasses.fields(cls)} | {"config", "print_config"}
-        assert {word[2:].removeprefix("no_") for word in given if word.startswith("--")} <= names
-    else:
-        cli.parse(cls, given)
+    for command in commands(page):
+        if command.startswith("make "):
+            assert re.search(rf"^{command.split()[1]}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M), command
+        found = program_of([word for word in shlex.split(command) if word != "..."])
+        cls = found and arguments_of(found[0])
+        reason = reason_not_to_run(command)
+        if not cls or (reason and reason.startswith("test_")):  # that test reads it
+            assert reason or command.startswith(("python -m ", "python megatron/")), command
+            continue
+        assert all((ROOT / word).is_file() for word in found[1] if word.endswith(".yaml")), command
+        given = with_names(found[2], getattr(importlib.import_module(cls.__module__), "POSITIONAL", ()))
+        files = [ROOT / given[place + 1] for place, word in enumerate(given) if word == "--config"]
+        assert all(path.is_file() for path in files if "examples" in path.parts), command
+        if "..." in command or not all(path.is_file() for path in files):  # the rest of the settings stands elsewhere
+            names = {field.name for field in dataclasses.fields(cls)} | {"config", "print_config"}
+            assert {word[2:].removeprefix("no_") for word in given if word.startswith("--")} <= names, command
+        else:
+            cli.parse(cls, given)
+
+
+def run(line: str, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code and output of a command; a script without launcher or shell syntax runs in a forked process."""
+    program, *rest = shlex.split(line)
+    unquoted = re.sub(r"\"[^\"$]*\"|'[^']*'", "", line)
+    is_script = program == "lmtools" or (program == "python" and rest[0].endswith(".py"))
+    if is_script and not set(unquoted) & set("*$|&;<>"):
+        script, log = Path(sys.executable).with_name("lmtools") if program == "lmtools" else rest.pop(0), Path("log")
+        log.write_text("")
+        return run_job("python", 1, [script, *rest], environment, log.absolute(), timeout=300), log.read_text()
+    ended = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=300)
+    return ended.returncode, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_page_run(page, world):
+def test_commands_of_a_page_run(page, world, monkeypatch):
     whole = [command for command in commands(page) if not reason_not_to_run(command)]
     if not whole:
         pytest.skip(f"{page} has no command to run")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    monkeypatch.chdir(world)
     absent = tuple(beginning for beginning, package in SMALL["needs"].items() if not is_there(package))
     for command in [*SMALL["before"].get(page, ()), *whole]:
         if absent and command.startswith(absent):
             continue
         line = small(command) if program_of(shlex.split(command)) else command
-        ended = subprocess.run(
-            ["bash", "-c", line], cwd=world, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert ended.returncode == 0, f"{line}\n{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
+        code, output = run(line, environment)
+        assert code == 0, f"{line}\n{output[-5000:]}"
 
 
 def test_every_exception_of_small_yaml_is_needed():

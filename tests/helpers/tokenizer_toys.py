@@ -29,7 +29,7 @@ def byte_level_tokenizer(path: Path, special: Sequence[str] = (*BERT_LIKE, "[unu
     return path
 
 
-def byte_fallback_tokenizer(folder: Path, sentinels: int = 30) -> Path:
+def byte_fallback_tokenizer(folder: Path, sentinels: int = 30, special: Sequence[str] = ()) -> Path:
     """The folder of BPE with `\u2581` for a space, bytes for rare characters and <unusedN>, as Gemma's."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
@@ -37,8 +37,8 @@ def byte_fallback_tokenizer(folder: Path, sentinels: int = 30) -> Path:
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts)
     unused, in_bytes = (f"<unused{i}>" for i in range(sentinels)), (f"<0x{i:02X}>" for i in range(256))
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", *unused, *in_bytes]
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *unused, *in_bytes, *special]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=tokens, show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainer)
     roles = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(str(folder))

@@ -103,5 +103,5 @@ def test_lora_runs_with_what_make_pretrain_installs(run):
 
 def test_readme_says_which_command_installs_the_rest():
     (paragraph,) = (text for text in README.split("\n\n") if "`make env-full`" in text)
-    for words in ("DeepSpeed", "seqio", "8 and 4 bits", "notebooks"):
+    for words in ("DeepSpeed", "seqio", "quantization", "notebooks"):
         assert words in paragraph

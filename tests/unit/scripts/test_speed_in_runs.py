@@ -44,7 +44,7 @@ def test_transformers_reads_a_t5_of_auto_and_fine_tuning_goes_on_from_it(work, c
     caplog.set_level("INFO")
     run_t5_pretraining.main(words(model_path="run", **T5))
     assert settings("run")["model_cls"] == "modeling_t5:T5ForConditionalGeneration"
-    assert "auto: our T5ForConditionalGeneration" in caplog.text and "--speed off for plain" in caplog.text
+    assert "auto: our T5ForConditionalGeneration" in caplog.text and "--speed off: none of these" in caplog.text
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained("run/last").eval()
     ours = modeling_t5.T5ForConditionalGeneration.from_pretrained("run/last").eval()
     assert type(theirs) is transformers.T5ForConditionalGeneration
