@@ -53,6 +53,7 @@ EXTRAS = {
         "pre-commit>=4.0",
         "pyrefly>=1.4,<2",
         "pytest>=8.3",
+        "pytest-cov>=7.0",
         "pytest-timeout>=2.3",
         "ruff>=0.17,<0.18",
     ],
