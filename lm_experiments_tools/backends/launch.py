@@ -47,10 +47,15 @@ def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_device(initialized: bool) -> None:
-    """Check that there are GPUs for the requested sharding, and one for each local worker. Raises UserError.
+    """Check that the GPUs suffice for what the launcher's environment asks for.
+
+    FSDP and DeepSpeed need a GPU. Without CPU mode, each worker of this machine needs a GPU of its own.
 
     Args:
-        initialized: an Accelerator exists already and has chosen a device, so nothing is checked.
+        initialized: True if an Accelerator exists already; then it has chosen a device.
+
+    Raises:
+        UserError: a GPU is missing, or both FSDP and DeepSpeed are asked for.
     """
     sharding, (count, _) = wanted_sharding(), wanted_processes()
     if initialized:

@@ -235,7 +235,11 @@ def _identity(tensor: Tensor) -> tuple:
 
 
 def read_state(model: nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Read the weights in `path` by the names of `model`; with an adapter only the trained ones."""
+    """Read the weights in `path` for `model`.
+
+    Returns:
+        Weights by the names of `model.state_dict()`. Of a model with a PEFT adapter only the adapter's weights.
+    """
     if is_adapted(model):
         return read_adapter(model, path)
     weights, own = to_model_names(model, read_weights(path, allow_pickle)), model.state_dict(keep_vars=True)

@@ -73,8 +73,9 @@ def adapted_encoder(source: PreTrainedModel, mask_token_id: int, pad_token_id: i
 def adapted_encoder_decoder(
     source: PreTrainedModel, encoder: PreTrainedModel | None = None, *, seed: int
 ) -> PreTrainedModel:
-    """Convert a decoder to an encoder-decoder: the source becomes the decoder, and the encoder unless another is
-    given.
+    """Convert a decoder to an encoder-decoder (T5Gemma).
+
+    Both halves start from the source, or the encoder from another model.
 
     Args:
         source: a Gemma 2 or Gemma 3 with a language model head.
@@ -82,7 +83,7 @@ def adapted_encoder_decoder(
         seed: for random cross-attention weights, if the encoder has another width.
 
     Raises:
-        UserError: no class computes the same as the source, or encoder and source do not fit together.
+        UserError: T5Gemma cannot express the source, or the encoder does not fit it.
     """
     kind = _check(source, ENCODER_DECODERS, "encoder-decoder")
     cls, tied = get_cls_by_name(ENCODER_DECODERS[kind]), bool(source.config.tie_word_embeddings)

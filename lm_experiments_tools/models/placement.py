@@ -46,7 +46,7 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
 
 
 def weights_dtype(args: FinetuningArgs) -> torch.dtype:
-    """Dtype of unquantized weights; trained weights are float32."""
+    """Return the dtype of unquantized weights: `--inference_dtype` (for evaluation), else float32."""
     return {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.inference_dtype]
 
 

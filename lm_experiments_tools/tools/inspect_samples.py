@@ -46,7 +46,9 @@ def training_section(
     rendering: Rendering,
     facts: Facts,
 ) -> tuple[str, Facts, Samples]:
-    """Describe the training data: steps per epoch, padding of the first micro-batches, first samples.
+    """Make the section on training data that `lmtools inspect` prints.
+
+    It has the steps of an epoch, the padding of the first micro-batches, and the first samples.
 
     Args:
         batches: global batches; a worker gets the rows `rank::world_size`.

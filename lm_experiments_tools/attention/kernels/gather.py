@@ -79,7 +79,10 @@ class Position(NamedTuple):
 
 
 def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
-    """Cut a bias into tiles [tiles, block, block]; tiles on the diagonal include the causal mask. Differentiable."""
+    """Cut bias and causal mask into tiles [tiles, block, block]; None if there is neither. Differentiable.
+
+    `_tile_index` says which tile a block of queries and a block of keys use.
+    """
     block, causal, (query_length, key_length) = inputs.spec.layout.block, inputs.spec.causal, inputs.scores_shape[2:]
     device, dtype = inputs.q.device, inputs.compute_dtype
     future = torch.ones(block, block, dtype=torch.bool, device=device).triu(1)
@@ -176,7 +179,7 @@ def chunks(call: Call) -> Iterator[Chunk]:
 
 
 class Workspace:
-    """Buffers for intermediate results, reused by all chunks."""
+    """Named buffers for intermediate results. Each is allocated once and reused for all chunks of queries."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -190,7 +193,15 @@ class Workspace:
         return self.buffers[name][:size].view(shape)
 
     def blocks(self, name: str, blocks: Tensor, index: Tensor) -> Tensor:
-        """Gather blocks [n, block, d] by index [parts, m]: [parts, m * block, d]."""
+        """Copy the chosen blocks into the buffer `name`.
+
+        Args:
+            blocks: [n, block, head_dim].
+            index: numbers of blocks, int64[rows, m].
+
+        Returns:
+            The m blocks of each row one after the other, [rows, m * block, head_dim].
+        """
         _, block, head_dim = blocks.shape
         chosen = self(name, index.numel(), block, head_dim)
         torch.index_select(blocks, 0, index.flatten(), out=chosen)

@@ -89,7 +89,7 @@ class StreamTokens:
 
 
 class ChunkMaker:
-    """Makes chunks. Keeps the streams open between consecutive chunks."""
+    """Read and tokenize text into chunks of training examples. Text streams stay open from chunk to chunk."""
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings

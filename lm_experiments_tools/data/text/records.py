@@ -362,7 +362,8 @@ def _dataset_records(shard: Shard, key: str | None, skip: int) -> Iterator[Recor
 def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield (line number, bytes) of the lines of a shard.
 
-    A line longer than `max_bytes` is cut to one byte more.
+    Args:
+        max_bytes: a longer line is cut to `max_bytes` + 1 bytes, which tells that it was too long.
 
     Raises:
         UserError: the file is damaged or was changed.
@@ -396,7 +397,10 @@ def lines_before(shard: Shard) -> int:
 
 
 def locate(shard: Shard, rejected: Rejected) -> Rejected:
-    """Replace the line number in the shard by that in the file (not in large files and datasets)."""
+    """Turn the place of a rejected record in its shard into a place that a user finds.
+
+    That is the line in the file. For datasets and shards that begin beyond 256 MiB, the path names the shard instead.
+    """
     if shard.kind == "dataset":
         return rejected._replace(path=f"{shard.path}, shard {shard.start}")
     if shard.start > _MAX_COUNTED_BYTES:

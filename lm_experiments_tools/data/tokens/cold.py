@@ -51,7 +51,7 @@ def read_at_random(datasets: Iterable[MappedData]) -> bool:
 
 
 def available_memory() -> int:
-    """Return the bytes that are free or can be freed, within the container's limit."""
+    """Return the bytes of main memory that are free or can be freed: at most the container's limit."""
     return min([psutil.virtual_memory().available, *_limits()])
 
 

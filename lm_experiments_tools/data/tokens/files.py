@@ -96,7 +96,7 @@ def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
 
 
 def load_vocabulary(path: str | os.PathLike) -> Vocabulary:
-    """Load a vocabulary; in a checkpoint, check the files first. Raises UserError."""
+    """Load a vocabulary. If it is in a checkpoint, verify that checkpoint's files first. Raises UserError."""
     verify_model(Path(path))
     return Vocabulary.load(path)
 
