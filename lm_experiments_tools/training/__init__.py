@@ -1,1 +1,4 @@
-"""The training loop, its callbacks, losses, metrics and schedules; imports backends, checkpoint and tracking."""
+"""The training loop with its callbacks, losses, metrics and learning-rate schedules.
+
+Modules here import the packages backends, checkpoint and tracking.
+"""

@@ -1,6 +1,6 @@
-"""Batches of any data loader, epoch after epoch, from a position that checkpoints save and restore.
+"""Endless batches of a user's data loader, from a position that checkpoints save and a restarted run restores.
 
-How a restart finds the position depends on the loader:
+How a restarted run finds its position in the data depends on the methods of the loader:
 
 - `seek(consumed_samples)`, as in `data.loader.TrainLoader`: jumps there in O(1).
 - `state_dict` and `load_state_dict`, as in torchdata's `StatefulDataLoader`: restores the loader's own state.
@@ -40,11 +40,13 @@ _END = object()  # of an epoch
 
 
 class BatchStream:
-    """Endless iterator over (batch, seconds spent waiting for it) on this worker.
+    """Endless iterator over the training batches of this worker, whose position can be saved and restored.
+
+    Each item is a pair: the batch, and the seconds that the worker waited for it.
 
     Args:
         loader: yields dicts of tensors with equal first dimension.
-        sampler: its `set_epoch` is called at the start of each epoch.
+        sampler: its `set_epoch` is called at the start of each epoch; None without a sampler.
         transforms: True if batches are later changed by a function that may draw random numbers.
 
     Raises:
@@ -74,21 +76,27 @@ class BatchStream:
 
     @property
     def fingerprint(self) -> str | None:
-        """Hash of the training data and its order; None if the loader has none."""
+        """Hash of the training data and its order, which tells if a resumed run reads the same data.
+
+        None if the loader has no such hash.
+        """
         return getattr(self.loader, "fingerprint", None)
 
     @property
     def order(self) -> str | None:
-        """Hash of the order of rows alone, which training objectives may share; None if the loader has none."""
+        """Hash of only the order in which rows of the token files are read; None if the loader has none.
+
+        Runs with different training objectives have the same hash if they read the same rows in the same order.
+        """
         return getattr(getattr(self.loader, "dataset", None), "order", None)
 
     def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
-        """Continue at the position of a checkpoint.
+        """Continue the iteration at the position in the data that a checkpoint has saved.
 
         Args:
             run: state of the saved run: samples consumed over all workers, and its data's fingerprint.
             state: this worker's saved `state_dict`; None if the number of workers has changed.
-            order: `order` of the saved run, if a new run skips the rows that it used (`--skip_used_data`).
+            order: hash `order` of the saved run, given if a new run skips the rows that it used (`--skip_used_data`).
 
         Raises:
             UserError: the data has changed, or the loader needs `state`.
@@ -108,7 +116,7 @@ class BatchStream:
         self._restart = state
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's position before the next batch."""
+        """This worker's position in the training data before the next batch, for a checkpoint."""
         if self._restart is not None:
             return dict(self._restart)
         state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, **self._epoch_start}
@@ -117,11 +125,11 @@ class BatchStream:
         return {**state, "generators": self._generators.state()}
 
     def random_state(self) -> dict[str, Any]:
-        """Random states before the next batch, to save together with `state_dict`."""
+        """The process's random states before the next batch, which a checkpoint saves together with `state_dict`."""
         return self._random_state or random_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Set the process's random states just before the next batch is fetched."""
+        """Set this process's random states, saved by `random_state`, just before the next batch is fetched."""
         self._random_state = state
 
     def put_back(self) -> None:
@@ -216,11 +224,11 @@ class BatchStream:
 
 
 def position_lost(then: str | None, now: str | None) -> str:
-    """Error message for a checkpoint of a run with other training data.
+    """Error message for a resumed run whose training data differs from the data of its checkpoint.
 
     Args:
-        then, now: data fingerprints of the checkpoint and of this run; a suffix /bucket_rows=N or /mix_rows=N tells
-            that length grouping is on.
+        then, now: data fingerprints of the checkpoint and of this run; None if unknown. The suffix /bucket_rows=N or
+            /mix_rows=N shows that rows were grouped by length.
     """
     data, flag, rows = _arrangement(then)
     data_now, flag_now, rows_now = _arrangement(now)

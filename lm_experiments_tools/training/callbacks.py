@@ -1,4 +1,4 @@
-"""Callbacks, which run after every n applied optimizer steps, never at step 0."""
+"""Callbacks: functions that the training loop runs after every n applied optimizer steps, never at step 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Callback(Protocol):
-    """Calls `on_step_end` on every worker after every `every` applied steps; never if `every` is None."""
+    """Base class of callbacks, whose method `on_step_end` the training loop calls on every worker.
+
+    The method is called after every `every` applied optimizer steps; never if `every` is None.
+    """
 
     every: int | None
 
@@ -29,7 +32,7 @@ def is_due(callback: Callback, step: int) -> bool:
 
 @dataclass
 class Every:
-    """Calls `function(trainer)` every n steps."""
+    """Callback that calls `function(trainer)` every n optimizer steps."""
 
     every: int | None
     function: Callable[[TrainingLoop], None]
@@ -39,7 +42,11 @@ class Every:
 
 
 class ValidateCallback:
-    """Validates, and updates the best metric, the patience, drops of the learning rate and the best checkpoint."""
+    """Callback that validates the model and acts on the result.
+
+    A validation updates the best metric and the patience of early stopping. It may also lower the learning rate and
+    save the best checkpoint.
+    """
 
     def __init__(self, args: TrainerArgs, *, has_data: bool) -> None:
         self.every = args.effective_valid_interval() if has_data else None

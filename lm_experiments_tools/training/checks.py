@@ -77,7 +77,10 @@ def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
 
 
 class LoaderCheck:
-    """Checks on the first batches that workers read different rows; loaders with `seek` are trusted."""
+    """Check on the first batches of a run that workers read different rows of the training data.
+
+    Loaders with the method `seek` are not checked, because they divide the rows by rank.
+    """
 
     def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
         self._stream, self._backend, self._args = stream, backend, args
@@ -137,7 +140,7 @@ class LoaderCheck:
 
 
 def rows_digest(batch: Any) -> str:
-    """A hash of all rows of a batch."""
+    """Hash of all rows of a batch, by which workers compare what they read."""
     return hashlib.blake2b(b"".join(_rows(batch)), digest_size=16).hexdigest()
 
 
@@ -152,7 +155,14 @@ def _rows(batch: Any) -> list[bytes]:
 
 
 def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:
-    """Return the fingerprint of the training data. Raises UserError if workers read different data."""
+    """Check that all workers read the same training data, and return its fingerprint.
+
+    Args:
+        fingerprint: hash of this worker's training data; None if unknown.
+
+    Raises:
+        UserError: the fingerprints of two workers differ.
+    """
     fingerprints = backend.gather(fingerprint)
     if len(set(fingerprints)) > 1:
         other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])

@@ -66,7 +66,7 @@ def divergence_from(teacher: Tensor, student: Tensor, labels: Tensor) -> Tensor:
 
 
 def logits_of(outputs: Mapping[str, Any]) -> Tensor:
-    """Find the token logits [batch, length, vocabulary] in a model's outputs."""
+    """Find the token logits [rows, length, vocabulary] in a model's outputs."""
     return outputs["prediction_logits" if "prediction_logits" in outputs else "logits"]
 
 

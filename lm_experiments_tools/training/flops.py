@@ -37,10 +37,10 @@ _FORMULAS = {
 
 
 class TrainingFlops(TorchDispatchMode):
-    """Context that counts the FLOPs of a forward pass without autograd, and of the backward pass that would follow.
+    """Context that counts the FLOPs of a training step while only its forward pass runs, without autograd.
 
-    The gradient of a factor of a product costs as much as the product. It is counted if the factor depends on a
-    trained parameter, even if the model detaches it.
+    The FLOPs of the backward pass are derived from each product of the forward pass: the gradient of a factor costs as
+    much as the product. It is counted if the factor depends on a trained parameter, even if the model detaches it.
     """
 
     supports_higher_order_operators = True
@@ -71,7 +71,7 @@ class TrainingFlops(TorchDispatchMode):
 
 
 def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
-    """FLOPs of a forward and backward pass over `inputs`, from an extra forward pass; collective."""
+    """Count the FLOPs of a forward and backward pass over `inputs`, by an extra forward pass; collective."""
     buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
     with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("gather"):
         with backend.autocast(), TrainingFlops() as flops:
@@ -110,7 +110,7 @@ _SECONDS, _PRODUCTS = 0.1, 60  # for each shape, after the first product
 
 
 def compute_dtype(backend: Backend) -> torch.dtype:
-    """The dtype in which matrix products are computed."""
+    """Find the dtype in which matrix products are computed under the backend's precision."""
     kind = backend.device.type
     with backend.autocast():
         if torch.is_autocast_enabled(kind):
@@ -138,7 +138,7 @@ def _listed_peak(name: str, dtype: torch.dtype | str) -> float | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of many matrix products. Draws no random numbers."""
+    """Measure a device's peak FLOP/s: the speed of the fastest of many matrix products. Draws no random numbers."""
     shapes = _SHAPES if device.type == "cpu" else _SHAPES_ON_GPU
     return max(_rate(device, kind, *shape) for kind in {dtype, torch.float32} for shape in shapes)
 
@@ -160,13 +160,13 @@ def _rate(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outp
 
 
 class FlopMeter:
-    """Measures model FLOP utilization on rank 0 between two log lines.
+    """Measures model FLOP utilization (MFU) on rank 0: FLOP/s between two log lines, divided by the device's peak.
 
     The log key is `mfu` if the peak is known from `--peak_tflops` or the data sheet. Otherwise the peak is measured at
     the start, and the key is `mfu_measured`.
 
     Args:
-        interval: current sums of the run; those of a resumed run include seconds before the restart.
+        interval: metrics and times since the last log line; those of a resumed run include seconds before the restart.
         say: f(message), which logs the peak.
     """
 
@@ -186,7 +186,10 @@ class FlopMeter:
         say(f"{self.name}: the model's FLOP/s relative to {self.peak / 1e12:.3g} TFLOP/s, {source}")
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
-        """Count the FLOPs of some micro-batches. The first call makes an extra forward pass; collective.
+        """Add the FLOPs of a step's micro-batches to the count. The first call runs an extra forward pass; collective.
+
+        Args:
+            forward_kwargs: keyword arguments of every forward pass.
 
         Returns:
             Seconds that the extra forward pass took.
@@ -199,7 +202,10 @@ class FlopMeter:
         return time.perf_counter() - started
 
     def utilization(self, interval: LoggingInterval) -> dict[str, float]:
-        """{log key: fraction of the peak} over the seconds of `interval`; resets the count."""
+        """Compute the FLOP utilization over the seconds of `interval`, as {log key: fraction of the peak}.
+
+        The count of FLOPs then starts again at 0.
+        """
         seconds, flops = interval.seconds - self._uncounted, self.flops
         self.flops = self._uncounted = 0.0
         if not self._backend.is_main or not flops or seconds <= 0:

@@ -1,4 +1,4 @@
-"""Random states of the process and of the generators inside a data loader: saved, restored, seeded."""
+"""Save, restore and seed random number generators: the process's global ones, and those inside a data loader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_OBJECTS, _MOST_ITEMS = 2000, 64  # rows of a dataset are no place for gene
 
 
 def random_state() -> dict[str, Any]:
-    """States of the global generators of Python, numpy and torch (CPU and this worker's GPU)."""
+    """Read the states of the global random generators of Python, numpy and torch (CPU and this worker's GPU)."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     return {
@@ -35,7 +35,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the result of `random_state`."""
+    """Set the global random generators to the states that `random_state` has returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -44,21 +44,29 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def torch_random_state(with_gpu: bool | None = None) -> dict[str, Tensor]:
-    """States of torch's global generators on the CPU and, by default if there is one, this worker's GPU."""
+    """Read the states of torch's global random generators.
+
+    Args:
+        with_gpu: True to include this worker's GPU; None includes it if there is one.
+    """
     with_gpu = torch.cuda.is_available() if with_gpu is None else with_gpu
     gpu = {"cuda": torch.cuda.get_rng_state()} if with_gpu else {}
     return {"torch": torch.get_rng_state(), **gpu}
 
 
 def set_torch_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the result of `torch_random_state`."""
+    """Set torch's global random generators to the states that `torch_random_state` has returned."""
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def seed_all(*key: int) -> None:
-    """Seed the global generators of Python, numpy and torch with a hash of non-negative integers."""
+    """Seed the global random generators of Python, numpy and torch with a hash of the integers `key`.
+
+    Args:
+        key: non-negative integers, such as a seed and a rank.
+    """
     first, second, third, fourth = np.random.SeedSequence(key).generate_state(4).tolist()
     torch.manual_seed(first << 32 | second)  # GPUs too
     np.random.seed(third)
@@ -76,11 +84,13 @@ def preserved_random_state() -> Iterator[None]:
 
 
 class Generators:
-    """Random generators and epoch counters inside an object such as a data loader, found by searching its attributes.
+    """The random generators and epoch counters inside an object such as a data loader, for saving in checkpoints.
 
-    Each has a path, for example `batch_sampler.sampler.generator`. Counters are the `epoch`, `iteration` and
-    `initial_seed` of samplers. A user's functions are searched too: closures, defaults and globals. Containers of more
-    than 64 entries are searched only for generators among their entries.
+    They are found by searching the object's attributes, and named by their path, such as
+    `batch_sampler.sampler.generator`. Counters are the `epoch`, `iteration` and `initial_seed` of samplers.
+
+    A user's functions are searched too: closures, defaults and globals. In containers of more than 64 entries only the
+    entries themselves are examined.
 
     Raises:
         UserError: a generator's state cannot be saved (random.SystemRandom).
@@ -108,15 +118,15 @@ class Generators:
                     todo.append((inner, part))
 
     def state(self) -> dict[str, Any]:
-        """{path: state of the generator, or value of the counter}."""
+        """Read the states of all generators and the values of all counters, as {path: state or value}."""
         counts = {path: getattr(owner, name) for path, (owner, name) in self.counting.items()}
         return {**{path: _state_of(generator) for path, generator in self.held.items()}, **counts}
 
     def restore(self, state: Mapping[str, Any]) -> set[str]:
-        """Restore the result of `state`.
+        """Set the generators and counters to a result of `state`.
 
         Returns:
-            Paths that are missing on either side, for example of a generator that is created later.
+            Paths that only the object or only `state` has, for example of a generator that is created later.
         """
         for path in state.keys() & self.held.keys():
             _set_state(self.held[path], state[path])

@@ -25,14 +25,15 @@ BYTES_PER_TOKEN = "bytes_per_token"  # of valid labels, a metric until `Loss.wit
 
 @dataclass(frozen=True)
 class Loss:
-    """The terms of a loss.
+    """The definition of a training loss: its terms, their labels and their weights.
 
     Attributes:
-        labels: {term: batch entry with its labels}. The term is a mean over labels other than -100.
+        labels: {term: name of the batch entry with its labels}. The term is a mean over labels other than -100.
         means: f(model inputs, model outputs) -> {term: mean over the micro-batch}.
-        most_labels: f(rows) -> maximum number of labels per micro-batch, for models that compute logits only at labels
-            (modules/labelled_head.py); None for no limit.
-        token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to measure bits per byte; None not to.
+        most_labels: f(number of rows) -> maximum number of labels per micro-batch, for models that compute logits only
+            at labels (modules/labelled_head.py); None for no limit.
+        token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to measure bits per byte; None does not measure
+            them.
         scales: {term: weight in the loss}, default 1.
     """
 
@@ -43,15 +44,16 @@ class Loss:
     scales: Mapping[str, float] = field(default_factory=dict)
 
     def label_names(self) -> tuple[str, ...]:
-        """Batch entries that hold labels."""
+        """Names of the batch entries that hold labels, such as "labels"."""
         return tuple(self.labels.values())
 
     def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
-        """Contribution of a micro-batch to the loss of the step.
+        """Compute what one micro-batch contributes to the loss of the whole optimizer step.
 
         Args:
             means: {term: mean over the micro-batch}.
-            weights, totals: {label entry: number of valid labels} in the micro-batch, and over the whole step.
+            weights: {label entry: number of valid labels in the micro-batch}.
+            totals: {label entry: number of valid labels in the whole step, over all workers}.
         """
         scale = self.scales.get
         return sum(
@@ -60,11 +62,15 @@ class Loss:
         )
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add the total `loss` to a split's metrics if all terms had labels; with `token_bytes` also `bits_per_byte`.
+        """Add the total `loss` to the metrics of a split if all terms had labels.
 
-        bits_per_byte = nats of all valid labels / (ln 2 * UTF-8 bytes of their text). For a causal model this is the
-        compression of the text. For span corruption it bounds the bits of the masked text given the rest: sentinels
-        add nats but no bytes. A masked language model predicts each masked token on its own.
+        With `token_bytes` the result also has `bits_per_byte` = nats of all valid labels / (ln 2 * UTF-8 bytes of
+        their text). For a causal model this is the compression of the text. For span corruption it bounds the bits of
+        the masked text given the rest: sentinels add nats but no bytes. A masked language model predicts each masked
+        token on its own.
+
+        Args:
+            metrics: {name: value} of "train", "valid" or another split, with the mean of each term.
         """
         values = dict(metrics)
         num_bytes = values.pop(BYTES_PER_TOKEN, 0.0)
@@ -108,7 +114,9 @@ LANGUAGE_MODEL_LOSS = LanguageModelLoss(MODEL_LOSS.labels, MODEL_LOSS.means)
 
 
 def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> Loss:
-    """Make a loss also measure bits per byte; not for models that add other terms to their cross-entropy.
+    """Make a loss also measure bits per byte.
+
+    Models that add other terms to their cross-entropy are left out: their loss is returned unchanged.
 
     Args:
         token_bytes: int64 [vocabulary], UTF-8 bytes of each token; None returns `loss` unchanged.
@@ -121,10 +129,14 @@ def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> 
 
 
 def bert_loss(use_nsp: bool, most_labels: Callable[[int], int] | None = None) -> Loss:
-    """BERT's loss: mean over masked tokens plus, with `use_nsp`, mean over sentence pairs.
+    """Create BERT's loss: mean over masked tokens plus, with `use_nsp`, mean over sentence pairs.
 
     The model outputs `loss_mlm` and `loss_nsp` (or `mlm_loss`, `nsp_loss`), or is one of transformers'
     ...ForPreTraining classes, whose summed `loss` is split with the help of their logits.
+
+    Args:
+        most_labels: f(number of rows) -> maximum number of labels per micro-batch, for models that compute logits only
+            at labels; None for no limit.
     """
     labels = {"loss_mlm": "labels", "loss_nsp": "next_sentence_label"}
     if not use_nsp:

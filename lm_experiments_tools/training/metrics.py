@@ -25,13 +25,13 @@ _GRID = 2.0**20
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Result of one step, equal on all workers except for the times.
+    """Result of one optimizer step, equal on all workers except for the times.
 
     Attributes:
         step: optimizer steps applied so far.
         applied: False if the step was skipped because the gradient was not finite.
         grad_norm: global L2 norm of the reduced gradient before clipping.
-        samples, tokens: of all workers; tokens are unpadded input tokens plus target tokens of a decoder.
+        samples, tokens: numbers over all workers. Tokens are unpadded input tokens plus target tokens of a decoder.
         seconds, data_seconds: duration of the step, and of the wait for its batch.
     """
 
@@ -66,7 +66,9 @@ class MetricSums:
         """Add the metrics of one micro-batch.
 
         Args:
-            weight: number of valid target tokens, or rows without labels; at 0 only (sum, count) pairs are added.
+            values: {name: mean over the micro-batch, or (sum, count)}.
+            weight: number of valid target tokens, or of rows if the batch has no labels. At 0 only (sum, count) pairs
+                are added.
         """
         for name, value in values.items():
             if isinstance(value, tuple):
@@ -116,27 +118,36 @@ def _on_grid(value: Tensor | float) -> Tensor | float:
 
 
 def storable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert metrics for a checkpoint: numbers to Python's (NaN stays), other values to JSON or text."""
+    """Convert metrics to values that a checkpoint can store.
+
+    Numbers become Python's (NaN stays), other values JSON or text.
+    """
     plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
     return {name: float(v) if isinstance(v, float) else to_jsonable(v) for name, v in plain.items()}
 
 
 class Collector(Protocol):
-    """Accumulates model outputs during one evaluation of a split, and computes metrics from them."""
+    """Base class of objects that collect model outputs during one evaluation and compute metrics from them."""
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
         """Add the outputs of a micro-batch; generated tokens are in `outputs["generation_outputs"]`.
 
         Args:
-            batch: all batch entries, also those that the model does not take.
+            batch: all entries of the batch, also those that the model does not take.
+            outputs: the model's outputs.
         """
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Compute metrics over all workers, on every worker; collective, called once at the end."""
+        """Compute metrics over the outputs of all workers, on every worker; collective, called once at the end."""
 
 
 class AccumulatedOutputs:
-    """Accumulates what `keep_for_metrics_fn` selects from each micro-batch; `metrics_fn` computes metrics from it."""
+    """Collector for a user's metric function: accumulates selected outputs, and computes metrics from them at the end.
+
+    Args:
+        select: the user's `keep_for_metrics_fn`, f(batch, outputs) -> {name: tensor or list} to accumulate.
+        metrics: the user's `metrics_fn`, f(everything accumulated on all workers) -> {metric: value}.
+    """
 
     def __init__(self, select: Callable | None, metrics: Callable | None) -> None:
         self.select, self.metrics = (select, metrics) if select and metrics else (None, None)
@@ -154,14 +165,14 @@ class AccumulatedOutputs:
             self.data.setdefault(name, []).append(value)
 
     def full_data(self, backend: Backend) -> dict[str, list[Any]]:
-        """Accumulated data of all workers on rank 0, empty elsewhere; collective."""
+        """Gather the accumulated outputs of all workers on rank 0; empty on other ranks; collective."""
         if self.metrics is None:
             return {}
         every = backend.gather(self.data)
         return _joined(every) if backend.is_main else {}
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Compute `metrics_fn` on rank 0 over the data of all workers, and clear the data; collective."""
+        """Compute the user's metrics on rank 0 over the outputs of all workers, and clear these; collective."""
         if self.metrics is None:
             return {}
         synchronize(backend.device)  # `add` copies asynchronously
@@ -210,7 +221,7 @@ class LoggingInterval:
             self.steps += 1
 
     def means(self) -> dict[str, float]:
-        """Means for the log line, equal on all workers except for the times."""
+        """Compute the means for the log line; they are equal on all workers, except for the times."""
         steps, seconds = max(self.steps, 1), max(self.seconds, 1e-9)
         return {
             "gradients_global_norm": self.grad_norm_sum / steps,
@@ -223,7 +234,7 @@ class LoggingInterval:
         return {**vars(self), "sums": self.sums.state_dict()}
 
     def full_state(self, backend: Backend) -> dict[str, Any]:
-        """`state_dict` with the metric sums of all workers on rank 0, and no sums elsewhere; collective."""
+        """State for a checkpoint: metric sums of all workers on rank 0, no sums on other ranks; collective."""
         total = MetricSums()
         for sums in backend.gather(self.sums.state_dict()):
             if backend.is_main:

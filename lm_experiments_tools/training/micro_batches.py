@@ -32,10 +32,10 @@ _ALL_LABELS = Targets()
 
 
 class GlobalCounts(NamedTuple):
-    """Counts of one step over all workers.
+    """Counts of one optimizer step over all workers.
 
     Attributes:
-        weights: {label entry: number of valid labels}.
+        weights: {label entry of the batch: number of valid labels}.
         num_micro_batches: maximum over workers.
     """
 
@@ -47,7 +47,7 @@ class GlobalCounts(NamedTuple):
 
 @dataclass
 class MicroBatch:
-    """Input of one forward pass, and the number of its valid labels.
+    """Rows that one forward pass reads, with the number of their valid labels.
 
     Attributes:
         inputs: arguments of the model's forward, at most `batch_size` rows.
@@ -63,21 +63,27 @@ class MicroBatch:
 
     @property
     def weight(self) -> int:
-        """Number of valid labels of the first label entry, for metrics that are a mean over them."""
+        """Number of valid labels of the first label entry, by which means over the micro-batch are weighted."""
         return next(iter(self.weights.values()))
 
     def is_padding(self) -> bool:
-        """True if no label is valid and, for validation rows numbered by `example`, no row is to be predicted."""
+        """True if the micro-batch only fills up: no label is valid, and no row is to be predicted.
+
+        Rows are to be predicted in validation batches that number them by an entry `example`.
+        """
         numbers = self.batch.get("example")
         return not any(self.weights.values()) and not (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
     def as_padding(self) -> MicroBatch:
-        """Copy with weight 0, which adds nothing to gradients and metrics."""
+        """Copy the micro-batch with weight 0, so that it adds nothing to gradients and metrics."""
         batch = {name: value for name, value in self.batch.items() if name != "example"}
         return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).with_a_label()
 
     def with_a_label(self) -> MicroBatch:
-        """Copy in which one label is valid where none was, at weight 0: a mean over no labels would be NaN."""
+        """Copy a micro-batch without valid labels, and make one label valid at weight 0.
+
+        A mean over no labels would be NaN.
+        """
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
@@ -88,9 +94,13 @@ class MicroBatch:
         return replace(self, inputs=inputs)
 
     def with_valid_labels_only(self, most: int) -> MicroBatch:
-        """Reduce `labels` to [1, most], the valid ones first, and add their flat indices as `label_positions`.
+        """Reduce `labels` to a tensor [1, most] with the valid ones first, for models that compute logits only there.
 
-        Unchanged if more than `most` labels are valid, or if there are no more than `most` labels.
+        The flat indices of these labels are added as `label_positions`. The micro-batch is unchanged if more than
+        `most` labels are valid, or if there are no more than `most` labels.
+
+        Args:
+            most: number of labels to keep.
         """
         labels = self.inputs["labels"].flatten()
         if not self.weights["labels"] <= most < len(labels):
@@ -103,21 +113,30 @@ class MicroBatch:
 
 @dataclass
 class StepBatch:
-    """One worker's micro-batches of a step, with its numbers of rows and tokens; empty if its data has ended."""
+    """The micro-batches of one worker for one optimizer step, with the numbers of their rows and tokens.
+
+    The list of micro-batches is empty if the worker's data has ended.
+    """
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
     rows: int = 0
     tokens: int = 0
 
     def weight(self, label_name: str) -> int:
-        """Number of valid labels in a label entry."""
+        """Count the valid labels of all micro-batches.
+
+        Args:
+            label_name: batch entry that holds the labels.
+        """
         return sum(micro_batch.weights[label_name] for micro_batch in self.micro_batches)
 
     def padded(self, number: int, last: MicroBatch | None = None) -> list[MicroBatch]:
-        """Extend to `number` micro-batches with padding ones: sharded models need equally many on every worker.
+        """Extend the list of micro-batches to `number` by padding ones, which have weight 0.
+
+        Sharded models need equally many forward passes on every worker.
 
         Args:
-            last: micro-batch with the shapes of the padding; default: this batch's last one.
+            last: micro-batch whose shapes the padding gets; None takes this worker's last one.
         """
         found = [micro_batch.with_a_label() for micro_batch in self.micro_batches]
         missing = number - len(found)
@@ -134,7 +153,7 @@ def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
-    """True for a batch entry with one item per row."""
+    """True if a batch entry has one item for each of the `num_rows` rows."""
     return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows
 
 
@@ -220,7 +239,7 @@ def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Ten
     """Copy a tensor to a device, asynchronously to a GPU.
 
     Args:
-        is_ids: int64 values fit into int32, in which they are sent.
+        is_ids: True for int64 values that fit into int32. They are sent to a GPU as int32, which halves the traffic.
     """
     if device.type != "cuda" or values.device.type != "cpu" or values.is_pinned():
         return values.to(device, non_blocking=True)
@@ -230,14 +249,15 @@ def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Ten
 
 
 def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:
-    """Widths to which the entries of a micro-batch can be cut, because all further columns are padding.
+    """Find the widths to which the entries of a micro-batch can be cut, because all further columns are padding.
 
-    `attention_mask` decides for inputs, together with `labels` unless there is a decoder. `labels` decide for a
-    decoder's entries.
+    `attention_mask` shows the padding of inputs, together with `labels` unless there is a decoder. `labels` show the
+    padding of a decoder's entries.
 
     Args:
-        rows: entries [rows, columns, ...].
+        rows: {name: entry [rows, columns, ...]}.
         multiple: widths are rounded up to a multiple of this.
+        has_decoder: labels are the sequence of a decoder.
 
     Returns:
         {name: width} of the entries to cut.
@@ -264,10 +284,10 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
 
 
 class BatchSplitter:
-    """Splits a trainer's batches into micro-batches.
+    """Splits the batches of a training loop into micro-batches, and counts their valid labels and tokens.
 
     Args:
-        transform: f(batch) -> batch with the model's argument names.
+        transform: f(batch) -> batch with the model's argument names; None changes nothing.
         forward_kwargs: passed to every forward pass.
 
     Attributes:

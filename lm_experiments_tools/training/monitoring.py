@@ -1,4 +1,4 @@
-"""`--log_norms` and `--log_maxima`: norms and largest magnitudes of each part of the model, every n steps."""
+"""Norms (`--log_norms`) and largest magnitudes (`--log_maxima`) of each part of the model, every n steps."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def monitoring_callbacks(args: TrainerArgs, trainer: TrainingLoop) -> list[Callb
 
 
 def part_of(name: str) -> str:
-    """Map a parameter name to a part of the model.
+    """Map a parameter name to the part of the model under which its statistics are logged.
 
-    Parts are the first numbered module (`encoder.block.0` for `encoder.block.0.layer.0.SelfAttention.q.weight`),
-    `embeddings`, `head`, and otherwise the module itself.
+    A part is the first numbered module (`encoder.block.0` for `encoder.block.0.layer.0.SelfAttention.q.weight`),
+    `embeddings`, `head`, or otherwise the module itself.
     """
     path = [piece for piece in name.split(".") if piece not in ("_orig_mod", "module")]
     for depth, piece in enumerate(path):
@@ -56,7 +56,9 @@ def part_of(name: str) -> str:
 
 
 class NormsCallback:
-    """Logs L2 norms of the reduced, unclipped gradient, the weights and the update of each part, and update / weights.
+    """Callback that logs L2 norms of each part of the model (`--log_norms`).
+
+    Logged are the norms of the reduced, unclipped gradient, of the weights, and of the update; also update / weights.
 
     Raises:
         UserError: the backend hides the gradients or weights of single parameters.
@@ -115,11 +117,13 @@ def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 class MaximaCallback:
-    """Logs the largest magnitude of each part's module outputs, and a bound on its attention logits.
+    """Callback that logs the largest activations of each part of the model (`--log_maxima`).
 
-    Both come from an extra forward pass without dropout over each worker's first micro-batch, with the weights after
-    the step. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz), before any
-    position bias or mask.
+    For each part it logs the largest magnitude of its modules' outputs, and a bound on its attention logits: scale *
+    max |q| * max |k| over a head's queries q and keys k (Cauchy-Schwarz), before any position bias or mask.
+
+    The values come from an extra forward pass without dropout over each worker's first micro-batch, with the weights
+    after the step.
     """
 
     def __init__(self, every: int | None, trainer: TrainingLoop) -> None:

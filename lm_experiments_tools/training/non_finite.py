@@ -26,12 +26,15 @@ _SEARCH = 4  # skips in a row before a loss scale that halves at each is suspect
 
 
 def trace_non_finite(trainer: TrainingLoop, step: InFlightStep, position: int) -> None:
-    """Log the first module with a non-finite output or gradient, on the first worker that has one; collective.
+    """Find and log the first module with a non-finite output or gradient in a skipped step; collective.
+
+    The module is that of the first worker that has one. Weights, gradients, buffers and random states do not change.
 
     The first skipped steps of a run are traced. With loss scaling only the fourth in a row is, because the initial
-    scale is too large by design. Weights, gradients, buffers and random states do not change.
+    scale is too large by design.
 
     Args:
+        step: the skipped step, whose passes are run again.
         position: samples consumed over all workers before the step.
     """
     backend, state = trainer.backend, trainer.state

@@ -1,4 +1,7 @@
-"""Training in phases: where the data of a phase begins, and the mean of weights at its end."""
+"""Training in phases, which are consecutive parts of a run with different settings.
+
+This module chooses where a phase begins in its data, and averages the weights at the end of a phase.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run, with arguments of its own.
+    """One phase of a run: consecutive optimizer steps with settings of their own.
 
     Attributes:
         args: arguments of this phase; it ends at step `args.iters`.
         run: arguments of the whole run.
-        number: from 0.
+        number: number of the phase, from 0.
         start: step at which this phase begins.
         first_step, last_step: steps at which the run begins and ends.
         branch: checkpoint of another run from which this run starts; None without one.
@@ -46,10 +49,10 @@ class Phase:
 
 
 def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
-    """Choose where a phase starts in its data.
+    """Choose the position in the training data at which a phase starts to read.
 
     Args:
-        state: state at the end of the previous phase.
+        state: trainer state at the end of the previous phase.
 
     Returns:
         Position in samples over all workers, and the reason, for the log.
@@ -67,9 +70,10 @@ def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
 
 
 def average_weights(trainer: TrainingLoop) -> None:
-    """With `--average N`, set the weights to the mean of the current ones and of the phase's last N - 1 checkpoints.
+    """Set the weights to a mean of checkpoints at the end of a phase, if `--average N` is set.
 
-    Only checkpoints at multiples of `--save_interval` count. Every worker calls this.
+    The mean is that of the current weights and of the phase's last N - 1 checkpoints at multiples of
+    `--save_interval`. Every worker calls this function.
     """
     args, backend, state = trainer.args, trainer.backend, trainer.state
     if not getattr(args, "average", None) or state.averaged_at == state.step:

@@ -1,4 +1,4 @@
-"""`--profile`: a torch profiler trace of some steps, and a table of where their time went.
+"""A torch profiler trace of some optimizer steps, and a table of where their time went (`--profile`).
 
 CPU operators count with their self time, GPU kernels with their duration. The names of an operator and of the
 operators around it decide which line of the table its time is added to.
@@ -64,9 +64,10 @@ _NODE = "autograd::engine::evaluate_function: "
 
 
 def time_by_line(events: Iterable[Any]) -> dict[str, float]:
-    """Milliseconds of each of `LINES` within the profiled steps; their sum is the duration of the steps.
+    """Divide the duration of the profiled steps into the lines of the table, in milliseconds.
 
-    Communication, and on a GPU waits of the host, count only where no computation runs at the same time.
+    The lines are `LINES`; their sum is the duration of the steps. Communication counts only where no computation runs
+    at the same time. On a GPU this also holds for the time that the host waits.
 
     Args:
         events: `torch.profiler.profile.events()`.
@@ -116,7 +117,11 @@ def _line_of(name: str, parent: Any) -> str:
 
 
 def table(times: Mapping[str, float], num_steps: int, heading: str) -> str:
-    """Format the table: milliseconds per step and percentage of each line, and their sum."""
+    """Format the profile as a table: milliseconds per step and percentage of each line, and their sum.
+
+    Args:
+        times: {line: milliseconds over all steps}.
+    """
     whole = sum(times.values())
     rows = [(line, times[line]) for line in LINES] + [("a step", whole)]
     lines = [f"  {name:<16} {ms / num_steps:12.2f} ms {100 * ms / max(whole, 1e-9):6.1f} %" for name, ms in rows]
@@ -124,9 +129,9 @@ def table(times: Mapping[str, float], num_steps: int, heading: str) -> str:
 
 
 class ProfileCallback:
-    """Traces `num_steps` steps after step `start` with torch's profiler, and prints a table of where their time went.
+    """Callback that traces `num_steps` steps after step `start` with torch's profiler, and prints where time went.
 
-    This callback must run last at step `start`, and its `end` callback first, so that no other callbacks are in the
+    The callback must run last at step `start`, and its `end` callback first, so that no other callbacks are in the
     trace but those between the steps.
     """
 
@@ -179,7 +184,12 @@ class ProfileCallback:
 def with_profile(
     callbacks: list[Callback], args: TrainerArgs, step: int, say: Callable[[str], None]
 ) -> list[Callback]:
-    """Add the callbacks of `--profile`, if it is set, to those of a training that starts after `step`."""
+    """Add the callback of `--profile`, if the flag is set, to the callbacks of a training.
+
+    Args:
+        step: optimizer steps applied before the training starts.
+        say: f(message), which prints the table.
+    """
     number = args.profiled_steps()
     if number is None or args.validate_only or step >= args.iters:
         return callbacks

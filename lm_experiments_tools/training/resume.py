@@ -1,6 +1,7 @@
-"""Start of a run: from random weights, from its own checkpoint, or from another run's.
+"""Start of a run: from random weights, from its own checkpoint, or from the checkpoint of another run.
 
-Every checkpoint records facts about its run (settings, model, source of user classes), which a restart compares.
+Every checkpoint records the settings, the model and the source of user classes of its run. A restarted run compares
+these facts with its own.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _KERNELS = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
 
 
 def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Load weights, wrap the model, and restore the state of a checkpoint."""
+    """Prepare a training loop: load weights, wrap the model for the backend, and restore a checkpoint's state."""
     args, backend = trainer.args, trainer.backend
     if args.model_path:
         claim_for_all(args if trainer.phase is None else trainer.phase.run, backend, once_more=True)
@@ -90,7 +91,12 @@ def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None)
 
 
 def resume(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
-    """Restore everything from a checkpoint of this run."""
+    """Restore weights, optimizer and trainer state from a checkpoint of the same run.
+
+    Args:
+        path: folder of the checkpoint.
+        facts: result of `run_facts` for this start, compared with the checkpoint's.
+    """
     trainer.state, per_rank = load_state(path, trainer.backend)
     state = trainer.state
     _check_facts(trainer, path, facts)
@@ -140,7 +146,12 @@ def _begins(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> bool
 def begin_phase(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
     """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of another run.
 
-    The optimizer's state is kept by parameter name. Schedule, patience and drops of the learning rate start anew.
+    The optimizer's state is kept for parameters of the same name. Schedule, patience and drops of the learning rate
+    start anew.
+
+    Args:
+        path: folder of the checkpoint.
+        facts: result of `run_facts` for this start, compared with the checkpoint's.
     """
     trainer.state, per_rank = load_state(path, trainer.backend, by_name=True)
     state, stream = trainer.state, trainer.stream
@@ -180,7 +191,7 @@ def _initialize_from(trainer: TrainingLoop, source: Path) -> None:
 
 
 def load_weights(trainer: TrainingLoop, source: Path) -> None:
-    """Load the weights of a checkpoint into a model that is set up; collective."""
+    """Load the weights of a checkpoint into a model that the backend has already wrapped; collective."""
     args, backend = trainer.args, trainer.backend
     trainer.saver.wait()
 
@@ -198,11 +209,16 @@ def load_weights(trainer: TrainingLoop, source: Path) -> None:
 
 # ---- facts that a restart compares ----------------------------------------------------------------------------------
 def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """{name: JSON value} of settings, model configuration, optimizer settings and hashes of user classes' source.
+    """Collect the facts about a run that a restart compares with those in the checkpoint.
+
+    These are settings, model configuration, optimizer settings and hashes of user classes' source.
 
     Args:
         world_size: number of workers, or of virtual ranks with `--reproducible elastic`.
         model: as built, before a backend wraps it.
+
+    Returns:
+        {name: JSON value}.
     """
     harmless = harmless_flags(type(args))
     facts = {name: value for name, value in asdict(args).items() if name not in harmless}

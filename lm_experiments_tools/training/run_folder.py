@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = False) -> RunDirectory | None:
-    """Lock and return the run directory on rank 0, None elsewhere; collective.
+    """Lock and return the run directory on rank 0; other ranks get None; collective.
+
+    Args:
+        once_more: the run has been compared with its recorded settings before; do not log the differences again.
 
     Raises:
         UserError: the directory holds a run with other settings or a running one, or must be shared and is not.

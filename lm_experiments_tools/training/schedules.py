@@ -1,8 +1,9 @@
-"""Learning-rate schedules as pure functions of the step, which return a multiplier of `lr`.
+"""Learning-rate schedules: functions of the optimizer step that return a multiplier of `lr`.
 
-Nothing is saved or stepped: the number of applied updates determines the rate. Transformers' schedules are found by
-name, `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are nanoT5's. `module:function` names a
-user's function of one of these forms::
+The number of applied updates alone determines the rate, so a schedule has no state to save.
+
+Transformers' schedules are found by name. `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are
+nanoT5's. `module:function` names a user's function of one of these forms::
 
     f(step, num_warmup_steps, num_training_steps) -> float          any of these arguments, min_lr_ratio or base_lr
     get_x_schedule(optimizer, num_warmup_steps, num_training_steps) -> LambdaLR
@@ -168,14 +169,22 @@ def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mappin
 
 
 def constant() -> Schedule:
-    """The multiplier 1 at every step."""
+    """Schedule with a constant learning rate: the multiplier is 1 at every step."""
     return lambda step: 1.0
 
 
 def polynomial(
     num_warmup_steps: int, num_training_steps: int, base_lr: float, lr_end: float = 1e-7, power: float = 1.0
 ) -> Schedule:
-    """Linear warm-up from 0, then lr_end + (lr - lr_end) * remaining ** power; lr_end is an absolute rate."""
+    """Linear warm-up from 0, then a polynomial decay to `lr_end`.
+
+    The rate after the warm-up is lr_end + (base_lr - lr_end) * remaining ** power, where `remaining` falls from 1 to
+    0.
+
+    Args:
+        base_lr: learning rate at the end of the warm-up.
+        lr_end: absolute rate at the end, not a multiplier.
+    """
     if not base_lr > lr_end:
         raise UserError(f"--lr_scheduler polynomial ends at lr_end={lr_end}, so --lr {base_lr} must be larger.")
     no_decay = num_warmup_steps == num_training_steps  # whose length transformers would divide by
@@ -186,9 +195,10 @@ def polynomial(
 
 
 def inverse_sqrt(num_warmup_steps: int, timescale: int | None = None) -> Schedule:
-    """Linear warm-up from 0, then sqrt(timescale / (step - warmup + timescale)).
+    """Linear warm-up from 0, then sqrt(timescale / (step - num_warmup_steps + timescale)).
 
-    timescale defaults to the warm-up, or 10,000 without one.
+    Args:
+        timescale: updates that set how slowly the rate falls. None: num_warmup_steps, or 10,000 without a warm-up.
     """
     if timescale is not None and timescale <= 0:
         raise UserError(f"--lr_scheduler inverse_sqrt needs a positive timescale, not {timescale}.")
@@ -207,8 +217,11 @@ def warmup_stable_decay(
 ) -> Schedule:
     """Warm-up from min_lr_ratio to 1, a plateau, then a decay to min_lr_ratio.
 
-    num_decay_steps defaults to a tenth of the run (MiniCPM, arXiv 2404.06395), num_stable_steps to the remaining
-    steps. Types: linear, cosine, 1-sqrt.
+    Args:
+        num_decay_steps: updates of the decay; None: a tenth of the run (MiniCPM, arXiv 2404.06395).
+        num_stable_steps: updates of the plateau; None: the remaining ones.
+        warmup_type, decay_type: "linear", "cosine" or "1-sqrt".
+        num_cycles: number of cosine waves in a cosine warm-up or decay.
     """
     decay = math.ceil(0.1 * num_training_steps) if num_decay_steps is None else num_decay_steps
     stable = num_training_steps - num_warmup_steps - decay if num_stable_steps is None else num_stable_steps
@@ -230,7 +243,7 @@ def _of_transformers(name: str, base_lr: float | None, num_warmup_steps: int, **
 
 
 def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
-    """1 / sqrt(max(step, num_warmup_steps)), the pre-training schedule of T5 (arXiv 1910.10683, section 3.1.2).
+    """T5's schedule for pre-training, 1 / sqrt(max(step, num_warmup_steps)) (arXiv 1910.10683, section 3.1.2).
 
     The multiplier is the paper's absolute rate, so `--lr 1.0` gives the paper's 0.01 for the first 10,000 updates;
     another lr scales it. The rate is flat, not rising, during the warm-up.
@@ -243,9 +256,12 @@ def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
 
 
 def legacy(num_training_steps: int, base_lr: float) -> Schedule:
-    """nanoT5's `legacy`: the rate is min(0.01, 1 / sqrt(step)) for 90 % of the run, then falls linearly to 0.
+    """Schedule `legacy` of nanoT5: min(0.01, 1 / sqrt(step)) for 90 % of the run, then a linear fall to 0.
 
-    The result does not depend on --lr, as in nanoT5.
+    These are absolute rates, which do not depend on --lr, as in nanoT5.
+
+    Args:
+        base_lr: the learning rate by which the result is divided to get a multiplier.
     """
     turn = math.ceil(num_training_steps * 0.9)
 
@@ -264,10 +280,10 @@ def legacy(num_training_steps: int, base_lr: float) -> Schedule:
 def cosine_with_floor(
     num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float = 0.0, warmup_start: float = 0.5
 ) -> Schedule:
-    """nanoT5's `cosine`: linear from warmup_start to 1, then half a cosine to min_lr_ratio, where it stays.
+    """Schedule `cosine` of nanoT5: linear from warmup_start to 1, then half a cosine to min_lr_ratio, where it stays.
 
-    nanoT5's `final_cosine` is an absolute rate: min_lr_ratio = final_cosine / base_lr (nanoT5's defaults: 1e-5 /
-    2e-2).
+    nanoT5's setting `final_cosine` is an absolute rate: min_lr_ratio = final_cosine / base_lr (nanoT5's defaults: 1e-5
+    / 2e-2).
     """
 
     def multiplier(step: int) -> float:
@@ -284,7 +300,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {factory.__name__: factory for f
 
 
 class PlateauDrop:
-    """torch's ReduceLROnPlateau as a multiplier of `base_lr`.
+    """Lowers the learning rate when validation stops improving: torch's ReduceLROnPlateau as a multiplier.
 
     Args:
         base_lr: learning rate that is multiplied.
@@ -315,7 +331,11 @@ class PlateauDrop:
         return self._optimizer.param_groups[0]["lr"] / self._base_lr
 
     def update(self, metric: float) -> bool:
-        """Report a validation result; returns True if the learning rate drops."""
+        """Lower the learning rate if a validation metric has stopped improving; returns True if it drops.
+
+        Args:
+            metric: the new validation result.
+        """
         before = self.multiplier
         self._scheduler.step(float(metric))
         return self.multiplier < before
@@ -336,11 +356,11 @@ class PlateauDrop:
 
 
 class LearningRate:
-    """Sets the optimizer's learning rates: initial rate * schedule * plateau drops.
+    """Sets the learning rates of an optimizer: initial rate * schedule * drops at plateaus.
 
     Attributes:
-        base: initial rate of each group; None if the optimizer computes its own (relative_step).
-        plateau: state of `--use_lr_drop`; None without it.
+        base: initial rate of each parameter group; None if the optimizer computes its own (relative_step).
+        plateau: state of `--use_lr_drop`; None without this flag.
         length: number of updates at which the schedule ends.
 
     Args:
@@ -374,9 +394,12 @@ class LearningRate:
         )
 
     def keep_length(self, state: TrainState) -> str | None:
-        """Keep the checkpoint's schedule length if --iters has changed; --num_training_steps overrides it.
+        """Keep the checkpoint's schedule length if `--iters` has changed; `--num_training_steps` overrides it.
 
-        After its end the schedule is constant.
+        The schedule is constant after its end.
+
+        Args:
+            state: trainer state of the checkpoint.
 
         Returns:
             Log message about the two lengths; None if they are equal.
@@ -409,12 +432,20 @@ class LearningRate:
         )
 
     def resume(self, plateau: dict) -> None:
-        """Restore a checkpoint's plateau drops, if it has them and this run uses them."""
+        """Restore the drops of the learning rate from a checkpoint, if both runs use `--use_lr_drop`.
+
+        Args:
+            plateau: a result of `PlateauDrop.state_dict`; empty without drops.
+        """
         if self.plateau is not None and plateau:
             self.plateau.load_state_dict(plateau)
 
     def set(self, optimizer: Optimizer, step: int) -> None:
-        """Set the rates of the optimizer's groups for update `step`, counted from the start of the schedule."""
+        """Set the learning rate of each parameter group for one update.
+
+        Args:
+            step: number of the update, counted from the start of the schedule.
+        """
         factor = 1.0 if self.schedule is None else self.schedule(step)
         if self.plateau is not None:
             factor *= self.plateau.multiplier

@@ -1,4 +1,7 @@
-"""SIGTERM, Ctrl-C, or the death of the launcher: all workers stop at the same step and save together."""
+"""Stopping of a job by SIGTERM, Ctrl-C or the death of its launcher.
+
+All workers stop at the same step and save one checkpoint together.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ WATCHED = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Context that records the first SIGTERM or SIGINT; a second SIGINT interrupts immediately.
+    """Context that records SIGTERM or SIGINT, so that training can stop at the end of a step.
 
-    Under torchrun or accelerate launch, a dead parent process counts as SIGTERM.
+    A second SIGINT interrupts immediately. Under torchrun or accelerate launch, a dead parent process counts as
+    SIGTERM.
 
     Attributes:
         agreed: signal number that any worker received, known to all after `agree`; 0 for none.
@@ -35,7 +39,10 @@ class StopSignals:
 
     @property
     def pending(self) -> list[int]:
-        """Numbers of SIGTERM and SIGINT that this worker received; a change of hosts counts as SIGTERM."""
+        """Numbers of SIGTERM and SIGINT that this worker received, to be summed over workers.
+
+        A change of hosts in an elastic job counts as SIGTERM.
+        """
         if not self._entered:
             return [0, 0]
         if self._launcher is not None and os.getppid() != self._launcher:
@@ -49,7 +56,11 @@ class StopSignals:
         return [terminations + restart.have_hosts_changed(), interrupts]
 
     def agree(self, totals: Sequence[int]) -> None:
-        """Take the sum of `pending` over all workers, so that all know of a signal."""
+        """Record which signals any worker received, so that all workers stop at the same step.
+
+        Args:
+            totals: sum of `pending` over all workers.
+        """
         for number, count in zip(WATCHED, totals, strict=True):
             if count and not self.agreed:
                 self.agreed = int(number)

@@ -1,4 +1,4 @@
-"""Valid targets: the labels over which a model's loss is a mean, found by calling the model.
+"""Valid targets are the labels over which a model's loss is a mean; they are found by calling the model.
 
 A causal model shifts its labels, so the first label of a row is no target. Some models also take a `labels_mask` and
 score only the tokens that it selects.
@@ -49,7 +49,7 @@ class Targets:
 
 
 def find_targets(loss_of: Callable[[Mapping[str, Any]], float], inputs: Mapping[str, Any]) -> Targets:
-    """Find the rule by changing labels of one batch and observing the loss.
+    """Find which labels a model's loss counts, by changing labels of one batch and observing the loss.
 
     Args:
         loss_of: f(model inputs) -> loss in evaluation mode.

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingDiverged(RunError):
-    """Too many consecutive optimizer steps had a non-finite gradient."""
+    """Error: too many consecutive optimizer steps had a non-finite gradient."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,13 @@ class TrainingLoop:
         return self._finalize_step() if pending.is_done else None
 
     def global_counts(self, part: StepBatch) -> GlobalCounts:
-        """Add up counts and signals over all workers, in the only collective of a step besides the gradients'."""
+        """Add up the counts of a step and the pending signals over all workers.
+
+        This is the only collective of a step besides the gradients'.
+
+        Args:
+            part: this worker's micro-batches of the step.
+        """
         backend, names = self.backend, self.loss.label_names()
         num_micro_batches = [0] * backend.world_size  # of each worker: their sum is a gather
         num_micro_batches[backend.rank] = len(part.micro_batches)
@@ -316,7 +322,7 @@ class TrainingLoop:
         collector.add(part.batch, outputs)
 
     def seed_noise(self, position: int, i: int) -> None:
-        """With `--reproducible`, seed dropout for this worker's i-th micro-batch by its position in the data.
+        """Seed dropout for this worker's i-th micro-batch by its position in the data, if `--reproducible` is set.
 
         Args:
             position: samples consumed over all workers before the step.
@@ -390,12 +396,12 @@ class TrainingLoop:
         return values
 
     def say(self, message: str) -> None:
-        """Log a message on rank 0."""
+        """Log a message, on rank 0 only."""
         if self.backend.is_main:
             logger.info(message)
 
     def tracking(self) -> Tracker:
-        """Context in which metrics are also written to the run directory."""
+        """Context in which metrics are also written to the files of the run directory."""
         path, resumed = None if self.args.validate_only else self.args.model_path or None, self.saved_at is not None
         start = self.state.step if resumed else -1  # nothing logged here before is of this run
         unlogged = {"train": self.interval.steps > 0, "valid": self.state.last_validated_step < self.state.step}
@@ -458,7 +464,11 @@ class TrainingLoop:
         }
 
     def load(self, source: str | Path) -> None:
-        """Load the weights of a checkpoint into the model, for example the best ones before a final evaluation."""
+        """Load the weights of a checkpoint into the model, for example the best ones before a final evaluation.
+
+        Args:
+            source: folder of the checkpoint.
+        """
         load_weights(self, Path(source))
 
     def save_metrics(self, save_path: str | Path | None) -> None:

@@ -1,6 +1,6 @@
-"""Validation, in which every row counts once, and text generation for metrics.
+"""Validation over all workers, in which every row counts once, and text generation for metrics.
 
-Samplers repeat rows so that all workers have equally many. Repeated rows are computed but not counted.
+Samplers repeat rows so that all workers have equally many. The model reads repeated rows, but metrics leave them out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ _LENGTHS = {"max_length", "max_new_tokens"}
 
 
 def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[str, float] | None:
-    """Compute metrics over `dataloader` on all workers; None if a signal stopped it."""
+    """Compute metrics over `dataloader` on all workers; returns None if a signal stopped the validation.
+
+    Args:
+        dataloader: batches of this worker.
+        split: name of the data in logs, such as "valid".
+    """
     backend, loss = trainer.backend, trainer.loss
     backend.model.eval()
     sums, collector = MetricSums(exact=backend.sums_exactly), trainer.collect(split)
@@ -55,7 +60,9 @@ def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[st
 
 
 def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of each batch; a worker whose data has ended yields padding of weight 0.
+    """Yield the micro-batches of each validation batch.
+
+    A worker whose data has ended yields padding micro-batches of weight 0.
 
     Raises:
         UserError: a worker has no batch at all.
@@ -84,9 +91,10 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
 def counted(
     dataloader: Iterable, backend: Backend, *, compares_workers: bool = False
 ) -> Iterator[tuple[Any, NumCounted]]:
-    """Yield (batch, f): f maps the number of rows in the batch to the number of leading rows that count.
+    """Yield the batches of a data loader, each with a function that tells how many of its rows count in metrics.
 
-    Rows that torch's `DistributedSampler` or Accelerate's loaders repeat do not count. Other loaders' rows all count.
+    The function maps the number of rows in the batch to the number of leading rows that count. Rows that torch's
+    `DistributedSampler` or Accelerate's loaders repeat do not count. All rows of other loaders count.
 
     Args:
         compares_workers: warn if workers begin with the same rows; collective.
