@@ -1,6 +1,7 @@
-"""Backends: how one or several worker processes train together; imports config and modules.
+"""Backends, which make one or several worker processes train together (Horovod, Accelerate, a single process).
 
 `get_backend` picks the backend that fits the launcher of the process (horovodrun, accelerate, torchrun or none).
+Modules here import the packages config and modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Data parallelism over Accelerate: DDP, FSDP2 and DeepSpeed ZeRO 1 to 3, under torchrun or `accelerate launch`.
 
-Accelerate finds the workers and wraps the model; precision, accumulation, clipping and the schedule are ours, so that
-a run gives the same numbers as under Horovod. The schedule and the data loaders are never prepared.
+Accelerate connects the workers and wraps the model. This package controls precision, gradient accumulation, clipping
+and the learning rate, so that a run gives the same numbers as under Horovod. `Accelerator.prepare` never gets the
+schedule and the data loaders.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class AccelerateBackend(Backend):
 
     @staticmethod
     def from_args(args: TrainerArgs) -> AccelerateBackend:
-        """Create an Accelerator from `args` and the launcher's environment, and its backend. Raises UserError."""
+        """Create the backend with a new Accelerator, from `args` and the launcher's environment. Raises UserError."""
         return AccelerateBackend.from_accelerator(make_accelerator(args), args)
 
     @staticmethod
@@ -418,7 +419,10 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
 
 
 def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
-    """Check that an Accelerator and `args` agree, and fill in DeepSpeed's open settings. Raises UserError."""
+    """Check that a user's Accelerator does not contradict `args`. Raises UserError.
+
+    Settings that a DeepSpeed configuration leaves open are filled in from `args`.
+    """
     kind = str(accelerator.distributed_type.value)
     _check_equal("the Accelerator", "mixed_precision", accelerator.mixed_precision, _precision_name(args))
     steps = args.gradient_accumulation_steps

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """An optimizer step, possibly still running on the device.
+    """An optimizer step that may still run on the device, and whose result can be read later.
 
     Attributes:
         result: function that waits for the step and returns (gradient norm, applied): the global L2 norm before
@@ -93,7 +93,9 @@ class Backend(Collectives):
         self._addends: int | None = None  # micro-batches of an update over all workers, where they are summed exactly
 
     def reproduce(self, args: TrainerArgs) -> None:
-        """Configure `--reproducible`; call it before data is read.
+        """Prepare sums of gradients that do not depend on the number of workers, if `--reproducible` is set.
+
+        Call this method before data is read.
 
         Raises:
             UserError: another flag or this backend rules it out, or the workers do not divide the virtual ranks.
@@ -125,19 +127,19 @@ class Backend(Collectives):
             self.exact = ExactSum(self.precision.parameters(self.optimizer), self._addends, self)
 
     def release(self) -> None:
-        """Unwrap the model, so that it can be set up again.
+        """Unwrap the model after training, so that `setup` can be called with it again.
 
         A sharded model stays sharded: it can be set up again for evaluation, not for training.
         """
         self.model = self._inner
 
     def forget(self) -> None:
-        """Release model and optimizer and undo `reproduce`, so that another model can be set up."""
+        """Drop the model and the optimizer and undo `reproduce`, so that another model can be set up."""
         self.release()
         self.model = self._inner = self.optimizer = self.exact = self._addends = None
 
     def holds(self, model: nn.Module) -> bool:
-        """True if `model` is the one that was set up last."""
+        """True if `model` is the one that `setup` was last called with."""
         return getattr(self, "_inner", None) is model
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -146,7 +148,11 @@ class Backend(Collectives):
 
     @contextmanager
     def accumulate(self, sync: bool) -> Iterator[None]:
-        """Context of one micro-batch; `sync`, set for the last one, reduces gradients over workers."""
+        """Context for the forward and backward pass of one micro-batch.
+
+        Args:
+            sync: True for the last micro-batch of a step, after which gradients are reduced over workers.
+        """
         self._sync = sync
         yield
 
@@ -161,7 +167,7 @@ class Backend(Collectives):
             self.exact.finish()
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if gradients overflowed `ExactSum` and the step must be computed again."""
+        """True, on all workers, if gradients overflowed the integers of `ExactSum`; the step must then be repeated."""
         return self.exact is not None and self.exact.must_repeat()
 
     def clip_and_step(
@@ -172,6 +178,8 @@ class Backend(Collectives):
         All workers skip the step if the gradient is not finite; weights and optimizer then stay unchanged.
 
         Args:
+            max_norm: largest global L2 norm of the gradient; None does not clip the norm.
+            max_value: largest magnitude of a gradient's entries; None does not clip them.
             wait: True to wait for the result. With False a GPU launches the step asynchronously and decides by itself
                 whether to skip it. This needs an optimizer that supports `found_inf` like torch's fused ones and has
                 `_step_supports_amp_scaling`; for any other optimizer the result is waited for.
@@ -219,11 +227,14 @@ class Backend(Collectives):
 
     # ---- state in and out; collective: every worker calls them
     def unwrap(self) -> nn.Module:
-        """The user's model without wrappers."""
+        """Return the user's model without the backend's wrappers."""
         return self._inner
 
     def model_state(self) -> dict[str, Tensor] | None:
-        """Full tensors of the model's state (see `saved_state`) on rank 0, None elsewhere; collective."""
+        """Gather the full tensors that a checkpoint stores of the model on rank 0; other ranks get None; collective.
+
+        `saved_state` tells which tensors these are.
+        """
         names, full = saved_state(self.unwrap()), {}
         for name, tensor in untied(names).items():
             full[id(tensor)] = self._get_weight(name, tensor)
@@ -231,7 +242,11 @@ class Backend(Collectives):
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        """Load rank 0's `state`, a result of `model_state`, on every worker; collective."""
+        """Load the weights that rank 0 passes into the model of every worker; collective.
+
+        Args:
+            state: result of `model_state`; None on ranks other than 0.
+        """
         names = saved_state(self.unwrap())
         if self.is_main:
             check_keys(state, names)
@@ -251,7 +266,7 @@ class Backend(Collectives):
         tensor.copy_(value)
 
     def optimizer_state(self) -> Any:
-        """Nested state of the optimizer and the loss scaler, with full tensors, on rank 0 at least; collective."""
+        """Gather the state of optimizer and loss scaler with full tensors, on rank 0 at least; collective."""
         state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
         state["names"], state["shapes"] = self._optimized()
         return state if self.exact is None else {**state, "exponents": self.exact.exponents}
@@ -269,7 +284,7 @@ class Backend(Collectives):
 
     @property
     def whole_optimizer(self) -> Optimizer:
-        """The optimizer with unsharded parameter groups and state."""
+        """The optimizer as it would be without sharding: with full parameter groups and state."""
         return self.optimizer
 
     @property
@@ -278,9 +293,12 @@ class Backend(Collectives):
         return type(self.optimizer).__name__
 
     def load_optimizer_state(self, tree: Any) -> None:
-        """Load rank 0's `tree`, a result of `optimizer_state`, on every worker; collective.
+        """Load the optimizer state that rank 0 passes on every worker; collective.
 
-        Any backend with any number of workers may have saved it.
+        A run with another backend or number of workers may have saved the state.
+
+        Args:
+            tree: result of `optimizer_state`; only rank 0's is read.
 
         Raises:
             ValueError: the state belongs to other parameters, for example because `--freeze` changed.
@@ -301,7 +319,7 @@ class Backend(Collectives):
             self.exact.exponents = exponents
 
     def load_optimizer_state_by_name(self, tree: Any, *, same_kind: bool) -> int:
-        """Load the state of parameters that the saving run trained under the same name and shape.
+        """Load saved optimizer state only for parameters that have the same name and shape as in the saving run.
 
         Other parameters start without state. The optimizer's settings do not change.
 
@@ -330,11 +348,14 @@ class Backend(Collectives):
         return self.broadcast(len(states))
 
     def share_weights(self, model: nn.Module) -> None:
-        """Give all workers rank 0's weights of a model that is not set up yet, unless `setup` will."""
+        """Copy rank 0's weights to all workers, for a model that `setup` has not got yet.
+
+        Nothing is done where `setup` will copy them.
+        """
         self.broadcast_tensors(list(untied(saved_state(model)).values()))
 
     def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """Convert a full tensor of a parameter's optimizer state to this worker's device or shard."""
+        """Convert the full tensor of a parameter's optimizer state to this worker's device, or to its shard."""
         return tensor.to(parameter.device) if tensor.dim() else tensor  # a scalar is a number of steps
 
     # ---- for the log
@@ -350,7 +371,7 @@ class Backend(Collectives):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
     def describe(self) -> str:
-        """One line about the parallelism that is in use."""
+        """Describe the parallelism that is in use in one line, for the log."""
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
         return f"backend {self.name}, {self.world_size} worker(s), device {self.device}, model wrapped as {kind}"
 
@@ -379,11 +400,14 @@ class LocalBackend(Backend):
 
 
 def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
-    """Check that a backend can train the model: no `--device_map`, and no unsupported parameters where it shards.
+    """Check that a backend can train a model. Raises UserError.
+
+    Refused are models with `--device_map`, which are spread over devices, and parameters that a sharding backend does
+    not support.
 
     Args:
-        name: the backend's, for the message of the UserError.
-        shards: the backend shards the model.
+        name: the backend's, for the error message.
+        shards: True if the backend shards the model.
     """
     if is_spread(model):
         raise UserError(f"--device_map is for one process, not for {name}: use --backend local, or leave it out.")
@@ -400,7 +424,12 @@ def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
 
 
 def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
-    """Refuse to train a model that an earlier `setup` has sharded. Raises UserError."""
+    """Refuse to train a model that an earlier `setup` has sharded. Raises UserError.
+
+    Args:
+        name: the backend's, for the error message.
+        optimizer: None for evaluation, which is allowed.
+    """
     if optimizer is not None:
         raise UserError(
             f"under {name} a model is sharded by its first training or evaluation, and cannot be trained again: train "

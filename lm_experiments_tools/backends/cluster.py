@@ -1,6 +1,6 @@
-"""Jobs of several processes that srun, mpirun, mpiexec or jsrun starts.
+"""Jobs of several processes that srun, mpirun, mpiexec or jsrun starts, connected without torchrun.
 
-These launchers start one command several times (as "tasks") and set variables that torch does not read.
+These launchers start one command several times (as "tasks") and set environment variables that torch does not read.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def attempt(function: Callable[[], T]) -> Callable[[], T]:
-    """Call `function` now and return a function that returns its result.
+    """Call `function` now, but raise its error later; returns a function that gives the result or raises the error.
 
-    On several machines a UserError is raised only by the returned function: call it under `on_all`, so that no worker
-    waits for one that failed, for example because its machine lacks a file. On one machine it is raised now.
+    On several machines a UserError is raised only by the returned function. Call it under `on_all`: then no worker
+    waits for one that failed, for example because its machine lacks a file. On one machine the error is raised
+    immediately.
     """
     future: Future[T] = Future()
     try:
@@ -132,9 +133,12 @@ def attempt(function: Callable[[], T]) -> Callable[[], T]:
 
 
 def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set RANK, WORLD_SIZE and the other variables by which torch forms one job of these tasks.
+    """Set RANK, WORLD_SIZE and the other variables by which torch connects the tasks of a launcher to one job.
 
     Existing values of MASTER_ADDR and MASTER_PORT are kept.
+
+    Args:
+        environ: the environment that is changed.
 
     Raises:
         UserError: the launcher reports too little, or the task may be an interactive shell.

@@ -22,10 +22,11 @@ _BEAT = 10.0  # seconds between two looks at who is still at work
 
 
 class Collectives:
-    """A worker and its collectives; this base class is for a single process.
+    """Communication of one worker with the other workers of its job; this base class is for a single process.
 
     Attributes:
-        rank, local_rank: global rank, and rank among the workers of this machine.
+        rank: number of this worker in the whole job.
+        local_rank: number of this worker among those of its machine.
     """
 
     rank = local_rank = 0
@@ -36,22 +37,22 @@ class Collectives:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
+        """Sum a float64 or int64 CPU tensor over all workers; every worker gets the result."""
         return values
 
     def sum_in_place(self, values: Tensor) -> None:
         """Sum an int64 tensor on the device over all workers, in place."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The picklable `value` of every worker in rank order, on all workers."""
+        """Collect the picklable `value` of every worker, in rank order, on all workers."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's picklable `value`, on all workers."""
+        """Send rank 0's picklable `value` to all workers, and return it."""
         return value
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's."""
+        """Overwrite the tensors of every worker with those of rank 0."""
 
     def missing(self) -> list[int] | None:
         """Ranks that no longer answer after a collective has failed; None if the backend cannot tell.
@@ -67,9 +68,10 @@ def on_all(
 ) -> T | None:
     """Run `function` on every worker, or on rank 0 alone, and raise its error on all of them.
 
-    A worker that failed alone would leave the others waiting forever.
+    Without this, the other workers would wait forever for one that failed alone.
 
     Args:
+        only_main: True to run it on rank 0 alone.
         takes_long: `function` may take longer on some workers than a collective may wait. It must not use collectives.
 
     Returns:
@@ -99,7 +101,7 @@ def on_all(
 
 
 def agreed(error: E) -> E:
-    """Mark an error as one that every worker raises."""
+    """Mark an error as one that every worker raises, so that it is not sent to the others again."""
     error.agreed = True
     return error
 

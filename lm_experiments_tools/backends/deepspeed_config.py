@@ -1,4 +1,4 @@
-"""Fill the open settings of a DeepSpeed configuration from our arguments, and check the others against them."""
+"""Fill the open settings of a DeepSpeed configuration from the training arguments, and check the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSED = (
 def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, source: str) -> None:
     """Set all open values of a DeepSpeed configuration in place, from `args`.
 
-    Open are absent values, "auto", and gradient_accumulation_steps = 1, which Accelerate writes by default.
+    A value is open if it is absent, "auto", or the gradient_accumulation_steps = 1 that Accelerate writes by default.
 
     Args:
         source: name of the configuration, for error messages.
@@ -78,11 +78,15 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
 
 
 def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source: str) -> None:
-    """Set `config[key]` if it is absent or "auto". Raises UserError if it contradicts `value`.
+    """Set one entry of a DeepSpeed configuration if it is absent or "auto".
 
     Args:
-        key: dots separate levels, as in "fp16.enabled".
-        flag: where `value` comes from, for the message; None to accept any existing value.
+        key: name of the entry; dots separate levels, as in "fp16.enabled".
+        flag: the flag that `value` comes from, for the message; None to accept any existing value.
+        source: name of the configuration, for the message.
+
+    Raises:
+        UserError: the existing value contradicts `value`.
     """
     *parents, leaf = key.split(".")
     for parent in parents:

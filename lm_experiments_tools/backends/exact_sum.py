@@ -59,7 +59,11 @@ class ExactSum:
         self._started = self._overflowed = False
 
     def add(self) -> None:
-        """Add each parameter's `.grad` to the sums and clear it. Raises UserError at too many micro-batches."""
+        """Add each parameter's `.grad` to the integer sums, and clear it.
+
+        Raises:
+            UserError: too many micro-batches were added.
+        """
         self._start()
         self._added += 1
         if self._added > self._max_added:
@@ -84,7 +88,7 @@ class ExactSum:
             self.parameters[i].grad, self._has_addend[i] = None, True
 
     def finish(self) -> None:
-        """Sum over all workers and write the result to `.grad` in the parameter's dtype.
+        """Sum the gradients over all workers and write the result to `.grad` in the parameter's dtype.
 
         `.grad` is NaN if a summand was not finite. It is None if no micro-batch used the parameter, and after an
         overflow (see `must_repeat`).
@@ -111,7 +115,10 @@ class ExactSum:
         self._started = False
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if a gradient reached 2^exponent. The exponent is then larger; repeat the step."""
+        """True, on all workers, if a gradient reached the limit 2^exponent of its parameter.
+
+        The exponent has then been raised, and the step must be computed again.
+        """
         if not self._overflowed:
             return False
         largest = [max(values) for values in zip(*self._workers.gather(self._largest.tolist()), strict=True)]
@@ -191,7 +198,14 @@ def check_exact(args: TrainerArgs, sharded_by: str | None) -> None:
 
 
 def check_buffers(model: nn.Module, how: str) -> None:
-    """Refuse BatchNorm under `--reproducible elastic`: its running means depend on the worker. Raises UserError."""
+    """Refuse BatchNorm under `--reproducible elastic`, because its running means depend on the worker.
+
+    Args:
+        how: value of `--reproducible`.
+
+    Raises:
+        UserError: the model has such buffers.
+    """
     means = (name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None)
     if how == "elastic" and (name := next(means, None)) is not None:
         raise UserError(

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 
 def join_shared_modules(model: nn.Module) -> int:
-    """Replace leaf modules that share a parameter by one of them; returns the number of replaced modules.
+    """Replace leaf modules that share a parameter by one of them, because FSDP2 refuses shared parameters.
 
-    FSDP2 refuses a parameter that is in several sharding groups, such as the embedding that HF's T5 holds in three
-    modules. Names in the state dict do not change.
+    An example is the embedding that HF's T5 holds in three modules. Names in the state dict do not change.
+
+    Returns:
+        The number of replaced modules.
     """
     first: dict[tuple, nn.Module] = {}
     replaced = 0
@@ -35,14 +37,18 @@ def join_shared_modules(model: nn.Module) -> int:
 
 
 def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Select the module classes that share no parameter with other modules, so that FSDP can wrap each on its own."""
+    """Select the module classes that FSDP can wrap on their own: those that share no parameter with other modules.
+
+    Args:
+        names: names of the candidate classes.
+    """
     apart = {type(module).__name__ for module in model.modules() if _is_shared(model, [module])}
     return [name for name in names if name not in apart]
 
 
 @contextmanager
 def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
-    """Context in which accelerate's `prepare` does not wrap embeddings and output layer on their own.
+    """Context in which accelerate's `prepare` does not let FSDP wrap embeddings and output layer on their own.
 
     torch cannot shard a parameter that two wrapped modules share, such as the bias of BERT's output layer.
 
@@ -63,7 +69,10 @@ def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
 
 def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
-    """FSDP's policy: weights are gathered in `dtype` and gradients reduced in fp32; None if `dtype` is None."""
+    """Create FSDP's precision policy: weights are gathered in `dtype`, and gradients are reduced in fp32.
+
+    None if `dtype` is None.
+    """
     if dtype is None:
         return None
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -71,7 +80,12 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
 
 @contextmanager
 def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Context in which attributes of `holder` have other values."""
+    """Context in which the attributes of an object have other values.
+
+    Args:
+        holder: the object.
+        values: {attribute: value inside the context}.
+    """
     before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():
@@ -98,19 +112,25 @@ def reshard(model: nn.Module) -> None:
 
 
 def full_tensor(tensor: Tensor, is_main: bool) -> Tensor | None:
-    """Gather a DTensor (or plain tensor) to the CPU of rank 0, None elsewhere; collective."""
+    """Gather a DTensor's shards to one full tensor on the CPU of rank 0; other ranks get None; collective.
+
+    A plain tensor is only copied.
+    """
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu() if is_main else None
 
 
 def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
-    """Unsharded `optimizer.state_dict()` on rank 0, None elsewhere; collective."""
+    """Gather the unsharded `optimizer.state_dict()` on rank 0; other ranks get None; collective."""
     tree = tree_map_only(Tensor, lambda tensor: full_tensor(tensor, is_main), optimizer.state_dict())
     return tree if is_main else None
 
 
 def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Convert a full tensor of optimizer state to a DTensor, sharded like a `parameter` of its shape or replicated."""
+    """Convert a full tensor of optimizer state to a DTensor on the devices of `parameter`.
+
+    A tensor of the parameter's shape is sharded like it; any other is replicated.
+    """
     if not isinstance(parameter, DTensor) or not tensor.dim():
         return tensor
     mesh = parameter.device_mesh

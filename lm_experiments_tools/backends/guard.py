@@ -25,7 +25,10 @@ _guards: list[subprocess.Popen] = []  # of this process: one
 
 
 def watch(args: TrainerArgs) -> None:
-    """Start a guard for this process, on Linux and if the job has several workers."""
+    """Start the guard process that kills this worker if it is suspended for too long.
+
+    A guard is started only on Linux, and only if the job has several workers.
+    """
     import subprocess
 
     from lm_experiments_tools.backends.collective import STALL_SECONDS

@@ -80,7 +80,10 @@ class HorovodBackend(Backend):
         )
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """See `Backend.setup`.
+        """Prepare model and optimizer for training over Horovod; see `Backend.setup`.
+
+        Args:
+            optimizer: None to evaluate only.
 
         Raises:
             UserError: a parameter is bfloat16, or Horovod already wraps the optimizer.
@@ -151,7 +154,7 @@ class HorovodBackend(Backend):
         hvd.shutdown()
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's."""
+        """Overwrite the tensors of every worker with those of rank 0."""
         sent = []
         for i, tensor in enumerate(tensors):
             carrier = as_carrier(tensor)
@@ -166,7 +169,10 @@ class HorovodBackend(Backend):
 
 
 class SummedAsFp16(hvd.compression.Compressor):
-    """Horovod compression that sums gradients in fp16 and divides in fp32; `hvd.Compression.fp16` divides in fp16."""
+    """Compression of gradients for Horovod: sums them in fp16 and divides the sum in fp32.
+
+    Horovod's own `hvd.Compression.fp16` also divides in fp16.
+    """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:

@@ -16,7 +16,9 @@ _START = 300  # seconds in which a worker on a new machine loads; Horovod gives 
 
 
 def ask_for_rank() -> None:
-    """Wait for the other workers and take the rank that Horovod's driver assigns; call it before `hvd.init`.
+    """Wait for the other workers, and take the rank that Horovod's driver (`horovodrun`) assigns to this one.
+
+    Call it before `hvd.init`.
 
     Raises:
         SystemExit: with 0, because the job continues without this worker.
@@ -37,7 +39,9 @@ def ask_for_rank() -> None:
 
 
 def listen(manager: Any) -> None:
-    """Register for notifications of host changes; call it before `ask_for_rank`. Raises RunError.
+    """Register this worker for notifications that hosts were added or removed. Raises RunError.
+
+    Call it before `ask_for_rank`.
 
     Args:
         manager: Horovod's WorkerNotificationManager.

@@ -1,4 +1,4 @@
-"""Checks that the processes and sharding that the user requested are what runs.
+"""Checks that a job runs with the number of processes and the sharding that the user requested.
 
 Without these checks Accelerate may silently run one process, several independent ones, or DDP instead of FSDP or
 DeepSpeed.
@@ -107,7 +107,9 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_parent(command: Sequence[str]) -> None:
-    """Refuse one process if `accelerate launch` was asked for several: without GPUs it ignores --num_processes.
+    """Refuse a single process if `accelerate launch` was asked for several. Raises UserError.
+
+    On a machine without GPUs `accelerate launch` ignores --num_processes.
 
     Args:
         command: command line of the parent process.
@@ -134,7 +136,10 @@ def check_parent(command: Sequence[str]) -> None:
 
 
 def open_deepspeed_settings() -> None:
-    """Remove accelerate launch's defaults from the environment; `fill_config` sets them. Raises UserError."""
+    """Remove the DeepSpeed settings that `accelerate launch` puts into the environment by default.
+
+    `fill_config` sets them later from the training arguments. Raises UserError.
+    """
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:

@@ -15,7 +15,7 @@ from lm_experiments_tools.errors import UserError
 
 
 class Precision:
-    """fp32, or autocast to `dtype` without loss scaling (bf16)."""
+    """Numerical precision of training without loss scaling: fp32, or autocast to `dtype` (bf16)."""
 
     scaler: Any = None  # has a state to save, if the loss is scaled
     skips_on_device = True  # only the optimizer depends on whether the gradient is finite
@@ -37,11 +37,11 @@ class Precision:
             reduce()
 
     def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Parameters whose `.grad` is clipped."""
+        """Parameters whose gradients (`.grad`) are clipped."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def step(self, optimizer: Optimizer, finite: bool) -> None:
-        """Step if the gradient is finite."""
+        """Step the optimizer if the gradient is finite."""
         if finite:
             optimizer.step()
 
@@ -133,7 +133,12 @@ def get_precision(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = None,
 ) -> Precision:
-    """The precision that the flags select. Raises UserError."""
+    """Create the precision that the flags select. Raises UserError.
+
+    Args:
+        apex_opt_lvl: optimization level of NVIDIA apex, O0 to O3; None does not use apex.
+        min_loss_scale, max_loss_scale: limits of the fp16 loss scale; None for no limit.
+    """
     if fp16 and apex_opt_lvl:
         return ApexAmp(apex_opt_lvl, min_loss_scale, max_loss_scale)
     if fp16:

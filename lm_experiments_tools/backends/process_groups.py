@@ -35,7 +35,11 @@ Peers = Sequence[tuple[str, int]]  # (host, process) of each worker, by rank
 # ---- forming and leaving groups -------------------------------------------------------------------------------------
 @contextmanager
 def meeting(seconds: float) -> Iterator[None]:
-    """Context of the rendezvous, in which the workers of a job connect. Raises LostWorkerError after `seconds`."""
+    """Context in which the workers of a job connect to each other (rendezvous).
+
+    Raises:
+        LostWorkerError: a worker is missing after `seconds`.
+    """
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
@@ -48,10 +52,10 @@ def meeting(seconds: float) -> Iterator[None]:
 
 
 def restarts_store() -> str | None:
-    """Rendezvous URL for workers that torchrun restarted (`--max-restarts`); None if torch's default works.
+    """Rendezvous URL for workers that torchrun has restarted (`--max-restarts`); None if torch's default works.
 
-    torchrun's key-value store survives a restart and holds the old workers' addresses. This URL gives each restart
-    keys of its own.
+    torchrun's key-value store survives a restart and holds the old workers' addresses. The URL gives each restart keys
+    of its own.
 
     Raises:
         UserError: torchrun runs on several machines, where restarts are counted independently.

@@ -1,4 +1,4 @@
-"""Model state by name, and optimizer state and fp16 gradients sent between workers."""
+"""Helpers for the state of models and optimizers: names of saved tensors, and how they are sent between workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ _CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the s
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """{name: the model's own tensor} of a checkpoint: the state dict, or only what was trained with an adapter."""
+    """Select the tensors of a model that a checkpoint stores, as {name: tensor}.
+
+    These are the tensors of the state dict. For a model with an adapter they are only the trained ones.
+    """
     if is_adapted(model):
         return dict(trained_parameters(model))
     return model.state_dict(keep_vars=True)
 
 
 def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keep only the first name of each tied weight."""
+    """Drop the further names of tied weights, which are one tensor under several names; the first name stays."""
     first: dict[int, str] = {}
     for name, tensor in names.items():
         first.setdefault(id(tensor), name)
@@ -56,12 +59,20 @@ def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> Non
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
-    """Reinterpret a tensor in a dtype that Horovod and gloo can broadcast: bf16 as fp16, bool as uint8."""
+    """Reinterpret a tensor in a dtype that Horovod and gloo can broadcast: bf16 as fp16, bool as uint8.
+
+    `put_back` is the inverse.
+    """
     return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 
 def put_back(carrier: Tensor, tensor: Tensor) -> None:
-    """Copy the broadcast result of `as_carrier` back into `tensor`, if they do not share memory."""
+    """Copy a tensor that was broadcast as the result of `as_carrier` back into its original.
+
+    Args:
+        carrier: result of `as_carrier`, after the broadcast.
+        tensor: the original; nothing is copied if both share memory.
+    """
     if carrier.data_ptr() != tensor.data_ptr() or carrier.device != tensor.device:
         tensor.detach().copy_(carrier.view(tensor.dtype))
 
@@ -74,9 +85,10 @@ def load_optimizer_tree(
 ) -> None:
     """Load rank 0's optimizer state dict `tree` on every worker; collective.
 
-    The state of one parameter is sent at a time, to save memory. Settings such as `fused` keep the optimizer's values.
+    To save memory, the state of one parameter is sent at a time. Settings such as `fused` keep the optimizer's values.
 
     Args:
+        tree: result of `torch.optim.Optimizer.state_dict`; None on ranks other than 0.
         place_state: f(parameter, full tensor of its state) -> this worker's tensor, for example a shard.
     """
     is_main = workers.is_main

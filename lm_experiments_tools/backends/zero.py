@@ -32,7 +32,11 @@ def _is_flat(value: Any) -> bool:
 
 
 def take_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copy the parameter groups, then remove frozen and empty parameters from the optimizer, as DeepSpeed needs."""
+    """Copy the optimizer's parameter groups, then remove frozen and empty parameters from it, as DeepSpeed requires.
+
+    Returns:
+        The copies, with all parameters.
+    """
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = list(_optimized(group["params"]).values())
@@ -46,7 +50,7 @@ def _optimized(parameters: list[Tensor]) -> dict[int, Tensor]:
 
 
 class UnshardedOptimizer:
-    """The parameter groups and state that the torch optimizer would have without ZeRO.
+    """View of a DeepSpeed ZeRO optimizer with the parameter groups and state that it would have without ZeRO.
 
     Args:
         zero: DeepSpeed's optimizer, of stage 1, 2 or 3.
@@ -67,7 +71,10 @@ class UnshardedOptimizer:
         return [{**(next(own) if optimized else group), "params": group["params"]} for group, optimized in pairs]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """`torch.optim.Optimizer.state_dict` with full fp32 CPU tensors on rank 0, None elsewhere; collective."""
+        """Gather the optimizer's state as `torch.optim.Optimizer.state_dict` would return it; collective.
+
+        Tensors are full, in fp32 and on the CPU. Only rank 0 gets the state, other ranks None.
+        """
         state, groups, held_by = {}, [], self.zero.optimizer.state
         numbers, index = count(), count()
         for group, optimized in zip(self.param_groups, self._optimized, strict=True):
@@ -133,7 +140,11 @@ class UnshardedOptimizer:
 
     @torch.no_grad()
     def put_weight(self, parameter: Tensor, full: Tensor) -> None:
-        """Overwrite the fp32 weight of a parameter by `full`, which every worker passes."""
+        """Overwrite the fp32 weight of a parameter.
+
+        Args:
+            full: the new weight, unsharded; every worker passes the same.
+        """
         own = self._shard(parameter)
         vector = self._vectors()[own.vector].narrow(0, own.start, own.length)
         vector.copy_(full.flatten().narrow(0, own.offset, own.length))
@@ -214,7 +225,10 @@ class LossScale:
         self.loss_scaler = loss_scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries of GradScaler's state, and DeepSpeed's `good_steps` and `hysteresis`."""
+        """State of the loss scale, with the entries of `torch.amp.GradScaler` and two of DeepSpeed.
+
+        DeepSpeed's entries are `good_steps` and `hysteresis`.
+        """
         scaler = self.loss_scaler
         good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
