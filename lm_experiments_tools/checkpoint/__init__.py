@@ -1,1 +1,4 @@
-"""Checkpoints, which are complete or absent: written and read; imports backends and modules."""
+"""Write and read checkpoints, each of which is either complete or absent.
+
+Modules here import the packages backends and modules.
+"""

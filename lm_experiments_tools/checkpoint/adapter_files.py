@@ -1,4 +1,4 @@
-"""Adapters on disk, in peft's format, with the sha256 of the base model's weights."""
+"""Files of adapters in peft's format, with the sha256 of the base model's weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BASE_SHA256 = "base_sha256"  # Source.fingerprint of the base, in the header of
 
 
 def saved_names(model: PeftModel) -> dict[str, str]:
-    """{name of a tensor in the adapter's file: name of the parameter}; the names in the file are peft's own."""
+    """Map the names of tensors in an adapter's file, which are peft's, to the names of the model's parameters."""
     from peft import get_peft_model_state_dict
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -56,12 +56,15 @@ def saved_names(model: PeftModel) -> dict[str, str]:
 def save_adapter(
     path: Path, model: PeftModel, state: dict[str, Tensor] | None = None, write: WriteTensors = write_now
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors.
+    """Write a model's adapter as adapter_config.json and adapter_model.safetensors.
 
     A classifier's labels are written to label_names.json, which peft ignores.
 
     Args:
-        state: values of `trained_parameters`, if the model's own are sharded.
+        path: existing folder.
+        state: {parameter name: value} of the trained parameters, if the model's own are sharded; None takes the
+            model's.
+        write: f(tensors, file), which writes the weights.
     """
     state = trained_parameters(model) if state is None else state
     config, base = model.peft_config[DEFAULT_ADAPTER], getattr(model, "base_fingerprint", None)
@@ -81,7 +84,7 @@ def save_adapter(
 
 
 def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
-    """{parameter name: value} of the adapter in a folder. Raises UserError."""
+    """Read the adapter in a folder, as {parameter name: value}. Raises UserError."""
     verify_model(path)
     if not (path / ADAPTER_CONFIG).is_file():
         raise UserError(f"{path} is no adapter of peft ({ADAPTER_CONFIG}): name the base model by --from_pretrained.")

@@ -14,8 +14,8 @@ from torch import nn
 def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert weights from a file to the model's names and shapes, as `from_pretrained` does.
 
-    For example, a file of Qwen3-MoE has a matrix per expert, and the model a single tensor for all of them. Other
-    weights are unchanged.
+    For example, a file of Qwen3-MoE has a matrix per expert, and the model a single tensor for all of them. Weights
+    that the model stores in the same way are returned unchanged.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -76,7 +76,7 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_unsharded() -> Iterator[None]:
-    """Context in which `from_pretrained` loads full weights in a ZeRO-3 run; DeepSpeed shards them later."""
+    """Context in which `from_pretrained` loads full weights even in a ZeRO-3 run; DeepSpeed shards them later."""
     from transformers.integrations import deepspeed
 
     before = deepspeed._hf_deepspeed_config_weak_ref

@@ -38,7 +38,7 @@ class _Ignored:
 
 
 def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, ...] = ()) -> Any:
-    """torch.load of a weights file on the CPU.
+    """Load a weights file on the CPU with torch.load, by default without running code from the file.
 
     Args:
         allow_pickle: unpickle anything; this can run any code in the file.
@@ -99,9 +99,10 @@ def strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[int, dict[str, Any] | None]:
-    """Step and optimizer state_dict of a t5-experiments `.pth` file, or of its accelerate trainer's folder.
+    """Read the step and the optimizer's state_dict from a checkpoint of t5-experiments.
 
-    Returns (0, None) for sources with weights only.
+    The checkpoint is a `.pth` file, or a folder of its accelerate trainer. Sources that hold only weights give (0,
+    None).
 
     Raises:
         UserError: see `read_pickle`.

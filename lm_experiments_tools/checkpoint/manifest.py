@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint directory (size and sha256 of every file), and checks of untrusted folders."""
+"""The manifest of a checkpoint, which lists size and sha256 of every file, and checks of untrusted folders."""
 
 from __future__ import annotations
 
@@ -53,19 +53,23 @@ def step_directory_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """Step in a checkpoint directory's name; None if `step_directory_name` gives no such name."""
+    """Read the step from the name of a checkpoint directory, such as `step_000500`; None for any other name."""
     match = re.fullmatch(r"step_(\d{1,18})", name)
     return int(match[1]) if match and step_directory_name(int(match[1])) == name else None
 
 
 def or_replaced(path: Path) -> Path:
-    """`path`, or its backup if the process was killed while it replaced `path`."""
+    """Return the folder `path`, or its backup if the process was killed while it replaced this folder."""
     earlier = path.parent / f"{REPLACED}{path.name}"
     return earlier if not path.exists() and earlier.is_dir() else path
 
 
 def pin(path: Path) -> None:
-    """Protect a checkpoint from pruning by its run, with an empty file next to it. Other paths are ignored."""
+    """Protect a checkpoint from being pruned by its run, with an empty file next to it.
+
+    Args:
+        path: folder of the checkpoint; any other path is ignored.
+    """
     if parse_step(path.name) is None or not (path / MANIFEST).is_file():
         return
     try:
@@ -103,14 +107,19 @@ def sha256_of(path: Path) -> str:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, its entry in a manifest."""
+    """Return the manifest's entry of a file: its size and its sha256."""
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, Any]) -> str:
-    """JSON text of a manifest for the files in `directory`.
+    """Build the manifest of the files in `directory` as JSON text.
 
-    `manifest_sha256` is the sha256 of the text itself, with this value zeroed.
+    The entry `manifest_sha256` is the sha256 of the text itself, computed with zeros in its place.
+
+    Args:
+        step: number of the checkpoint's step.
+        is_best: True for the checkpoint with the best validation so far.
+        extra: further entries, such as the number of workers.
     """
     import torch
 
@@ -161,7 +170,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def is_listed(file: Path) -> bool:
-    """True if the manifest in the file's folder lists it, even if the file is missing. Raises CheckpointDamaged."""
+    """True if the manifest of a file's folder lists the file, even if it is missing. Raises CheckpointDamaged."""
     return os.path.lexists(file.with_name(MANIFEST)) and file.name in read_manifest(file.parent)["files"]
 
 
@@ -186,11 +195,11 @@ def verify(path: Path | str) -> None:
 def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
     """Check a model's folder before it is loaded: files match the manifest, and configurations name no code.
 
-    Without a manifest only the second check is made. Files may be missing unless they are in `names`, and
+    Without a manifest only the configurations are checked. Files may be missing unless they are in `names`, and
     adapter_config.json may be edited. Repeated calls do not read the files again.
 
     Args:
-        names: files that must exist; default: all listed ones but the training state.
+        names: files that must exist; None: all listed ones but the training state.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -283,7 +292,11 @@ def check_untrusted(folder: Path) -> None:
 
 
 def shards_of(index: Path) -> list[str]:
-    """Files that an index of weight shards lists, all inside its folder. Raises UserError."""
+    """Read which files the weights of a model are divided into, from its index file. Raises UserError.
+
+    Args:
+        index: JSON file such as model.safetensors.index.json; all files must be inside its folder.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} is not an index of weight shards: copy the checkpoint again.")

@@ -1,10 +1,10 @@
-"""Checkpoints of Megatron-LM's BERT and T5 in its `torch` format, of one or more tensor-parallel ranks.
+"""Read checkpoints of Megatron-LM's BERT and T5 in its `torch` format, of one or more tensor-parallel ranks.
 
     weights, kind, settings = read_megatron("runs/bert/iter_0100000")
 
 Megatron's BERT is transformers' MegatronBert. Its T5 has learned positions and pre-norm layers, unlike T5, and is
 transformers' Blenderbot. Megatron stores queries, keys and values in one matrix [heads, 3, head width, D],
-transformers in three [D, D].
+transformers in three [D, D], where D is the width of the model.
 """
 
 from __future__ import annotations

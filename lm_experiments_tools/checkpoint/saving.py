@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run: training waits while the state is copied, and continues while files are written."""
+"""Save the checkpoints of a run: training waits while the state is copied, and continues while files are written."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Saver:
 
     @contextmanager
     def alongside(self) -> Iterator[None]:
-        """Context in which `save` writes in the background; its end waits for the last checkpoint."""
+        """Context in which `save` writes checkpoints while training continues; its end waits for the last one."""
         self._is_training = True
         try:
             yield
@@ -96,13 +96,14 @@ class Saver:
             writing.result()
 
     def save(self, state: TrainState, per_worker: dict[str, Any], *, is_best: bool = False) -> None:
-        """Start an atomic checkpoint of weights, optimizer and trainer state, then prune older ones.
+        """Start to write a checkpoint of weights, optimizer and trainer state, then prune older ones.
 
-        Waits first until the previous checkpoint is complete.
+        The method first waits until the previous checkpoint is complete. A checkpoint becomes visible only as a whole.
 
         Args:
-            state: part of the trainer state that is equal on all workers.
-            per_worker: this worker's part.
+            state: trainer state that is equal on all workers.
+            per_worker: state of this worker only, such as its random states.
+            is_best: True if the last validation was the best so far.
 
         Raises:
             RunError: this or the previous checkpoint cannot be written.

@@ -41,7 +41,7 @@ _WEIGHTS_FILES = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_mode
 
 @dataclass(frozen=True)
 class Source:
-    """Pre-trained weights on disk or on the Hub.
+    """Pre-trained weights that a flag names, on disk or on the Hugging Face Hub.
 
     Attributes:
         name: Hub name, or path of a folder or file.
@@ -60,12 +60,12 @@ class Source:
 
     @property
     def reference(self) -> str:
-        """Hub name, or absolute path."""
+        """Name by which the weights can be found again: the Hub name, or the absolute path."""
         return self.name if self.path is None else str(self.path.resolve())
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Content of config.json in a folder; empty on the Hub or if there is none. Raises UserError."""
+        """Read the content of the model's config.json; empty on the Hub or if there is none. Raises UserError."""
         found = self._json(CONFIG)
         real_names(found.get("id2label"), f"{self.path}/{CONFIG}")
         return found
@@ -96,9 +96,10 @@ class Source:
         return real_names(self.config.get("id2label"), str(self.path / CONFIG))
 
     def fingerprint(self) -> str | None:
-        """sha256 of the weights, from the manifest if there is one; None if there are no weight files.
+        """sha256 of the weights, which identifies them; None if there are no weight files.
 
-        For several files it is the sha256 of their sha256, in the order of names.
+        The hash is taken from the manifest if there is one. For several files it is the sha256 of their sha256, in the
+        order of names.
         """
         folder = self.path
         if folder is None:
@@ -115,7 +116,7 @@ class Source:
 
     @property
     def base_named_in(self) -> Path:
-        """File in which an adapter names its base model."""
+        """The file in which an adapter names the base model that it was trained on."""
         return self.path / ADAPTER_CONFIG
 
 
@@ -128,10 +129,13 @@ def _label_names(file: Path) -> tuple[str, ...]:
 
 
 def real_names(id2label: Any, where: str) -> tuple[str, ...]:
-    """Label names of a Hugging Face `id2label`, by number; empty for the defaults LABEL_0, LABEL_1, ...
+    """Read the label names of a classifier from `id2label` of a Hugging Face configuration, ordered by label number.
+
+    The default names LABEL_0, LABEL_1, ... give an empty result.
 
     Args:
-        where: file of `id2label`, for the message.
+        id2label: {label number: name}.
+        where: file of `id2label`, for the error message.
 
     Raises:
         UserError: `id2label` does not map numbers to names.
@@ -154,6 +158,9 @@ def real_names(id2label: Any, where: str) -> tuple[str, ...]:
 def find_source(name: str, flag: str = "--from_pretrained") -> Source:
     """Find the folder, weights file or Hub model called `name`; a run directory gives its best or last checkpoint.
 
+    Args:
+        flag: the flag that names the model, for error messages.
+
     Raises:
         UserError: there is no such source, or the Hub cannot be reached.
     """
@@ -169,7 +176,14 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
 
 @cache
 def hub_source(name: str, flag: str) -> Source:
-    """A model of the Hub, whose configuration is downloaded once and checked. Raises UserError if out of reach."""
+    """Find a model on the Hugging Face Hub; its configuration is downloaded once and checked.
+
+    Args:
+        flag: the flag that names the model, for error messages.
+
+    Raises:
+        UserError: the Hub or the model cannot be reached.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -203,7 +217,7 @@ def _folder(path: Path, flag: str) -> Source:
 
 
 def find_base(adapter: Source) -> Source:
-    """The base model of an adapter. Raises UserError."""
+    """Find the base model that an adapter was trained on. Raises UserError."""
     name, file = adapter.base, adapter.base_named_in
     if os.path.isabs(name) and not os.path.exists(name):
         pruned = " (its run has pruned that checkpoint)" if parse_step(Path(name).name) is not None else ""
@@ -218,7 +232,11 @@ def find_base(adapter: Source) -> Source:
 
 
 def on_newest(name: str, read: Callable[[], T]) -> T:
-    """Call `read`, which opens the run directory `name`; retry if the run meanwhile replaces the checkpoint.
+    """Read from the checkpoint of a run that may still be training, and retry if the run replaces the checkpoint.
+
+    Args:
+        name: the run directory.
+        read: opens the run directory and returns a result.
 
     Raises:
         UserError, OSError: those of `read`.
@@ -238,7 +256,7 @@ def on_newest(name: str, read: Callable[[], T]) -> T:
 
 
 class ModelFiles:
-    """Sources of the model, tokenizer and configuration of a fine-tuning run, each resolved on first use."""
+    """Finds where the model, tokenizer and configuration of a fine-tuning run come from, each on first use."""
 
     def __init__(self, args: FinetuningArgs) -> None:
         self.args = args
@@ -278,7 +296,7 @@ class ModelFiles:
 
     @property
     def tokenizer_flag(self) -> tuple[str, str]:
-        """(flag, value) that determines the tokenizer. Raises UserError."""
+        """The flag that determines the tokenizer, and its value. Raises UserError."""
         for flag in ("tokenizer", "from_pretrained", "init_checkpoint"):
             if value := getattr(self.args, flag):
                 return f"--{flag}", value

@@ -55,7 +55,7 @@ def is_t5x(path: Path) -> bool:
 
 
 def read_t5x(path: Path) -> dict[str, Tensor]:
-    """Weights of a t5x checkpoint by the names of transformers' T5ForConditionalGeneration. Raises UserError."""
+    """Read the weights of a t5x checkpoint, named as in transformers' T5ForConditionalGeneration. Raises UserError."""
     folders = sorted(folder for folder in path.glob(f"{_PREFIX}*") if (folder / ".zarray").is_file())
     weights = {}
     for folder in folders:

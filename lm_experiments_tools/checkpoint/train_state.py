@@ -1,7 +1,7 @@
-"""The trainer state in a checkpoint, and how it is loaded (saving.py writes it).
+"""The state of the trainer in a checkpoint, and how a run loads it (saving.py writes it).
 
-Random states, unreduced metric sums and the loader's position differ between workers (per-rank state). The rest
-(`TrainState`) is equal on all.
+`TrainState` holds what is equal on all workers. Random states, unreduced metric sums and the position of the data
+loader differ between workers; they are the per-rank state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")  
 
 @dataclass
 class TrainState:
-    """Trainer state that is equal on all workers.
+    """Trainer state that is equal on all workers and saved in checkpoints.
 
     Attributes:
         step: optimizer updates applied so far, as in logs, schedules and file names.
@@ -51,14 +51,14 @@ class TrainState:
         samples_per_epoch: None if unknown.
         best_metric, best_step: best value of `optimize_metric` on validation, and its step.
         patience: number of consecutive validations without improvement.
-        last_validated_step: a restart repeats a validation that a signal stopped.
+        last_validated_step: step of the last complete validation. A restart repeats one that a signal stopped.
         plateau: state of `--use_lr_drop`.
         data_fingerprint: hash of the training data and its order; None if the loader has none.
         data_order: hash of the order of rows alone; None if unknown.
         valid_fingerprint: hash of the validation data of `best_metric`.
         schedule_steps: length of the learning-rate schedule.
         facts: settings that a restart compares (see training/resume.py).
-        metrics: {split: its last metrics}.
+        metrics: {split, such as "train" or "valid": its last metrics}.
     """
 
     step: int = 0
@@ -85,7 +85,7 @@ class TrainState:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def data_position(self) -> int:
-        """Index of the next training sample in data order."""
+        """Position in the training data: the index of the next sample in the order of the data."""
         return self.consumed_samples + self.data_offset
 
     def go_on_from(self, loaded: TrainState, *, schedule: bool, step: bool) -> None:
@@ -101,7 +101,7 @@ class TrainState:
 
 @contextmanager
 def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
-    """Context that adds the attribute `step`, the number of applied updates, to exceptions.
+    """Context that adds the step at which training failed to every exception, as its attribute `step`.
 
     Raises:
         LostWorkerError: instead of the error of a collective, if another worker is lost.
@@ -121,10 +121,13 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
 def load_weights_for_all(
     model: nn.Module, source: Path, args: TrainerArgs, backend: Backend, *, resumes: bool
 ) -> LoadReport | None:
-    """Load weights on rank 0, whose report is returned, and copy them to all workers; call it before `setup`.
+    """Load the weights in `source` on rank 0 and copy them to all workers; call it before `Backend.setup`.
 
     Args:
         resumes: `source` is this run's verified checkpoint, so all weights must match.
+
+    Returns:
+        Report of rank 0 on missing and unused weights.
     """
 
     def load() -> LoadReport:
@@ -142,6 +145,7 @@ def load_state(
     """Load the trainer state of a checkpoint, and the state of optimizer and loss scaler into `backend`.
 
     Args:
+        with_optimizer: False leaves the optimizer and the loss scaler unchanged.
         initial: a new run starts from the checkpoint, so `--reproducible` may differ.
         by_name: load optimizer state only for parameters with the same name and shape. The others start without.
 
@@ -164,7 +168,7 @@ def load_state(
 
 
 def read_state_file(path: Path) -> TrainState:
-    """Load only the `TrainState` of a checkpoint. Raises UserError."""
+    """Read the `TrainState` of a checkpoint without its weights and optimizer. Raises UserError."""
     return _state(path, load_tree(path / "trainer_state"))
 
 
@@ -194,7 +198,7 @@ def _check_reproducible(path: Path, backend: Backend, tree: dict[str, Any]) -> N
 def load_initial(
     source: Path, backend: Backend, *, with_optimizer: bool = True, allow_pickle: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """Load the state with which a new run starts from a checkpoint; see `load_state`.
+    """Load trainer and optimizer state for a new run that starts from a checkpoint of another; see `load_state`.
 
     A checkpoint of t5-experiments has a step and an optimizer state. Others, such as those of transformers' Trainer,
     have weights only.

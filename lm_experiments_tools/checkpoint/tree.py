@@ -33,29 +33,29 @@ _UNSUPPORTED_DTYPES = (torch.complex128, torch.complex32)
 
 # ---- safetensors files ----------------------------------------------------------------------------------------------
 def write_now(tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-    """`safetensors.torch.save_file`, with the file permissions of the umask. Raises OSError, SafetensorError."""
+    """Write tensors to a safetensors file that has the permissions of the umask. Raises OSError, SafetensorError."""
     save_file(tensors, file, metadata=metadata)
     apply_umask(Path(file))
 
 
 class PostponedFiles:
-    """Safetensors files whose tensors are kept in host memory until `write`."""
+    """Safetensors files that are written later: their tensors stay in host memory until `write` is called."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[dict[str, Tensor], Path, dict[str, str] | None]] = []
 
     def copy(self, tensors: Mapping[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Copy tensors to host memory for a file."""
+        """Copy tensors to host memory, to be written to `file` by `write`."""
         contiguous = torch.contiguous_format
         copies = {n: t.detach().to("cpu", copy=True, memory_format=contiguous) for n, t in tensors.items()}
         self.keep(copies, file, metadata)
 
     def keep(self, tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Keep CPU tensors for a file without a copy; do not change them before `write`."""
+        """Hold CPU tensors without a copy, to be written to `file` by `write`; do not change them before."""
         self._waiting.append((tensors, Path(file), metadata))
 
     def write(self) -> None:
-        """Write the files and free their tensors. Raises OSError, SafetensorError."""
+        """Write all postponed files and free their tensors. Raises OSError, SafetensorError."""
         while self._waiting:
             tensors, file, metadata = self._waiting.pop(0)
             write_now(tensors, file, metadata)
@@ -71,7 +71,13 @@ def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it 
 
 @contextmanager
 def disk_errors_named(path: Path) -> Iterator[None]:
-    """Context that adds `path` to a disk-full error without a file name, such as the plain Exception of tokenizers."""
+    """Context that adds a file name to errors about a full disk which name none.
+
+    An example is the plain Exception of the tokenizers library.
+
+    Args:
+        path: the file that is being written.
+    """
     try:
         with naming(path):
             yield
@@ -82,7 +88,7 @@ def disk_errors_named(path: Path) -> Iterator[None]:
 
 
 def as_os_error(error: Exception, path: Path) -> OSError:
-    """Convert a Rust library's error, whose text has "(os error 28)", to an OSError."""
+    """Convert the exception of a Rust library, whose text contains such as "(os error 28)", to an OSError."""
     if isinstance(error, OSError):
         return error
     text = str(error)
@@ -92,7 +98,7 @@ def as_os_error(error: Exception, path: Path) -> OSError:
 
 # ---- trees ----------------------------------------------------------------------------------------------------------
 def tree_files(path_stem: Path | str) -> tuple[Path, Path]:
-    """Paths STEM.json and STEM.safetensors of a saved tree."""
+    """Return the two files of a state that `save_tree` has saved: STEM.json and STEM.safetensors."""
     return Path(f"{path_stem}.json"), Path(f"{path_stem}.safetensors")
 
 

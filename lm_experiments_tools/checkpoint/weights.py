@@ -32,7 +32,10 @@ _TOKENIZER_FILES += ("chat_template*", TASK_FILE)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of `load_weights` by parameter name; `mismatched` holds (name, shape in the file, shape in the model)."""
+    """Result of `load_weights`: which parameters were loaded, are missing, or do not fit.
+
+    Parameters are listed by name. `mismatched` holds (name, shape in the file, shape in the model).
+    """
 
     matched: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -66,13 +69,13 @@ def save_model(
 ) -> None:
     """Write an unwrapped model into the existing directory `path`, in the format that `from_pretrained` loads.
 
-    A model without `save_pretrained` becomes a model.safetensors. Of a model with an adapter only the trained
-    parameters are written (see adapter_files.py). Tied weights are stored once.
+    A model without the method `save_pretrained` is written as model.safetensors. For a model with an adapter only the
+    trained parameters are written (see adapter_files.py). Tied weights are stored once.
 
     Args:
-        state_dict: gathered weights, if the model's own are sharded (FSDP, ZeRO 3).
-        tokenizer_dir: folder whose tokenizer files are copied.
-        write: f(tensors, file), which writes the weights, which may be the model's own tensors.
+        state_dict: gathered weights, if the model's own are sharded (FSDP, ZeRO 3); None takes the model's.
+        tokenizer_dir: folder whose tokenizer files are copied; None copies none.
+        write: f(tensors, file), which writes the weights. It may get the model's own tensors.
 
     Raises:
         OSError: the files cannot be written.
@@ -138,7 +141,11 @@ def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy tokenizer files and the description of the fine-tuned task; False if there is no tokenizer."""
+    """Copy the tokenizer files of a model, and the description of the task that it was fine-tuned for.
+
+    Returns:
+        False if there is no tokenizer.
+    """
     files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
     for file in files:
         shutil.copyfile(file, target / file.name)
@@ -179,10 +186,12 @@ def load_weights(
 def place_weights(
     model: nn.Module, weights: dict[str, Tensor], path: Path, *, allow_partial: bool | None = False
 ) -> LoadReport:
-    """Load `weights` into `model`; see `load_weights`.
+    """Copy weights into a model, with the checks of `load_weights`.
 
     Args:
+        weights: {name: tensor}, by the names of the model.
         path: file or folder of the weights, for messages.
+        allow_partial: see `load_weights`.
     """
     own, weights = model.state_dict(keep_vars=True), to_model_names(model, weights)
     report = _compare(model, own, weights)
@@ -235,10 +244,10 @@ def _identity(tensor: Tensor) -> tuple:
 
 
 def read_state(model: nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Read the weights in `path` for `model`.
+    """Read the weights in `path` and convert them to the names of `model`.
 
     Returns:
-        Weights by the names of `model.state_dict()`. Of a model with a PEFT adapter only the adapter's weights.
+        Weights by the names of `model.state_dict()`. For a model with a PEFT adapter only the adapter's weights.
     """
     if is_adapted(model):
         return read_adapter(model, path)
@@ -292,7 +301,7 @@ def _read_file(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def mean_state(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of state dicts, summed in float64; integer tensors are those of the first.
+    """Average the weights of several state dicts, summed in float64; integer tensors are those of the first.
 
     The states are read one after another, so only one of them and the sums are in memory.
     """

@@ -53,7 +53,7 @@ _SUPERSEDED = "superseded-"  # a later step of a run that was continued from an 
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written; earlier ones are intact and unfinished files are removed."""
+    """Error: a checkpoint could not be written. Earlier ones are intact, and unfinished files are removed."""
 
 
 class CheckpointWriter:
@@ -268,7 +268,7 @@ def _step_of(path: Path) -> int:
 
 
 def behind_link(path: Path) -> Path:
-    """Resolve a link `last` or `best` now, because a running job changes it."""
+    """Resolve a link `last` or `best` to the checkpoint that it names now; a running job changes the link."""
     return or_replaced(path.parent / os.readlink(path) if path.is_symlink() else path)
 
 
