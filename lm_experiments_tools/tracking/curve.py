@@ -10,7 +10,7 @@ from lm_experiments_tools.tracking.tracker import parse_record
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return a matplotlib figure of `width` x `height` inches. Raises UserError without matplotlib."""
+    """Create an empty matplotlib figure of `width` x `height` inches. Raises UserError without matplotlib."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,7 +23,11 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def plot_curve(metrics_jsonl: Path | str, png: Path | str) -> Path:
-    """Draw train and validation loss against optimizer updates, and return the PNG's path.
+    """Draw the training and validation loss of a run against optimizer updates, and return the PNG's path.
+
+    Args:
+        metrics_jsonl: file metrics.jsonl of the run directory.
+        png: picture to write.
 
     Raises:
         UserError: matplotlib is missing, or the file has no loss.

@@ -15,9 +15,12 @@ SHOWN_CHARACTERS = 300
 
 
 def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tracker | None, step: int) -> None:
-    """Log examples, and write them to TensorBoard as a table with the tag `examples/{split}`.
+    """Log validation examples with predictions, and show them as a table in TensorBoard.
+
+    The table's tag is `examples/{split}`.
 
     Args:
+        split: name of the data, such as "valid".
         examples: dicts with the same keys; "id" is the example's name, "references" a list.
         tracker: the run's tracker; None writes to the log only.
         step: updates applied.
@@ -32,7 +35,12 @@ def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tr
 
 
 def example_lines(split: str, example: Mapping[str, Any]) -> list[str]:
-    """An example as lines of text: its name, then one indented line for each value."""
+    """Format a validation example as lines of text: its name, then one indented line for each value.
+
+    Args:
+        split: name of the data, such as "valid".
+        example: "id" is the example's name, "references" a list.
+    """
     lines = [f"{split} example {example['id']}"]
     for name, value in list(example.items())[1:]:
         values = value if name == "references" else [value]

@@ -67,7 +67,10 @@ os.register_at_fork(after_in_child=_leave_claims_to_parent)
 
 
 class RunDirectory:
-    """The run directory, used on rank 0. Creates the folder."""
+    """The run directory (`--model_path`), which holds the settings, logs and checkpoints of a run.
+
+    Only rank 0 uses it. The folder is created if it does not exist.
+    """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -106,14 +109,16 @@ class RunDirectory:
         *,
         world_size: int | None = None,
     ) -> None:
-        """Write settings, command line, code version and environment. The second start writes config.1.json, ...
+        """Write settings, command line, code version and environment of the run, each time its job is started.
+
+        The first start writes config.json, a restart writes config.1.json, the next one config.2.json.
 
         Args:
             args: all arguments, name -> value.
-            origins: name -> where the value came from, written as comments of config.yaml.
+            origins: name -> where the value came from; these become comments in config.yaml.
             argv: `sys.argv`.
             model_config: the model's configuration.
-            world_size: number of workers.
+            world_size: number of workers; None if unknown.
         """
         config, start = dict(args), _starts(self.path)
         config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
@@ -141,7 +146,7 @@ class RunDirectory:
         world_size: int | None = None,
         harmless: Collection[str] = (),
     ) -> dict[str, tuple[Any, Any]]:
-        """Compare the arguments with those of the run in this directory.
+        """Compare this job's arguments with those recorded for the run in this directory.
 
         Args:
             args: all arguments, name -> value.
@@ -184,10 +189,12 @@ def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = Fa
 
 
 def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *, resume: bool) -> None:
-    """Log settings that differ from the recorded ones (`resume`), or raise UserError.
+    """Log the settings that differ from the recorded ones if the run resumes, otherwise raise UserError.
 
     Args:
+        run_dir: the run directory.
         differing: name -> (recorded, new); nothing happens if it is empty.
+        resume: True if the run resumes.
     """
     if not differing:
         return
@@ -200,9 +207,13 @@ def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *,
 
 
 def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
-    """Return the recorded settings of the newest start that trained; None without checkpoints and metrics.
+    """Read the settings with which a run trains, from its run directory.
 
-    Starts with `--validate_only` are skipped.
+    A restarted run records its settings each time. These are the newest ones with which it trained, so a later job
+    with `--validate_only` does not count.
+
+    Returns:
+        The recorded settings; None if the directory has no checkpoints and no metrics.
 
     Raises:
         UserError: config.json cannot be read.
@@ -256,7 +267,7 @@ def setup_logging(run_dir: Path | str | None, rank: int) -> None:
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log file that reports a full or failing disk once, in one line."""
+    """A log file whose handler reports a full or failing disk once, in one line."""
 
     is_reported = False
 
@@ -286,7 +297,12 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Write the arguments as YAML for `--config`, one a line, with their origins as comments."""
+    """Write a run's arguments as a YAML file for `--config`, one argument a line.
+
+    Args:
+        args: name -> value.
+        origins: name -> where the value came from, written as a comment after the value.
+    """
     import yaml
 
     lines = []
@@ -364,7 +380,7 @@ def _way_on(path: Path, differing: Collection[str]) -> str:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (recorded, new) for settings in both that differ.
+    """Compare two sets of recorded settings; returns name -> (recorded, new) for those in both that differ.
 
     If both have a WORLD_SIZE, `global_batch_size` is compared instead of the flags that split it.
 

@@ -29,7 +29,7 @@ _chosen: dict[Path, LoggingArgs] = {}  # of the run directories that this proces
 
 
 class TrackioRun:
-    """A run in the local trackio database (TRACKIO_DIR)."""
+    """Connection to a run in the local trackio database (TRACKIO_DIR), to which metrics are sent."""
 
     def __init__(self, project: str, name: str, run_id: str, settings: dict[str, Any], run_dir: Path) -> None:
         import trackio
@@ -47,7 +47,10 @@ class TrackioRun:
 
 
 class WandbRun:
-    """A wandb run, stored in `wandb/` of the run directory. It is offline by default; WANDB_MODE changes that."""
+    """Connection to a wandb run, to which metrics are sent.
+
+    The run is stored in `wandb/` of the run directory. It is offline by default; WANDB_MODE changes that.
+    """
 
     def __init__(self, project: str, name: str, run_id: str, settings: dict[str, Any], run_dir: Path) -> None:
         import wandb
@@ -82,7 +85,7 @@ def choose_services(args: LoggingArgs, run_dir: Path) -> None:
 
 
 class Services:
-    """The services that `choose_services` recorded for `run_dir`.
+    """Sends metrics to all services that `choose_services` has recorded for a run directory.
 
     Args:
         start_step: number of updates already applied; -1 starts a new run in each service.
@@ -103,7 +106,7 @@ class Services:
                 self._open[name] = _SERVICES[name](project, run_dir.name, run_id, settings, run_dir)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send one record of metrics.jsonl."""
+        """Send one line of metrics.jsonl, parsed to a dict, to all services."""
         for name, service in list(self._open.items()):
             with self._reported_once(name):
                 service.log(numbers_of(record), record["step"])
@@ -125,7 +128,7 @@ class Services:
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a metrics.jsonl record: {"loss/valid": 2.1, "lr": 1e-3}. Null becomes NaN."""
+    """Return the numbers in a line of metrics.jsonl by name: {"loss/valid": 2.1, "lr": 1e-3}. Null becomes NaN."""
     numbers: dict[str, float] = {}
     for name, value in record.items():
         if name in ("step", "split", "metrics", "time"):  # services have their own clock

@@ -55,12 +55,14 @@ def save_metrics(path: Path | str, metrics: dict[str, Any]) -> None:
 
 
 class Tracker:
-    """Log the metrics of a run. A context manager; on ranks other than 0, every method does nothing.
+    """Logs the metrics of a run to its files, TensorBoard, other services and the console.
+
+    Use it as a context manager. Only rank 0 logs; on other ranks every method does nothing.
 
     Args:
         run_dir: folder for the files; None logs to the console only.
         start_step: number of updates already applied. Records of later steps in `run_dir` are replaced (-1: all).
-        again: splits whose records of `start_step` itself are replaced too.
+        again: names of splits ("train", "valid", ...) whose records of `start_step` itself are replaced too.
         total_steps: updates of the whole run, for the remaining time and the progress bar; None shows neither.
     """
 
@@ -116,15 +118,15 @@ class Tracker:
         *,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Record one measurement.
+        """Write the metrics of one split at one step to metrics.jsonl, TensorBoard, other services and the console.
 
         Args:
             split: "train", "valid", ...
             step, samples, tokens: updates applied, examples and tokens consumed so far, over all workers.
-            metrics: means over `split`. TensorBoard tags are `{name}/iterations/{split}`, `{name}/samples/{split}`
-                and `{name}/tokens/{split}`.
-            extra: other numbers, such as gradients_global_norm, tokens_per_second, memory_mib or param_groups (lr
-                and scaled_lr of each group). TensorBoard tags are `{name}/iterations`.
+            metrics: means over `split`. TensorBoard tags are `{name}/iterations/{split}`, `{name}/samples/{split}` and
+                `{name}/tokens/{split}`.
+            extra: other numbers, such as gradients_global_norm, tokens_per_second, memory_mib or param_groups (lr and
+                scaled_lr of each group). TensorBoard tags are `{name}/iterations`.
 
         Raises:
             ValueError: a name in both `metrics` and `extra`, or one of `step, split, samples, tokens, time`.
@@ -166,7 +168,7 @@ class Tracker:
             self._events.flush()
 
     def advance(self, step: int) -> None:
-        """Move the progress bar to `step`. `log` does this too."""
+        """Move the progress bar to `step`. The method `log` does the same."""
         if self.console is not None:
             self.console.advance(step)
 
@@ -203,10 +205,11 @@ class ConsoleLine:
             )
 
     def report(self, split: str, step: int, metrics: dict[str, float], numbers: dict[str, Any]) -> None:
-        """Log one line; nothing if `metrics` is empty.
+        """Log one line of metrics to the console; nothing if `metrics` is empty.
 
         Args:
-            metrics: means over `split`.
+            split: name of the data, such as "train".
+            metrics: means over the data.
             numbers: other numbers, such as lr and tokens_per_second.
         """
         if metrics:
@@ -242,7 +245,7 @@ class ConsoleLine:
 
 
 class EventFile:
-    """Write a TensorBoard event file. Raises ImportError without tensorboard."""
+    """A TensorBoard event file, to which metrics are written. Raises ImportError without tensorboard."""
 
     def __init__(self, directory: Path, purge_step: int):
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
