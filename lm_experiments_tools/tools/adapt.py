@@ -31,7 +31,7 @@ _SPARE_WORDS = ("unused", "reserved", "fim_pad", "extra")  # of tokens that deco
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptArgs:
-    """Adapting."""
+    """Which decoder to adapt, and where to write the result."""
 
     source: str | None = None
     """Decoder: Hugging Face name or folder, run directory or checkpoint. As the first argument it needs no flag."""
@@ -62,7 +62,7 @@ class AdaptArgs:
 
 
 def run(args: AdaptArgs) -> None:
-    """Adapt, and print what was written."""
+    """Adapt a decoder as the flags say, and print what was written."""
     from lm_experiments_tools.models.adapted import adapted_encoder, adapted_encoder_decoder
     from lm_experiments_tools.models.saved import Opened, open_saved
     from lm_experiments_tools.tools.hub_folder import new_folder, write_folder

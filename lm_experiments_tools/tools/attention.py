@@ -27,7 +27,7 @@ MAX_TICKS = 48  # labels along an axis; more would overlap
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArgs:
-    """Maps of a model on a text, or pictures of layouts."""
+    """The plot: attention maps of a model on a text, or block-sparse attention layouts."""
 
     output: str
     """Maps: a .png picture or the arrays as .npz. Layouts: a .png picture."""
@@ -64,7 +64,11 @@ class AttentionArgs:
 
 
 class AttentionMap(NamedTuple):
-    """One plot: the attention weights of a head, float32[queries, keys], or a layout of 0 and 1, [blocks, blocks]."""
+    """One plot of `lmtools attention`: a matrix of attention weights or a layout.
+
+    It holds the attention weights of a head, float32[queries, keys], or a block-sparse layout [blocks, blocks] of 0
+    and 1, where 1 marks blocks of tokens that attend to each other.
+    """
 
     title: str
     weights: np.ndarray
@@ -73,7 +77,7 @@ class AttentionMap(NamedTuple):
 
 
 def run(args: AttentionArgs) -> None:
-    """Write the file, and print its path."""
+    """Plot attention maps or layouts as the flags say, and print the path of the picture."""
     path = Path(args.output)
     maps = _layouts(args) if args.layout is not None else _maps(args)
     if not maps:
@@ -158,7 +162,11 @@ def _tokens(model: Any, tokenizer: Any, flag: str, text: str) -> Any:
 
 
 def numbers(text: str, flag: str) -> list[int] | None:
-    """Parse a list of numbers: "0,3-5" gives [0, 3, 4, 5], "all" gives None."""
+    """Parse a flag's list of numbers: "0,3-5" gives [0, 3, 4, 5], "all" gives None.
+
+    Args:
+        flag: name of the flag, for error messages.
+    """
     if text == "all":
         return None
     found = [re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part) for part in text.split(",")]

@@ -74,7 +74,7 @@ torch.distributed.destroy_process_group()
 
 @dataclass
 class Trial:
-    """A job of two processes and its result.
+    """A small job of two processes that tests a distributed backend, and its result.
 
     Attributes:
         packages: import names of required packages.
@@ -94,7 +94,11 @@ class Trial:
 
 
 def trials(gpus: int) -> list[Trial]:
-    """List the jobs to try on a machine with `gpus` GPUs; the first is a single process."""
+    """List the jobs by which `lmtools doctor` tests the backends; the first is a single process.
+
+    Args:
+        gpus: number of GPUs of this machine.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
     python = [sys.executable, "-c"]
     on_cpu = (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
@@ -114,7 +118,11 @@ def trials(gpus: int) -> list[Trial]:
 
 
 def run_trials(jobs: Sequence[Trial], limit: float) -> None:
-    """Run the jobs at the same time and store each result; jobs still running after `limit` seconds are killed."""
+    """Run test jobs at the same time, and store the result of each.
+
+    Args:
+        limit: seconds after which jobs that still run are killed.
+    """
     with ThreadPoolExecutor(len(jobs)) as pool:
         list(pool.map(lambda job: _run(job, limit), jobs))
 

@@ -40,7 +40,11 @@ class CompareArgs:
 
 
 def run(args: CompareArgs) -> None:
-    """Print the tables. Problems with single runs go to stderr. Raises UserError if no run can be read."""
+    """Print the tables that compare runs. Problems with single runs go to stderr.
+
+    Raises:
+        UserError: no run can be read.
+    """
     from lm_experiments_tools.tools.evaluate import table
 
     runs, problems = _find_runs(args.runs)
@@ -66,11 +70,11 @@ def run(args: CompareArgs) -> None:
 
 @dataclass
 class Run:
-    """The contents of a run directory.
+    """The contents of a run directory, as read by `read_run`.
 
     Attributes:
-        records: records of metrics.jsonl, one for each step and split; "seconds" is the training time so far.
-        config: settings of the newest start that trained; empty if none are recorded.
+        records: lines of metrics.jsonl, one for each step and split; "seconds" is the training time so far.
+        config: settings of the newest job that trained in this directory; empty if none are recorded.
         state: "running", "ended", or "stopped" (by an error or a signal).
         problems: error messages about unreadable files.
     """
@@ -83,17 +87,21 @@ class Run:
     problems: list[str] = field(default_factory=list)
 
     def of(self, split: str) -> list[dict[str, Any]]:
-        """Return the records of a split."""
+        """Return the metrics of one split ("train", "valid", ...), one dict for each line of metrics.jsonl."""
         return [record for record in self.records if record["split"] == split]
 
     def last(self, name: str, split: str = "train") -> Any:
-        """Return the last finite value of a metric, or None."""
+        """Return the last finite value of a metric on a split, or None."""
         return next((r[name] for r in reversed(self.of(split)) if _is_number(r.get(name))), None)
 
     def best(self, name: str, split: str = "valid") -> dict[str, Any] | None:
-        """Return the record with the best value of a metric.
+        """Return the line of metrics.jsonl that has the best value of a metric; None if the metric was not measured.
 
         The direction is `--optimize_mode` for the run's own metric, otherwise `metrics.lower_is_better`.
+
+        Args:
+            name: name of the metric.
+            split: name of the data.
         """
         from lm_experiments_tools.metrics import lower_is_better
 
@@ -103,7 +111,7 @@ class Run:
         return (min if falls else max)(records, key=lambda record: record[name], default=None)
 
     def metrics(self, split: str) -> list[str]:
-        """Return the names of the metrics of a split."""
+        """Return the names of the metrics that were measured on a split, such as "valid"."""
         return list(dict.fromkeys(name for record in self.of(split) for name in record["metrics"]))
 
 

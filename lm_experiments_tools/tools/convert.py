@@ -32,7 +32,7 @@ POSITIONAL = "source"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertArgs:
-    """Converting."""
+    """Which weights to convert, and where to write the result."""
 
     source: str | None = None
     """File or folder of weights. As the first argument it needs no flag."""
@@ -68,7 +68,7 @@ class ConvertArgs:
 
 
 def run(args: ConvertArgs) -> None:
-    """Convert, and print what was written."""
+    """Convert weights as the flags say, and print what was written."""
     if not Path(args.source).exists():
         raise UserError(f"--source {args.source}: there is no such file or folder.")
 

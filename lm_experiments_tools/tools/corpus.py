@@ -64,7 +64,7 @@ _COMMON = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusArgs:
-    """Corpus."""
+    """Where to write the text, and how much of it."""
 
     output: str
     """Folder for train.jsonl and valid.jsonl."""
@@ -73,7 +73,7 @@ class CorpusArgs:
 
 
 def run(args: CorpusArgs) -> None:
-    """Write valid.jsonl, then train.jsonl, and print their sizes. Raises UserError."""
+    """Write the corpus to valid.jsonl and train.jsonl, and print their sizes. Raises UserError."""
     paths = {split: Path(args.output, f"{split}.jsonl") for split in ("valid", "train")}
     for path in paths.values():
         if path.exists() and not path.read_bytes().startswith(b'{"source": '):

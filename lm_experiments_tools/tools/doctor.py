@@ -41,7 +41,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArgs:
-    """Trials and output."""
+    """How long backends are tried, and the form of the report."""
 
     json: bool = False
     """Print everything as one JSON object."""
@@ -53,7 +53,7 @@ class DoctorArgs:
 
 
 def run(args: DoctorArgs) -> int:
-    """Print the report; returns 0 if training can run here."""
+    """Print a report on this machine; returns 0 if training can run here, otherwise 1."""
     found = _examine(args.timeout)
     print(dump_json(found) if args.json else "\n".join(_report(found)))
     return 0 if found["can train"] else 1

@@ -36,7 +36,7 @@ Row = Mapping[str, "str | float"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsArgs:
-    """Models and suites."""
+    """The models to evaluate, and benchmark suites to run on them."""
 
     checkpoints: tuple[str, ...] = ()
     """Run directories, checkpoints, folders of models, adapters, or names of the Hugging Face Hub."""
@@ -75,7 +75,11 @@ class EvaluateArgs(FinetuningArgs, CheckpointsArgs):
 
 
 def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
-    """Print the metrics of each model, and a table at the end."""
+    """Print the metrics of each model, and a table of all at the end.
+
+    Args:
+        origins: for each setting, where its value came from; returned by `cli.parse`.
+    """
     given = {field.name: getattr(args, field.name) for field in fields(args) if origins[field.name] != DEFAULT}
     rows: list[Row] = []
     try:

@@ -28,7 +28,7 @@ POSITIONAL = "from_pretrained"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArgs:
-    """Exporting."""
+    """Which model to export, and in which form."""
 
     from_pretrained: str | None = None
     """Hugging Face name or folder, run directory or checkpoint. As the first argument it needs no flag."""
@@ -62,7 +62,7 @@ def check_shard_size(size: str) -> None:
 
 
 def run(args: ExportArgs) -> None:
-    """Export, and print what was written."""
+    """Export a model as the flags say, and print what was written."""
     from lm_experiments_tools.checkpoint.source import on_newest
 
     if args.to is not None:

@@ -36,7 +36,7 @@ _SENTINEL = re.compile(r"<extra_id_\d+>")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArgs:
-    """Texts and decoding."""
+    """The model, its input texts, and how output is generated."""
 
     from_pretrained: str | None = None
     """Hugging Face name or folder, run directory or checkpoint. As the first argument it needs no flag."""
@@ -77,7 +77,7 @@ class GenerateArgs:
             raise UserError("lmtools generate: give either texts after the model, or --file.")
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of transformers' `generate`."""
+        """Collect the arguments of transformers' `generate` from the flags."""
         chosen = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams, "do_sample": self.do_sample}
         if self.do_sample:
             chosen |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -169,7 +169,7 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
 
 
 def mask_of(tokenizer: Any) -> str:
-    """Return the tokenizer's mask token, or the one that `--task mlm` uses without it."""
+    """Return the tokenizer's mask token; if it has none, the token that `--task mlm` uses instead."""
     from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, sentinel_piece
 
     known = [token for token in (*MASK_PIECES, sentinel_piece(0)) if token in tokenizer.get_vocab()]
@@ -203,14 +203,19 @@ def _written(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[d
 
 
 def text_of(tokenizer: Any, row: Sequence[int]) -> str:
-    """Decode token ids without special tokens, but with sentinels."""
+    """Decode token ids to text, without special tokens, but with sentinels such as <extra_id_0>."""
     special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     hidden = {index for token, index in special if not _SENTINEL.fullmatch(token)}
     return tokenizer.decode([token for token in row if token not in hidden]).strip()
 
 
 def filled(text: str, output: str) -> str:
-    """Replace each sentinel in `text` by the text that follows the sentinel in `output`, if any."""
+    """Fill the blanks of a text: replace each sentinel by the words that the model wrote for it.
+
+    Args:
+        text: text with sentinels such as <extra_id_0>.
+        output: the model's output, in which each sentinel precedes its words. A sentinel that it lacks stays.
+    """
     parts = _SENTINEL.split(output)
     found = dict(zip(_SENTINEL.findall(output)[::-1], parts[:0:-1], strict=True))  # the first of two wins
     return _SENTINEL.sub(lambda match: found.get(match[0], match[0]).strip(), text)

@@ -60,11 +60,11 @@ _TOKENIZER = "\n\nfrom transformers import AutoTokenizer\n\ntokenizer = AutoToke
 
 
 class Loading(NamedTuple):
-    """How another program loads a model.
+    """Description of how another program loads a model from its folder, for the model card and for a check.
 
     Attributes:
         code: Python code that loads `model` from a variable `folder`.
-        note: a sentence on what it requires.
+        note: a sentence on what the code requires.
         reader: the class whose `from_pretrained` the code calls.
         options: arguments of `from_pretrained`.
     """
@@ -77,10 +77,12 @@ class Loading(NamedTuple):
 
 @contextmanager
 def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
-    """Context manager: create a temporary folder that becomes `folder` at the end, or is removed after an error.
+    """Context that creates a folder as a whole or not at all.
+
+    It yields a temporary folder, which is renamed to `folder` at the end, or removed after an error.
 
     Args:
-        flag: name of the flag, for error messages.
+        flag: name of the flag that names `folder`, for error messages.
 
     Raises:
         UserError: `folder` exists and is not empty.
@@ -101,13 +103,19 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
 
 
 def write_folder(opened: Opened, folder: Path, max_shard_size: str) -> Loading:
-    """Write configuration, weights in their saved dtype, tokenizer and the user's code; load them and compare logits.
+    """Write a model as a folder for the Hugging Face Hub, then load the folder and compare the logits.
+
+    The folder gets configuration, weights in the dtype in which they were saved, tokenizer and the user's code.
+
+    Args:
+        opened: the model, its tokenizer and its source.
+        max_shard_size: largest size of a weights file, such as "5GB".
 
     Returns:
-        how the folder loads.
+        How other programs load the folder.
 
     Raises:
-        UserError: it cannot be loaded, or its logits are not bit-identical to the model's.
+        UserError: the folder cannot be loaded, or its logits are not bit-identical to the model's.
     """
     source, model = opened.source, opened.model
     inputs = example_inputs(model)
@@ -130,7 +138,13 @@ def write_folder(opened: Opened, folder: Path, max_shard_size: str) -> Loading:
 
 
 def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expected: Tensor) -> None:
-    """Load a folder and compute its logits. Raises UserError if they are not `expected`."""
+    """Check that the model in a folder loads and gives the expected logits. Raises UserError if not.
+
+    Args:
+        loading: how the model is loaded.
+        inputs: arguments of the model's forward.
+        expected: logits of the model that was written.
+    """
     with read_errors_named(str(folder), "it cannot be loaded"), quiet_loading():
         model = loading.reader.from_pretrained(folder, dtype=torch.float32, **loading.options)
     if differs := difference(logits_of(model.eval(), inputs), expected):
@@ -138,7 +152,10 @@ def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expe
 
 
 def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return a batch of two rows of 12 token ids, for an encoder-decoder with decoder ids."""
+    """Build a small batch on which logits are compared: two rows of 12 token ids.
+
+    For an encoder-decoder it also has the decoder's ids.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = model.get_input_embeddings().num_embeddings
     inputs = {"input_ids": torch.randint(rows, (2, 12), generator=generator)}
@@ -150,7 +167,11 @@ def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def logits_of(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the logits, or the last hidden states of a model without a head."""
+    """Compute a model's logits, or the last hidden states of a model without a head.
+
+    Args:
+        inputs: arguments of the model's forward.
+    """
     with torch.no_grad():
         output = model(**inputs)
     return output[next((name for name in _OUTPUTS if name in output), 0)]

@@ -26,7 +26,7 @@ from lm_experiments_tools.tools.scripts import parse_flags_of_script
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArgs:
-    """Samples."""
+    """Which samples of the training data are printed."""
 
     samples: Annotated[int, NOT_NEGATIVE] = 3
     """Samples to show, the first ones of the run; of fine-tuning, of each split. With --packing: rows."""
@@ -36,7 +36,7 @@ class SampleArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArgs:
-    """Token statistics."""
+    """Statistics of tokens: which documents are counted, and what is reported."""
 
     frequent: Annotated[int, NOT_NEGATIVE] = 12
     """Most frequent tokens to show."""

@@ -23,7 +23,11 @@ Section = tuple[str, Facts, Samples]
 
 
 def sections(args: Any) -> Iterator[Section]:
-    """Yield (title, facts, samples) for each split that has data."""
+    """Describe the training, validation and test data, as far as the run has them.
+
+    Returns:
+        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
+    """
     if not args.data_path and args.measures_nothing():
         raise UserError("there is nothing to inspect: give --data_path, --valid_data_path or --test_data_path.")
     # One worker reads the rows of all: the same global batches.

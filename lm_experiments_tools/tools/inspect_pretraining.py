@@ -40,7 +40,11 @@ _WRONG_PAIR = {"swap": "a wrong pair: B comes before A", "random": "a wrong pair
 
 
 def t5_sections(args: Any) -> Iterator[Section]:
-    """(title, facts, samples) of each data path, and of the training data made from them."""
+    """Describe each data path of T5 pre-training, then the training examples made from all of them.
+
+    Returns:
+        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
+    """
     args = replace(args, valid_data_path=None, validate_only=False)
     data = T5Sources(args)
     os.chdir(args.working_folder())
@@ -100,7 +104,11 @@ def _t5_training(args: Any, sources: list[TokenSource], data: T5Sources) -> Sect
 
 
 def bert_sections(args: Any) -> Iterator[Section]:
-    """(title, facts, samples) of each data path, and of the training data made from them."""
+    """Describe each data path of BERT pre-training, then the training examples made from all of them.
+
+    Returns:
+        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
+    """
     os.chdir(args.working_folder())
     tokenizer, sources = bert_tokenizer(args), []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Describe micro-batches: steps per epoch, padding, and samples as text."""
+"""Describe the micro-batches of a run before training: steps per epoch, padding, and samples as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEASURED_MICRO_BATCHES = 64
 
 @dataclass(frozen=True)
 class Rendering:
-    """How to print a sample of a batch.
+    """How `lmtools inspect` prints a sample of a batch.
 
     Attributes:
         decode: converts token ids to text.
@@ -60,7 +60,7 @@ def training_section(
         facts: (name, value) lines that come first.
 
     Returns:
-        A title, facts and samples.
+        A title, (name, value) lines and the printed samples.
     """
     wanted = min(MEASURED_MICRO_BATCHES, ceil((samples_per_epoch or 1 << 62) / args.batch_size))
     options = torch.device("cpu"), has_decoder, ("labels",), args.trim_to()
@@ -114,7 +114,7 @@ def _padding(micro_batches: list[dict[str, Tensor]], rows: int, labels_at_inputs
 
 
 def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]) -> str:
-    """Decode ids to text; n equal ids of `shown` in a row are written as `name x n`.
+    """Decode token ids to text in which special ids are visible and repeated ones are counted.
 
     With shown={0: "<pad>", 1: "</s>"}, [5, 6, 1, 0, 0] becomes "a b </s> <pad> x 2".
 
@@ -134,7 +134,7 @@ def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mappi
 def render_predictions(
     input_ids: np.ndarray, labels: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]
 ) -> str:
-    """Decode masked-LM inputs and labels: "e [<mask> -> f] g".
+    """Decode a masked-LM sample to text that shows inputs and labels together: "e [<mask> -> f] g".
 
     Args:
         input_ids, labels: int64[length]; label -100 is not predicted.

@@ -1,4 +1,4 @@
-"""Describe token files: documents, lengths, token frequencies."""
+"""Describe the token files of a run: number and lengths of documents, token frequencies."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BLOCK = 1 << 24  # tokens counted at a time
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The inspected tokens of one data path.
+    """The tokens of one data path that `lmtools inspect` describes.
 
     Attributes:
-        content: result of the comparison with the recorded sha256; "" for text.
+        content: result of comparing the file with its recorded sha256; "" for text.
     """
 
     path: str
@@ -35,12 +35,17 @@ class TokenSource:
     content: str = ""
 
     def title(self) -> str:
-        """The path and the number of inspected documents."""
+        """Title of the section on this data path: the path and the number of inspected documents."""
         return self.path if self.is_whole else f"{self.path}: the first {self.tokens.num_documents:,} documents"
 
 
 def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> TokenSource:
-    """Select the documents to inspect: the first `args.documents`, copied to `scratch`, or all.
+    """Select the documents of a data path that `lmtools inspect` describes: the first `args.documents`, or all.
+
+    Args:
+        path: the data path.
+        tokens: its token file.
+        scratch: folder to which the first documents are copied.
 
     Raises:
         UserError: all are inspected, and the file differs from its recorded sha256.
@@ -73,7 +78,9 @@ def document_lengths(tokens: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def token_frequencies(tokens: IndexedDataset, vocab_size: int) -> np.ndarray:
-    """Count each id, int64[vocab_size], in evenly spaced blocks of at most about `MAX_COUNTED` tokens.
+    """Count how often each token id occurs in a token file; returns int64[vocab_size].
+
+    A large file is sampled: the counts are those of evenly spaced blocks of at most about `MAX_COUNTED` tokens in all.
 
     Raises:
         UserError: an id is outside the vocabulary.
@@ -93,7 +100,7 @@ def token_frequencies(tokens: IndexedDataset, vocab_size: int) -> np.ndarray:
 
 
 def percentiles(lengths: np.ndarray) -> dict[str, int]:
-    """Return percentiles of lengths by name; {} for no lengths."""
+    """Compute percentiles of lengths, as {name: tokens}; {} for no lengths."""
     values = np.percentile(lengths, list(PERCENTILES), method="inverted_cdf") if len(lengths) else ()
     return {name: int(value) for name, value in zip(PERCENTILES.values(), values, strict=False)}
 

@@ -1,8 +1,11 @@
-"""The console command `lmtools`.
+"""The console command `lmtools`, which runs its subcommands.
 
-Subcommand NAME is the module tools/NAME.py. It defines a dataclass NameArgs of its flags and `run(args)` or
-`run(args, origins)`, which returns the exit code (None: 0). If the flags depend on the first word, it defines
-`main(argv)` instead. POSITIONAL is the flag of words without a flag, or two: of the first word and of the others.
+The subcommand NAME is the module tools/NAME.py. The module defines a dataclass NameArgs of its flags, and a function
+`run(args)` or `run(args, origins)`, which returns the exit code (None: 0). A module whose flags depend on the first
+word defines `main(argv)` instead.
+
+A constant POSITIONAL in the module lets users write words without a flag. It holds the flag for all such words, or a
+pair: the flag for the first word and the flag for the others.
 """
 
 import difflib
@@ -84,7 +87,14 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
-    """Insert the flags of positional words: `RUN "a text"` becomes `--from_pretrained RUN --text "a text"`."""
+    """Insert the flags of words that the user wrote without one.
+
+    `RUN "a text"` becomes `--from_pretrained RUN --text "a text"`.
+
+    Args:
+        argv: the command's words.
+        flags: the flag for all words without one, or a pair: the flag for the first word and that for the others.
+    """
     names = [flags] if isinstance(flags, str) else list(flags)
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     named = [word for name, first in zip(names, words, strict=False) for word in (f"--{name}", first)]

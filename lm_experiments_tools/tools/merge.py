@@ -8,7 +8,7 @@ from lm_experiments_tools.tools.tokenize import check_output
 
 @dataclass(frozen=True, kw_only=True)
 class MergeArgs:
-    """Merging."""
+    """Which token files to join."""
 
     input: tuple[str, ...]
     """Token prefixes, in the order in which they are joined; or the common prefix of shards, in any order."""
@@ -19,7 +19,7 @@ class MergeArgs:
 
 
 def run(args: MergeArgs) -> None:
-    """Merge and print the counts."""
+    """Join token files, and print the number of their documents and tokens."""
     from lm_experiments_tools.data.tokens.merge import merge_datasets
 
     check_output(args.output)

@@ -157,7 +157,7 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def check_onnxruntime() -> None:
-    """Raise UserError if a package for ONNX export is missing."""
+    """Check that the packages for ONNX export are installed. Raises UserError."""
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
@@ -327,7 +327,10 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
         past_key_values: EncoderDecoderCache | None = None,
         **_: Any,
     ) -> Seq2SeqLMOutput:
-        """Run a decoding step on the last token, or on all tokens if the cache is empty."""
+        """Run a decoding step for transformers' `generate`.
+
+        The decoder reads the last token, or all tokens if the cache is empty.
+        """
         cache, is_later = past_key_values, past_key_values is not None and past_key_values.get_seq_length() > 0
         inputs = (decoder_input_ids, encoder_outputs[0], attention_mask)
         if is_later:

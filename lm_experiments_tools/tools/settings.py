@@ -11,7 +11,7 @@ SETTINGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsArgs:
-    """Settings of launchers."""
+    """Where to copy the settings of `accelerate launch`."""
 
     output: str = "."
     """Folder to write accelerate_configs/ to. Training starts there, since paths in these files are relative."""

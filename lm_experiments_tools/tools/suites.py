@@ -42,12 +42,12 @@ _SETTINGS = ("num_fewshot", "limit")
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark suite and its tasks.
+    """A benchmark suite of another project, and the tasks of it that are evaluated.
 
     Attributes:
-        name: "lm_eval", "sts", "mteb" or "glue"; also the split name of its records in metrics.jsonl.
+        name: "lm_eval", "sts", "mteb" or "glue"; also the split name of its values in metrics.jsonl.
         tasks: names, YAML files (lm_eval), data files (sts), module:Class (mteb) or folders (glue).
-        settings: flags that affect the values. Recorded values count only if these agree.
+        settings: flags that affect the values. A task is measured again if its recorded values have other settings.
         model_cls: class of the model; None for the class it was saved from.
     """
 
@@ -58,11 +58,16 @@ class Suite:
     model_cls: str | None = None
 
     def measure(self, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """Evaluate a model; yields (task, values) after each task."""
+        """Evaluate a model on tasks of the suite; yields (task, values) after each task.
+
+        Args:
+            name: checkpoint, folder or Hub name of the model.
+            tasks: the tasks, some of those of the suite.
+        """
         yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb, "glue": _glue}[self.name](self, name, tasks)
 
     def check(self) -> None:
-        """Raise UserError if a package, a file or a task is missing."""
+        """Check that the packages, files and tasks of the suite exist. Raises UserError."""
         for package in {"lm_eval": ["lm_eval"], "mteb": ["mteb", _ENCODERS], "sts": [_ENCODERS]}.get(self.name, ()):
             _package(package)
         missing = [task for task in self.tasks if not Path(task).exists()]
@@ -75,7 +80,7 @@ class Suite:
 
 
 def checkpoints_of(name: str) -> list[str]:
-    """Return all checkpoints of a run directory, oldest first; [name] for any other model.
+    """List all checkpoints of a run directory, oldest first; any other model gives [name].
 
     Raises:
         UserError: the run has no checkpoints, or there is no model of this name.
@@ -91,7 +96,13 @@ def checkpoints_of(name: str) -> list[str]:
 
 
 def measured(name: str, suite: Suite) -> dict[str, float]:
-    """Return the values of a model. Tasks not recorded in its run's metrics.jsonl are measured and appended."""
+    """Return the values of a model on all tasks of a suite, and record them in the metrics.jsonl of its run.
+
+    Only tasks that are not recorded there yet are measured.
+
+    Args:
+        name: checkpoint, folder or Hub name of the model.
+    """
     source = find_source(name, "--checkpoints")
     folder = run_folder(source)
     place = {} if folder is None else position_of(source.path)

@@ -1,6 +1,7 @@
 """Tokenize text into a token file (Megatron's .bin and .idx). An interrupted command resumes.
 
-A job array tokenizes n shards, job i with --shard i/n, and `lmtools merge` joins them (docs/scale.md).
+To tokenize in a job array, divide the text into n shards: job i tokenizes one with --shard i/n, and `lmtools merge`
+joins the results (docs/scale.md).
 """
 
 import time
@@ -13,7 +14,7 @@ from lm_experiments_tools.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeArgs:
-    """Tokenization."""
+    """Which text to tokenize, and how."""
 
     input: tuple[str, ...]
     """Text: .jsonl and .txt files, also compressed, folders of them, Hugging Face datasets (name:config:split)."""
@@ -43,7 +44,7 @@ class TokenizeArgs:
 
 
 def run(args: TokenizeArgs) -> None:
-    """Tokenize and print the counts."""
+    """Tokenize the text, and print the number of documents and tokens."""
     from lm_experiments_tools.data.tokens.pipeline import parse_shard, shard_prefix
     from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
@@ -66,6 +67,6 @@ def run(args: TokenizeArgs) -> None:
 
 
 def check_output(output: str) -> None:
-    """Raise UserError if the prefix `output` names a folder or a file."""
+    """Check the prefix of the token files to write. Raises UserError if it names a folder or a file."""
     if output.endswith(("/", ".bin", ".idx", ".json")):
         raise UserError(f"--output {output} must be a prefix, such as tokens/train: .bin, .idx and .json are added")

@@ -10,7 +10,7 @@ from lm_experiments_tools.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class VocabArgs:
-    """Vocabulary."""
+    """The vocabulary to train, and its text."""
 
     input: tuple[str, ...]
     """Text: .jsonl and .txt files, also compressed, folders of them, Hugging Face datasets (name:config:split)."""
