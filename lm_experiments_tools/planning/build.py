@@ -34,7 +34,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> ExperimentArgs:
-    """Replace `--speed auto` by the settings that a run on `device` would choose.
+    """Replace automatic settings (`--speed auto`) by those that a run on `device` would choose.
 
     Args:
         origins: for each setting, where its value came from; returned by `cli.parse`.
@@ -57,10 +57,11 @@ def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> Ex
 
 
 def prepare(args: ExperimentArgs, device: str) -> Prepared:
-    """Build the model, its optimizer and one micro-batch of random tokens.
+    """Build the model, its optimizer and one micro-batch of random tokens, to measure a training step on them.
 
     Args:
         args: settings returned by `resolve`.
+        device: "cpu" or "cuda".
 
     Raises:
         UserError: the model cannot be built.

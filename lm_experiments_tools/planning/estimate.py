@@ -27,14 +27,14 @@ _ZERO3_LIVE = 4 * 5 * 10**8  # bytes of parameters that ZeRO 3 leaves gathered: 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one worker when a training step needs the most.
+    """The largest memory of one worker during a training step, as estimated without running the step.
 
     Attributes:
         parts: bytes of "parameters", "gradients", "optimizer state", "activations" and "communication".
-        phase: "forward", "backward" or "update".
+        phase: when the memory is largest: "forward", "backward" or "update".
         device: "cpu" or "cuda".
         args: the settings, with `--speed auto` replaced by what it chose.
-        prepared: the traced model, its optimizer and its batch.
+        prepared: the model, its optimizer and its batch from which the memory was estimated.
     """
 
     parts: dict[str, float]

@@ -35,7 +35,7 @@ USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's
 
 
 class Fit(NamedTuple):
-    """Settings that fit into memory.
+    """Settings with which a run fits into the given memory, and their memory estimate.
 
     Attributes:
         args: the settings.
@@ -188,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_explained(args: ExperimentArgs) -> Iterator[None]:
-    """Context for training: RunError, with what to try next, where memory runs out."""
+    """Context for training that turns an out-of-memory error into a RunError with advice on what to try next."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError

@@ -1,4 +1,4 @@
-"""The memory estimate of a run, printed, and settings that fit."""
+"""Print the memory estimate of a run, and settings with which it fits into a given memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _LESS = 0.9  # of an estimate that did not fit, for the next proposal
 
 
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
-    """Print the memory estimate, and with `--fit` settings that fit. `--fit auto` tries them for two steps.
+    """Print the memory estimate of a run and, with `--fit`, settings with which it fits.
+
+    `--fit auto` also runs two training steps with these settings.
 
     Args:
         planning: device, number of workers, sharding and `--fit`.

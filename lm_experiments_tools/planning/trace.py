@@ -31,7 +31,7 @@ _MAX_TRUE_BUILDING, _MAX_TRUE = 10, 2000  # conditions; weights may be drawn unt
 
 
 class Prepared(NamedTuple):
-    """Model, optimizer and inputs of a training step."""
+    """Model, optimizer and inputs of the training step whose memory is measured."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes of gradients and activations at one moment of a training step."""
+    """Bytes of gradients and activations that are in memory at one moment of a training step."""
 
     phase: str  # "forward", "backward" or "update"
     gradients: int
@@ -48,7 +48,7 @@ class Moment(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Memory of a training step, in bytes."""
+    """Memory of one training step, as counted by `trace_step`, in bytes."""
 
     parameters: int  # and buffers
     gradients: int  # of all trained parameters
@@ -57,7 +57,7 @@ class Trace(NamedTuple):
 
 
 def trace_step(prepare: Callable[[], Prepared], *, casts_weights: bool = True) -> tuple[Trace, Prepared]:
-    """Count the memory of one training step on fake tensors.
+    """Count the memory of one training step without allocating it, on fake tensors, which have no data.
 
     Args:
         prepare: builds model, optimizer and batch; its tensors are fake too.
@@ -85,7 +85,11 @@ def trace_step(prepare: Callable[[], Prepared], *, casts_weights: bool = True) -
 
 
 def run_passes(prepared: Prepared, enter: Callable[[str], object] = str) -> None:
-    """Run forward and backward on the batch. Before each, `enter` gets its name ("forward", "backward")."""
+    """Run the forward and the backward pass of a training step on its batch.
+
+    Args:
+        enter: called before each pass with its name, "forward" or "backward".
+    """
     model, _, batch, dtype = prepared
     enter("forward")
     with torch.autocast(next(model.parameters()).device.type, dtype=dtype, enabled=dtype is not None):
@@ -95,7 +99,10 @@ def run_passes(prepared: Prepared, enter: Callable[[str], object] = str) -> None
 
 
 def update(prepared: Prepared) -> None:
-    """Compute the gradient norm and step the optimizer. Gradients are not cleared."""
+    """Run the optimizer update of a training step: compute the gradient norm, then step the optimizer.
+
+    Gradients are not cleared.
+    """
     torch.nn.utils.get_total_norm([p.grad for p in prepared.model.parameters() if p.grad is not None])
     prepared.optimizer.step()
 
