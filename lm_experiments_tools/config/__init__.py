@@ -1,1 +1,4 @@
-"""Arguments of the scripts, and the command line and YAML they come from; imports only the top-level files."""
+"""Arguments of the scripts, and how they are read from the command line and YAML files.
+
+Modules here import only the top-level files of the package.
+"""

@@ -78,7 +78,7 @@ class BertDataArgs:
             raise UserError(f"--data_impl {self.data_impl} does not exist any more: files are memory-mapped.")
 
     def without_effect(self) -> list[str]:
-        """Return the given flags that have no effect."""
+        """List the given flags that have no effect with this data."""
         return given_flags(self, _WITHOUT_EFFECT)
 
 

@@ -18,7 +18,7 @@ _OF_RATES = Ignored(lambda args: args.relative_step, "has no rate to find: --rel
 
 @dataclass(frozen=True, kw_only=True)
 class FinderArgs:
-    """The learning rate, found by trying: the script reports and exits."""
+    """The learning-rate range test, which reports good learning rates and exits."""
 
     find_lr: Annotated[int | None, HARMLESS, at_least(20), _OF_NEW_RUN, _OF_UPDATES, _OF_RATES] = None
     """Raise the learning rate over so many updates from --find_lr_min to --find_lr_max, say where the loss falls

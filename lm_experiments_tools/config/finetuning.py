@@ -174,7 +174,7 @@ class TaskArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthArgs:
-    """Lengths of examples, and how they are put together."""
+    """Lengths of examples, and how examples are grouped or packed into rows."""
 
     input_seq_len: Annotated[int, at_least(2)] = 512
     """Most tokens of a source (of source and target together for a decoder; of a block of causal_lm). What is cut off
@@ -189,7 +189,7 @@ class LengthArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionArgs:
-    """Super-Natural-Instructions: the prompt, and how much of each task."""
+    """Super-Natural-Instructions: what the prompt contains, and how many examples of each task are used."""
 
     sni_split: Annotated[str, _OF_INSTRUCTIONS] = "default"
     """Folder below splits/ with train_tasks.txt and test_tasks.txt."""
@@ -228,7 +228,7 @@ class PretrainedArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryArgs:
-    """Small memory: what is trained, and in which form the rest is held."""
+    """Training in little memory: which weights are trained, and in which precision the others are stored."""
 
     freeze: tuple[str, ...] = ()
     """Parts not to train: encoder, decoder, embeddings, head, or patterns of parameter names such as "*.layer.0.*"."""
@@ -399,7 +399,7 @@ class FinetuningArgs(
         return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
 
     def trim_to(self) -> int:
-        """Multiple to which the padded width of micro-batches is trimmed."""
+        """Multiple (in tokens) to which the width of a micro-batch is rounded up when columns of padding are cut off."""
         return self.pad_to_multiple_of or 1
 
     def lacks_validation(self) -> bool:

@@ -34,14 +34,18 @@ _ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accu
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Rule: the value is None or a finite number in this range. `reason` is the error message, with {default}."""
+    """Rule for a flag: its value is None or a finite number in this range.
+
+    Attributes:
+        reason: the error message, in which {default} is filled in.
+    """
 
     holds: Callable[[Any], bool]
     reason: str
 
 
 def at_least(minimum: float) -> Range:
-    """Rule: the value is at least `minimum`."""
+    """Create the rule that a flag's value is at least `minimum`."""
     return Range(lambda value: value >= minimum, f"it must be at least {minimum:g}")
 
 
@@ -54,7 +58,7 @@ DROPOUT = Range(lambda value: 0 <= value < 1, "it must be at least 0 and below 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ignored:
-    """Rule: the flag is refused where other arguments make it useless.
+    """Rule for a flag: it is refused where other arguments make it useless.
 
     Attributes:
         when: returns True for arguments with which the flag has no effect.
@@ -68,7 +72,13 @@ class Ignored:
 
 
 def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
-    """Rule: refused unless `flag` is given, or has one of `values`."""
+    """Create the rule that a flag is refused unless another flag is given.
+
+    Args:
+        flag: the other flag.
+        values: values of which it must have one; without them it must only be given.
+        reason: rest of the error message; None writes one.
+    """
     if values:
         return Ignored(
             lambda args: getattr(args, flag) not in values,
@@ -194,22 +204,26 @@ def is_given(args: object, flag: str) -> bool:
 
 
 def given_flags(args: object, *rules: Ignored) -> list[str]:
-    """Return the names of the given flags that have one of `rules`."""
+    """Return the names of the flags that the user gave and that have one of the rules."""
     found = rules_of(type(args))
     return [name for name in found if any(rule in found[name] for rule in rules) and is_given(args, name)]
 
 
 def telling_settings(args: object) -> dict[str, Any]:
-    """Return the settings to show for a run: the most important ones, and all that differ from their defaults."""
+    """Select the settings that describe a run in its summary.
+
+    These are the most important ones, and all that differ from their defaults.
+    """
     always = [name for name in _ALWAYS_SHOWN if hasattr(args, name)]
     given = [field.name for field in dataclasses.fields(args) if is_given(args, field.name)]
     return {name: getattr(args, name) for name in dict.fromkeys([*always, *given])}
 
 
 def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:
-    """Raise UserError if a given flag of `groups` (default: all) has no effect.
+    """Refuse flags that the user gave and that have no effect. Raises UserError.
 
     Args:
+        groups: classes whose flags are checked; None: all.
         in_run: apply only the rules marked `in_run`.
     """
     for name, rule in _rules(args, groups, Ignored):
@@ -240,6 +254,13 @@ def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Ite
 
 
 def check_conflict(args: object, first: str, second: str, reason: str) -> None:
-    """Raise UserError with `reason` if both flags are given."""
+    """Refuse two flags that exclude each other, if both are given.
+
+    Args:
+        reason: the error message.
+
+    Raises:
+        UserError: both flags are given.
+    """
     if getattr(args, first) and getattr(args, second):
         raise UserError(f"--{first} and --{second} exclude each other: {reason}.")

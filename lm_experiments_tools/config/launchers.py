@@ -1,4 +1,7 @@
-"""Read a worker's rank and machines from the environment variables of launchers. Standard library only."""
+"""Read a worker's rank, and if its job has several machines, from the environment variables of launchers.
+
+Standard library only.
+"""
 
 import os
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ class Tokens(int):
 
 
 def lengths_in_tokens(args: Any) -> dict[str, Tokens]:
-    """Return the flags whose values are in tokens: {"iters": 10000000000tok}."""
+    """Return the flags whose values are lengths in tokens, with their values: {"iters": 10000000000tok}."""
     values = {field.name: getattr(args, field.name) for field in fields(args)}
     return {name: value for name, value in values.items() if isinstance(value, Tokens)}
 

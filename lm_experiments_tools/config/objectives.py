@@ -25,11 +25,11 @@ PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A training objective.
+    """Description of a training objective, such as span corruption: its dataset, its models and its flags.
 
     Attributes:
-        builder: `module:function` that builds the dataset from an `ObjectiveContext` and a token stream; the class
-            of a user's objective.
+        builder: `module:function` that builds the dataset from an `ObjectiveContext` and a token stream; the class of
+            a user's objective.
         models: kinds of model that can be trained with it ("encoder", "encoder-decoder", "decoder").
         reads: the objective-specific flags that it uses.
         in_seqio: True if `--data_pipeline seqio` can make its examples.
@@ -47,12 +47,12 @@ class Objective:
 
     @property
     def varies_in_length(self) -> bool:
-        """True if examples differ in length, so that they are grouped by length."""
+        """True if the examples of the objective differ in length, so that batches group them by length."""
         return "bucket_rows" in self.reads
 
     @property
     def parts_documents(self) -> bool:
-        """True if documents must be separated (by EOS)."""
+        """True if the objective needs documents to be separated by an EOS token."""
         return "append_eos" in self.reads
 
 
@@ -199,7 +199,7 @@ class ObjectiveArgs:
         return replace(facts, builder=self.task, reads=(*facts.reads, "task_options"))
 
     def checked_task_options(self) -> dict[str, Any]:
-        """Return `--task_options` as keyword arguments of the user's objective. Raises UserError."""
+        """Return the options of a user's objective (`--task_options`) as keyword arguments. Raises UserError."""
         options = read_options("task_options", self.task_options)
         if ":" not in self.task or self.is_registered_task():
             return options
@@ -230,5 +230,5 @@ class ObjectiveArgs:
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
 
     def denoiser_specs(self) -> list[DenoiserSpec]:
-        """Return the parsed `--denoisers`."""
+        """Return the denoisers of UL2's mixture, parsed from `--denoisers`."""
         return [DenoiserSpec.parse(text) for text in " ".join(self.denoisers).split()]

@@ -26,7 +26,7 @@ _FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseArgs:
-    """Phases of a run, branches of it, and what they may change of the model."""
+    """Phases of a run (parts with different settings), branches of a run, and model settings that these change."""
 
     phases: Annotated[tuple[str, ...], HARMLESS] = ()
     """Parts of the run, in YAML a list of mappings, each with its length (iters: or tokens:) and any flags of task,
@@ -54,7 +54,7 @@ class PhaseArgs:
 
 
 def check_phased_run(args: Any) -> None:
-    """Raise UserError if `--phases` is combined with a flag that excludes it."""
+    """Refuse flags that cannot be combined with `--phases`. Raises UserError."""
     if not args.phases:
         return
     if is_given(args, "iters"):
@@ -133,11 +133,13 @@ def _as_length(key: yaml.Node, value: yaml.Node) -> tuple[yaml.Node, yaml.Node]:
 
 
 def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
-    """Return the arguments of each phase with `iters` replaced by the step at which the phase ends.
+    """List the phases of a run with the optimizer step at which each one ends.
 
-    Lengths in tokens become optimizer updates. Phases of 900 and 100 updates get `iters` 900 and 1000.
+    Returned are the arguments of each phase, whose `iters` is this step. Phases of 900 and 100 updates get `iters` 900
+    and 1000. Lengths in tokens are converted to optimizer updates.
 
     Args:
+        args: arguments of the run.
         world_size: number of workers.
         first_step: step at which the first phase starts.
 
@@ -159,5 +161,10 @@ def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
 
 
 def saved_before(interval: int, start: int, end: int) -> range:
-    """Return the multiples of `interval` (`--save_interval`) between `start` and `end`, both excluded."""
+    """List the steps of a phase at which checkpoints are saved: multiples of `--save_interval`.
+
+    Args:
+        interval: `--save_interval`.
+        start, end: first and last step of the phase, both excluded.
+    """
     return range(start - start % interval + interval, end, interval)

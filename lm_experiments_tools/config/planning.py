@@ -12,7 +12,7 @@ _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningArgs:
-    """Hardware of the run."""
+    """The hardware for which the memory of a run is estimated."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the run; auto: a GPU if this machine has one."""

@@ -53,7 +53,7 @@ class MixtureArgs:
         return any(is_given(self, flag) for flag in inspect.get_annotations(MixtureArgs))
 
     def mixing(self) -> dict[str, Any]:
-        """Keyword arguments for `MixtureDataset`."""
+        """Keyword arguments for the class `MixtureDataset`, which mixes the data paths."""
         limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
 
@@ -139,7 +139,10 @@ class T5PretrainingArgs(
     report: Annotated[bool, VALIDATION] = False
 
     def trim_to(self) -> int | None:
-        """Multiple to which micro-batch widths are trimmed; None for objectives with rows of fixed length."""
+        """Multiple (in tokens) to which the width of a micro-batch is rounded up when columns of padding are cut off.
+
+        None for objectives with rows of fixed length.
+        """
         return super().trim_to() if self.objective().varies_in_length or self.is_registered_task() else None
 
     def tokens_per_row(self) -> int:

@@ -27,17 +27,20 @@ def is_elastic() -> bool:
 
 
 def has_begun_anew() -> bool:
-    """Return True after a restart. RANK and SIZE in the environment may then be outdated."""
+    """Return True if this worker of an elastic job was restarted in the same process.
+
+    The variables RANK and SIZE in the environment may then be outdated.
+    """
     return _MARK in os.environ
 
 
 def hosts_changed() -> None:
-    """Request that all workers save a checkpoint and restart."""
+    """Request that all workers of an elastic job save a checkpoint and restart, because its hosts have changed."""
     _asked.add("hosts")
 
 
 def have_hosts_changed() -> bool:
-    """Return True once `hosts_changed` was called."""
+    """Return True once `hosts_changed` has requested a restart."""
     return "hosts" in _asked
 
 
@@ -47,7 +50,10 @@ def note_signal() -> None:
 
 
 def note_interrupts() -> None:
-    """Record each Ctrl-C. Python ignores a KeyboardInterrupt that is raised inside a destructor or callback."""
+    """Record each Ctrl-C from now on, because Python may lose one.
+
+    Python ignores a KeyboardInterrupt that is raised inside a destructor or callback.
+    """
     if threading.current_thread() is threading.main_thread():
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
@@ -72,7 +78,7 @@ def is_restart(code: object) -> bool:
 
 
 def begin_anew() -> NoReturn:
-    """Close files, kill child processes and execute this program again in the same process."""
+    """Restart this worker: close files, kill child processes and execute the program again in the same process."""
     import psutil
 
     print(f"process {os.getpid()}: the workers of the job change, restarting", file=sys.stderr)
@@ -91,7 +97,7 @@ def begin_anew() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with `code` without running exit handlers, which may wait for lost workers."""
+    """Exit the process with `code` without running exit handlers, which may wait for lost workers."""
     _flush()
     os._exit(code)
 

@@ -13,7 +13,7 @@ from lm_experiments_tools.errors import UserError
 
 
 class Setting(NamedTuple):
-    """Value of a flag, and where it was set ("run.yaml line 3")."""
+    """Value of a flag, with the place where it was set ("run.yaml line 3")."""
 
     value: Any
     origin: str

@@ -83,7 +83,7 @@ GONE = {
 
 
 def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
-    """Return the end of the error message for an unknown name: the most similar existing name.
+    """Return the end of the error message for an unknown flag or name: which existing one may be meant.
 
     Args:
         written: the unknown name.

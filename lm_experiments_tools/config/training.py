@@ -154,22 +154,28 @@ class RunArgs:
     """Validate once and stop, without training."""
 
     def working_folder(self) -> str:
-        """`--working_dir`. Raises UserError if it does not exist."""
+        """The folder in which the run works (`--working_dir`). Raises UserError if it does not exist."""
         if not os.path.isdir(self.working_dir):
             raise UserError(f"--working_dir {self.working_dir} is not a folder")
         return self.working_dir
 
     def virtual_size(self, world_size: int) -> int:
-        """Return `--virtual_ranks` with `--reproducible elastic`, otherwise `world_size`."""
+        """Return the number of virtual data-parallel ranks, into which each batch is divided.
+
+        It is `--virtual_ranks` with `--reproducible elastic`, otherwise `world_size`.
+
+        Args:
+            world_size: number of workers.
+        """
         return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
     def check_shares(self, world_size: int) -> None:
-        """Raise UserError unless `world_size` workers can share the virtual ranks equally."""
+        """Check that `world_size` workers can divide the virtual ranks equally. Raises UserError."""
         if (virtual := self.virtual_size(world_size)) % world_size:
             raise UserError(f"--virtual_ranks {virtual} is not a multiple of the {world_size} workers that run.")
 
     def resume_path(self) -> str | None:
-        """The checkpoint named by `--resume PATH`, or None for auto and never."""
+        """The checkpoint that `--resume` names; None for "auto" and "never"."""
         return None if self.resume in ("auto", "never") else self.resume
 
 
@@ -230,7 +236,10 @@ class BatchArgs:
         check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
 
     def trim_to(self) -> int | None:
-        """Multiple to which the padded width of micro-batches is trimmed; None for no trimming."""
+        """Multiple (in tokens) to which the width of a micro-batch is rounded up when columns of padding are cut off.
+
+        None to cut nothing off.
+        """
         return self.pad_to_multiple_of
 
     def rows_per_worker(self) -> int:
@@ -325,7 +334,7 @@ class CheckpointArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingArgs:
-    """Reports while training."""
+    """Logs and reports during training."""
 
     log_interval: Annotated[int, HARMLESS, LENGTH, COUNT] = 10
     """Updates between two lines of log."""
@@ -351,7 +360,7 @@ class LoggingArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, BatchArgs, ScheduleArgs, RunArgs):
-    """Everything the Trainer reads."""
+    """All arguments that the training loop reads."""
 
     def __post_init__(self) -> None:
         check_groups(self, type(self).__mro__[::-1])
@@ -435,13 +444,13 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
         check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
 
     def check_model(self) -> None:
-        """A model must be named."""
+        """Check that a model is named. Raises UserError."""
         names = ("model_cfg", "base_model", "init_checkpoint", "from_pretrained")
         if all(getattr(self, name, None) is None for name in names):
             raise UserError("no model is named: give --model_cfg, such as t5-small, or --base_model NAME.")
 
     def learning_rate(self) -> float | None:
-        """`--lr`, or the script's default for the optimizer, if it has one."""
+        """The learning rate of the run: `--lr`, or the script's default for the optimizer, if it has one."""
         return self.lr
 
     def lacking_rate(self) -> str:
@@ -449,7 +458,11 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
 
     def while_finding(self) -> tuple["ExperimentArgs", str | None]:
-        """Arguments for `--find_lr`, without a run directory, and the run directory that was given."""
+        """Adapt the arguments for the learning-rate range test (`--find_lr`).
+
+        Returns:
+            Arguments without a run directory, and the run directory that was given.
+        """
         if self.find_lr is None:
             return self, self.model_path
         changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}
