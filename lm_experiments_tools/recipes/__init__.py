@@ -1,1 +1,1 @@
-"""Build and run complete training runs from arguments: data, model, optimizer, backend, training."""
+"""Complete training runs, built from arguments: data, model, optimizer, backend and training loop."""

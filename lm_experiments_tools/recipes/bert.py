@@ -51,11 +51,11 @@ TOKENIZERS = Path(".cache") / "tokenizers"
 
 
 class BertPretraining(Pretraining):
-    """A run of run_bert_pretraining.py."""
+    """A run of the script run_bert_pretraining.py."""
 
     @cached_property
     def tokenizer(self) -> BertDataTokenizer:
-        """The tokenizer of all phases. Every worker must read this property at the same time."""
+        """The tokenizer of all phases, loaded on first use. Every worker must read this property at the same time."""
         return on_all(self.backend, lambda: bert_tokenizer(self.args))
 
     def check(self, args: BertPretrainingArgs, source: ModelSource) -> None:
@@ -101,7 +101,7 @@ def _right_and_all(logits: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
-    """Raise UserError if the model does not fit the data.
+    """Check that a BERT model fits its training data. Raises UserError.
 
     Reasons are a missing head for sentence pairs, too few positions or token types, or another padding id than the
     tokenizer's.
@@ -173,14 +173,13 @@ def bert_datasets(
     tokenizer: BertDataTokenizer,
     open_tokens: Callable[[str], IndexedDataset] | None = None,
 ) -> tuple[SampleDataset | None, BertDataset | None]:
-    """Training samples (None with `--validate_only`) and validation samples (None without data).
+    """Build the training and validation samples of BERT pre-training from Megatron's files of sentences.
 
     Args:
-        open_tokens: opens the token file of a data path; `open_sentences` by default.
+        open_tokens: opens the token file of a data path; None: `open_sentences`.
 
     Returns:
-        Training samples (None with `--validate_only`), validation samples and the validation token file (both None
-        without `--valid_data_path`).
+        Training samples (None with `--validate_only`) and validation samples (None without `--valid_data_path`).
     """
     open_tokens = open_tokens or open_sentences
     dataset = partial(
@@ -222,7 +221,7 @@ def _mixed(
 def document_datasets(
     args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
 ) -> tuple[MaskedRows | None, MaskedRows | None]:
-    """As `bert_datasets`, for plain text."""
+    """Build the training and validation samples of BERT pre-training from plain text; see `bert_datasets`."""
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
     ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
     masks = {"mask_id": tokenizer.mask, "special_ids": tokenizer.special_ids, "vocab_size": tokenizer.vocab_size}

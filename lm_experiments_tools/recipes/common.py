@@ -1,4 +1,4 @@
-"""Steps that the training scripts share: run directory, checks, seeds, loss, summary, end."""
+"""The steps that all training scripts share: run directory, checks, seeds, loss, summary, end."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class PretrainingData:
 
     Attributes:
         vocabulary: a `Vocabulary`, or the tokenizer of BERT.
-        vocabulary_size: greater than any token id.
+        vocabulary_size: number of embeddings needed: greater than any token id.
         train: endless batches of this worker; None with `--validate_only` (seqio: the source of validation data).
         valid: validation examples of this worker; None without validation data.
         tokenizer_dir: folder with Hugging Face tokenizer files; None without `--model_path`.
@@ -190,7 +190,10 @@ def labels_alone(
     backend: Backend,
     model: nn.Module,
 ) -> Callable[[int], int] | None:
-    """Return the `most_labels` argument of `Loss` if only masked positions are scored (`--mlm_positions`), else None.
+    """Choose if the model computes logits only at masked positions (`--mlm_positions`).
+
+    Returns:
+        The argument `most_labels` of `Loss`; None if logits are computed at all positions.
 
     Raises:
         UserError: `--mlm_positions masked`, but the model's head needs all positions.
@@ -207,7 +210,12 @@ def labels_alone(
 
 
 def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss) -> Loss:
-    """Add the divergence from the teacher's predictions (`--distill_from`) to `loss`; without a teacher, return it.
+    """Add knowledge distillation to a loss: the divergence from a teacher's predictions (`--distill_from`).
+
+    Without a teacher the loss is returned unchanged.
+
+    Args:
+        kind: kind of the student: "encoder", "encoder-decoder" or "decoder".
 
     Raises:
         UserError: the teacher cannot be loaded, or has another vocabulary or model kind than the student.
@@ -230,7 +238,14 @@ def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, 
 
 
 def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
-    """Write the tokenizer to the run directory and return its folder; None without `--model_path`."""
+    """Write the tokenizer to the run directory, from where checkpoints copy it.
+
+    Args:
+        save: writes the tokenizer's files into a folder.
+
+    Returns:
+        The folder; None without `--model_path`.
+    """
     if args.model_path is None or args.validate_only:
         return None
     folder = Path(args.model_path) / "tokenizer"

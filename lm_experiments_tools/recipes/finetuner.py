@@ -107,7 +107,7 @@ def _fast(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class FineTuner:
-    """A pre-trained model with its tokenizer and a task.
+    """A pre-trained model with its tokenizer and a task, to be fine-tuned, evaluated and used.
 
     Args:
         from_pretrained: Hugging Face name or folder, run directory or checkpoint; None with `model_cfg`.
@@ -144,7 +144,7 @@ class FineTuner:
 
     @cached_property
     def backend(self) -> Backend:
-        """The distributed backend: that of the launcher, or a single process."""
+        """The distributed backend of the launcher, or of a single process; created on first use."""
         return get_backend(self.args)
 
     @cached_property
@@ -301,7 +301,10 @@ class FineTuner:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Save model (only the adapter, if any) and tokenizer for `from_pretrained`. Every worker must call it."""
+        """Save model and tokenizer as a folder for `from_pretrained`. Every worker must call it.
+
+        For a model with an adapter only the adapter is saved.
+        """
         self._check_rows()
         self._refuse_few_bits("save")
         folder = Path(path)

@@ -52,7 +52,7 @@ _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at
 
 
 class Finetuning(Recipe):
-    """A run of run_finetuning.py."""
+    """A run of the script run_finetuning.py."""
 
     data: FinetuningData
 
@@ -78,7 +78,10 @@ class Finetuning(Recipe):
 
 
 def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> FinetuningArgs:
-    """Put the tokens of `--peft new_tokens` before the prefix; other arguments are returned unchanged."""
+    """Put the trainable tokens of `--peft new_tokens` before the prefix of every input.
+
+    Other arguments are returned unchanged.
+    """
     new = new_token_prefix(tokenizer)
     return replace(args, prefix=new + args.prefix) if new and args.task != "instructions" else args
 
@@ -92,12 +95,21 @@ def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
 
 
 def write_task(folder: Path, task: Mapping[str, Any]) -> None:
-    """Write the result of `saved_task` into an existing folder with weights."""
+    """Write the settings of a fine-tuned task into a folder with weights, for later predictions.
+
+    Args:
+        folder: existing folder.
+        task: result of `saved_task`.
+    """
     write_atomic(folder / TASK_FILE, dump_json(dict(task)) + "\n")
 
 
 def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
-    """Log the settings that were saved with the weights and are used now (see `models.inherited`)."""
+    """Log the settings that this run takes over from the weights it starts from (see `models.inherited`).
+
+    Args:
+        origins: for each setting, where its value came from; returned by `cli.parse`.
+    """
     for name, origin in origins.items():
         if origin.endswith((TASK_FILE, CONFIG)) and is_given(args, name):
             logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
@@ -156,7 +168,7 @@ def finetuning_loop(
 def training_loop(
     args: FinetuningArgs, backend: Backend, model: nn.Module, data: FinetuningData, tokenizer: PreTrainedTokenizerBase
 ) -> TrainingLoop:
-    """Build the optimizer, save the tokenizer and return `finetuning_loop`."""
+    """Build the training loop of a fine-tuning run with a new optimizer, and save the tokenizer."""
 
     def write(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
@@ -169,7 +181,7 @@ def training_loop(
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
-    """Check that the examples of a packed row do not influence each other in `model`.
+    """Check that examples which are packed into one row do not influence each other in `model`.
 
     One example is placed in three small rows, next to different examples; its logits must be equal. Call it before a
     backend shards the model. Weights on the meta device are not checked.

@@ -60,7 +60,7 @@ FIXED_SEED = 0  # of choices that are the same whatever --seed is: which example
 
 @dataclass
 class EvalSplit:
-    """A validation or test split.
+    """The validation or test data of a fine-tuning run.
 
     Attributes:
         loader: batches of this worker; together the workers read each example once.
@@ -348,7 +348,12 @@ class _Reader:
 def example_dataset(
     args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool
 ) -> ExampleDataset:
-    """Build the dataset of encoded examples in the form that the model's kind and task need."""
+    """Build the dataset of encoded examples that fits the model's kind and the task.
+
+    Args:
+        encoded: the tokenized examples.
+        training: False for validation and test data.
+    """
     return ExampleDataset(
         encoded,
         args.model_type,
@@ -362,7 +367,7 @@ def example_dataset(
 
 
 def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
-    """Build the encoder of texts from the lengths, prefix and model kind of `args`.
+    """Build the object that turns texts into token ids, from the lengths, prefix and model kind of `args`.
 
     Raises:
         UserError: `--target_seq_len` leaves no tokens for a decoder's source.
@@ -381,7 +386,11 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:
-    """Return a fixed random subset of `limit` examples in their original order; None returns all."""
+    """Draw a fixed random subset of the examples, in their original order.
+
+    Args:
+        limit: size of the subset; None returns all examples.
+    """
     if limit is None or limit >= len(examples):
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))

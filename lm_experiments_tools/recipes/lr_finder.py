@@ -1,4 +1,4 @@
-"""The learning-rate range test (`--find_lr`): updates at rates that grow by a constant factor.
+"""The learning-rate range test (`--find_lr`): short training at learning rates that grow by a constant factor.
 
 The loss of a rate is measured on the next batch, after an update at this rate. The curve is smoothed by a running
 median, which does not lag like an exponential mean.

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Recipe(ABC):
-    """A run of a training script.
+    """Base class of a training script's run, which builds and executes it from its arguments.
 
     Args:
-        args, origins: settings and their origins, returned by `cli.parse`.
+        args, origins: settings and where their values came from, returned by `cli.parse`.
 
     Attributes:
         backend, data, trainer: set by `run`; data and trainer change with each phase.
@@ -56,7 +56,7 @@ class Recipe(ABC):
         self.folder = args.model_path  # also for `--find_lr`, whose `args` have none
 
     def run(self) -> None:
-        """Train, or do instead what `--validate_only` or `--find_lr` ask for."""
+        """Execute the run: train, or do instead what `--validate_only` or `--find_lr` ask for."""
         self.args, self.origins = choose_speed(self.args, self.origins)
         self.args, self.folder = self.args.while_finding()
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
@@ -74,7 +74,7 @@ class Recipe(ABC):
         """Evaluate the trained model and write the results."""
 
     def find_or_train(self) -> None:
-        """Train or validate, or run `--find_lr`."""
+        """Train or validate the model, or run the learning-rate range test (`--find_lr`)."""
         args, trainer = self.trainer.args, self.trainer
         if args.find_lr is not None:
             find_lr(trainer, self.folder)
@@ -87,25 +87,36 @@ class Recipe(ABC):
 
 
 class Pretraining(Recipe):
-    """Pre-training, in one or several phases."""
+    """Base class of pre-training runs, which have one or several phases (parts with different settings)."""
 
     data: PretrainingData
 
     @abstractmethod
     def check(self, args: PretrainingArgs, source: ModelSource) -> None:
-        """Raise UserError if the model does not fit the data or the objective. Called before data is tokenized."""
+        """Check that the model fits the data and the objective. Raises UserError.
+
+        The method is called before data is tokenized.
+
+        Args:
+            args: arguments of a phase.
+            source: where the model of the phase comes from.
+        """
 
     @abstractmethod
     def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
-        """Open the data of a phase."""
+        """Open the training and validation data of a phase.
+
+        Args:
+            source: where the model of the phase comes from.
+        """
 
     @abstractmethod
     def loop_options(self, args: PretrainingArgs, source: ModelSource, model: nn.Module) -> dict[str, Any]:
-        """Return `loss` and other keyword arguments of `TrainingLoop`."""
+        """Return the objective-specific keyword arguments of `TrainingLoop`, such as `loss`."""
 
     @abstractmethod
     def report(self) -> None:
-        """Write the report of `--report`."""
+        """Write the report with losses and predicted examples, if `--report` is set."""
 
     def train(self) -> None:
         phases, run = start_phases(self.args, self.backend)
@@ -144,10 +155,10 @@ class Pretraining(Recipe):
 
 
 def start_phases(args: PretrainingArgs, backend: Backend) -> tuple[list[Phase], RunDirectory | None]:
-    """Open the run directory with `start_run`, and list the remaining phases, with lengths in updates.
+    """Open the run directory with `start_run`, and list the phases of the run that remain to be trained.
 
-    The first one is the phase of the newest checkpoint, even if it has no steps left. A run without `--phases` has
-    one phase.
+    Lengths in tokens are converted to updates. The first remaining phase is that of the newest checkpoint, even if it
+    has no steps left. A run without `--phases` has one phase.
 
     Raises:
         UserError: an error of `start_run`, or fewer phases than the run has already completed.
@@ -184,7 +195,14 @@ def _place(args: PretrainingArgs) -> tuple[int, int, Path | None]:
 
 
 def with_models(phases: Sequence[Phase], backend: Backend) -> list[tuple[Phase, ModelSource]]:
-    """Pair each phase with its model source, and check the patterns of `--trained`. Raises UserError."""
+    """Find the model source of each phase, and check the patterns of `--trained`.
+
+    Returns:
+        Pairs of a phase and its source.
+
+    Raises:
+        UserError: a source or a pattern is invalid.
+    """
     found = [(phase, model_source(phase.args, backend)) for phase in phases]
 
     def check(phase: Phase, source: ModelSource) -> None:

@@ -53,18 +53,27 @@ def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> No
 
 
 class PredictedExamples:
-    """The first `number` rows of a validation with what the model writes for them (training.metrics.Collector)."""
+    """Collector of the first validation rows, which logs them with the model's predictions.
+
+    Args:
+        split: name of the data, such as "valid".
+        vocabulary: decodes token ids by its method `decode`.
+        number: number of rows to show.
+    """
 
     def __init__(self, trainer: TrainingLoop, split: str, vocabulary: Any, number: int) -> None:
         self.trainer, self.split, self.vocabulary, self.number = trainer, split, vocabulary, number
         self.rows: list[dict[str, Tensor]] = []
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        """Collect inputs and targets."""
+        """Collect the inputs and targets of the first rows."""
         self.rows += _rows(batch, self.number - len(self.rows))
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Show rank 0's rows; every worker generates, because a sharded model needs all of them."""
+        """Predict the collected rows, and log those of rank 0 with the predictions.
+
+        Every worker predicts, because a sharded model needs all of them.
+        """
         examples = _predicted(self.trainer, self.vocabulary, self.rows, written)
         if backend.is_main:
             show_examples(self.split, examples, self.trainer.tracker, self.trainer.state.step)
@@ -90,14 +99,22 @@ def _predicted(
 
 
 def written(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """What an encoder-decoder writes for the row's input."""
+    """Generate an encoder-decoder's output for the input of a row.
+
+    Args:
+        row: entries of one validation example, such as `input_ids`.
+    """
     source, target = _attended(row, "input_ids"), row["labels"][row["labels"] != IGNORED_LABEL]
     found = _generated(trainer, vocabulary, source, len(target) + 1)[1:]
     return source, target, found[(found == vocabulary.eos_id).cumsum(0) == 0]
 
 
 def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """How a language model continues the first half of the row."""
+    """Generate a language model's continuation of the first half of a row.
+
+    Args:
+        row: entries of one validation example, such as `input_ids`.
+    """
     text = row["labels"][row["labels"] != IGNORED_LABEL]
     given, rest = text[: len(text) // 2], text[len(text) // 2 :]
     if not trainer.has_decoder:
@@ -110,7 +127,11 @@ def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor])
 
 
 def unmasked(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The most likely tokens of a masked language model where the row has labels."""
+    """Predict the most likely token at each masked position of a row, by a masked language model.
+
+    Args:
+        row: entries of one validation example, with `labels` at masked positions.
+    """
     model, device = trainer.backend.model, trainer.backend.device
     ids, labels = (_attended(row, name) for name in ("input_ids", "labels"))
     inputs = {"input_ids": ids[None].to(device)}

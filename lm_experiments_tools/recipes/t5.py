@@ -48,10 +48,10 @@ _EXAMPLE_OF = {
 
 
 class T5Pretraining(Pretraining):
-    """A run of run_t5_pretraining.py.
+    """A run of the script run_t5_pretraining.py.
 
     Args:
-        sources: returns the `T5Sources` of each phase. All workers call it at the same time.
+        sources: returns the vocabulary and data (`T5Sources`) of each phase. All workers call it at the same time.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class T5Pretraining(Pretraining):
 
 
 def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Count correctly generated target tokens, position by position: {"generation_accuracy": (correct, all)}.
+    """Count correctly generated target tokens, position by position, for the metric `generation_accuracy`.
 
-    Empty without `--use_generate_on_valid`.
+    Returns:
+        {"generation_accuracy": (number correct, number of all)}; empty without `--use_generate_on_valid`.
     """
     if "generation_outputs" not in outputs:
         return {}
@@ -128,7 +129,10 @@ def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mappin
 
 
 def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: int) -> None:
-    """Raise UserError if the objective needs another kind of model, more positions or a larger embedding."""
+    """Check that the model fits the objective and the vocabulary. Raises UserError.
+
+    Reasons are an objective that needs another kind of model, too few positions, or a smaller embedding.
+    """
     kind, kinds = model.kind, args.objective().models
     if not args.is_registered_task() and kind not in kinds:
         example = f"choose a class such as {_EXAMPLE_OF[kinds[0]]}"
@@ -143,7 +147,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
 
 
 def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
-    """Raise UserError if a decoder's prediction at the first position depends on later tokens.
+    """Check that a decoder's prediction at the first position does not depend on later tokens. Raises UserError.
 
     Args:
         num_tokens: length of the tested input.

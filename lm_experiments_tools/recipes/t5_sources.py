@@ -36,7 +36,7 @@ USUAL_VOCABULARY = "./vocabs/sentencepiece.model"  # the default of --vocab in t
 
 
 def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
-    """Return the `T5Sources` of each phase. A run without `--phases` has one.
+    """Open the vocabulary and data of each phase of a run. A run without `--phases` has one phase.
 
     Raises:
         UserError: an error of `T5Sources`, or token files of different vocabularies.
@@ -101,7 +101,7 @@ class T5Sources:
         return self._opened[path]
 
     def add(self, tokens: IndexedDataset) -> str:
-        """Register an open token file; returns its data path."""
+        """Register a token file that is already open, and return the data path under which `tokens` finds it."""
         self._prefixes[tokens.prefix], self._opened[tokens.prefix] = tokens.prefix, tokens
         return tokens.prefix
 
