@@ -14,10 +14,10 @@ INVALID_NUMBER = -1.0  # what T5's string_to_float gives for a text that is no n
 
 
 class LabelWords:
-    """Map generated text to the index of a label.
+    """Maps text that a model generated for a classification task to the index of a label.
 
-    An answer is compared with the labels' words exactly, then without case and punctuation, then without articles
-    (SQuAD's normalization). Labels that a normalization makes empty or equal are not compared that way.
+    The text is compared with the labels' words exactly, then without case and punctuation, then without articles
+    (SQuAD's normalization). A normalization is not used for labels that it makes empty or equal.
     """
 
     LEVELS = (str.strip, without_punctuation, normalized_answer)
@@ -44,7 +44,7 @@ class LabelWords:
 
 
 def number_in(answer: str) -> float | None:
-    """Return the text as a finite number, or None."""
+    """Parse generated text as a finite number, for regression tasks; None if it is none."""
     try:
         number = float(answer)
     except ValueError:

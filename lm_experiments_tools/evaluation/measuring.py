@@ -1,4 +1,4 @@
-"""Find and check the metrics of a run by name, and compute them."""
+"""Metrics of a fine-tuning run: find them by name, check them, and compute them."""
 
 from __future__ import annotations
 

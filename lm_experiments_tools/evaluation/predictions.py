@@ -1,7 +1,7 @@
 """Collect the predictions of an evaluation, compute metrics and write `folder`/{split}.jsonl.
 
-Each worker stores its predictions in a temporary file. At the end rank 0 gathers them in chunks, sorts them by
-example, drops repeated examples and writes one line for each::
+Each worker stores its predictions in a temporary file. At the end rank 0 gathers them from the workers, some at a
+time, sorts them by example, drops repeated examples and writes one line for each::
 
     {"id": "SJ1Xmf-Rb", "source": "Incremental class ...", "prediction": "We present ...", "references": ["..."]}
 
@@ -64,7 +64,7 @@ class TextDecoder:
 
 
 class StoredAnswers(Sequence):
-    """Predictions of all examples, stored in a temporary file.
+    """Predictions of all examples of an evaluation, stored in a temporary file to save memory.
 
     Args:
         number: number of examples.
@@ -80,7 +80,15 @@ class StoredAnswers(Sequence):
         self.num_tokens = np.zeros(number, np.int64)
 
     def put(self, example: int, answer: Value, num_tokens: int) -> None:
-        """Store the prediction of an example; a second one is ignored. Call it before the first read."""
+        """Store the prediction of an example; a second one for the same example is ignored.
+
+        Call this method before the first prediction is read.
+
+        Args:
+            example: index of the example.
+            answer: the prediction: text, a number, a label or labels.
+            num_tokens: number of generated tokens.
+        """
         if self.places[example] < 0:
             self.places[example], self.num_tokens[example] = self.file.tell(), num_tokens
             self.file.write(json.dumps(answer).encode() + b"\n")
@@ -149,9 +157,9 @@ class Predictions:
         """Store the predictions of a batch.
 
         Args:
-            batch: "example", int64[rows].
-            outputs: "generation_outputs", int64[rows, length] without a decoder's prompt, or "logits",
-                float[rows, labels] (regression: [rows, 1]).
+            batch: "example", int64[rows], the index of each row's example.
+            outputs: "generation_outputs", int64[rows, length] without a decoder's prompt, or "logits", float[rows,
+                labels] (regression: [rows, 1]).
         """
         rows = zip(batch["example"].tolist(), *self._values(outputs), strict=True)
         with naming(self.folder or tempfile.gettempdir()):
@@ -274,7 +282,11 @@ class Predictions:
 
 
 def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[float, ...]:
-    """Return `--thresholds` as one value for each label. Raises UserError if their number is wrong."""
+    """Return the probability from which each label is predicted (`--thresholds`), one value for each label.
+
+    Raises:
+        UserError: the number of values is wrong.
+    """
     if args.task == "multi_label" and len(args.thresholds) not in (1, len(label_names)):
         raise UserError(
             f"--thresholds has {len(args.thresholds)} values, and there are {len(label_names)} labels "
