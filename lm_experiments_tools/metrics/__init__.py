@@ -32,7 +32,7 @@ _LOW = re.compile(
 
 
 def is_own(name: str) -> bool:
-    """Return True for `module:function`, a user's metric."""
+    """Return True if a metric's name has the form `module:function`, which names a user's function."""
     return ":" in name
 
 
@@ -52,7 +52,7 @@ def values_of(name: str) -> tuple[str, ...]:
 
 
 def lower_is_better(value: str) -> bool:
-    """Return True if lower values of a metric are better: "loss" or "mse".
+    """Return True if lower values of a metric are better, as for "loss" or "mse".
 
     Args:
         value: name of a metric value, or `rougeL/TASK` (instructions), or `TASK/METRIC/FILTER` (lm_eval). For unknown

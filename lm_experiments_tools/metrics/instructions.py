@@ -1,4 +1,4 @@
-"""The evaluation of Super-Natural-Instructions, over all examples and for each task.
+"""The evaluation of Super-Natural-Instructions: ROUGE and exact match over all examples and for each task.
 
 Source: https://github.com/allenai/natural-instructions eval/automatic/evaluation.py and
 https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, default (English) track. The cross-lingual track is not

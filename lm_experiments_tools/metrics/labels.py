@@ -22,7 +22,7 @@ def label_metrics(predictions: Sequence[int], references: Sequence[int], *, num_
     f1_score_with_invalid.
 
     Args:
-        predictions: index of a label, or UNKNOWN.
+        predictions: index of a label, or UNKNOWN for generated text that names no label.
         references: index of the correct label.
     """
     import numpy as np

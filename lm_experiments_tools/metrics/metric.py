@@ -1,4 +1,4 @@
-"""Definition of a metric."""
+"""The class `Metric`, which describes a metric of fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class GivenFunction(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric: an entry of `METRICS`, or a user's function.
+    """Description of a metric: its function, its values and the tasks that it is for.
 
     Attributes:
         function: called once on rank 0 with the predictions and references of all examples; returns a number, or
-            numbers by name. It may have keyword-only parameters: groups (task of each example), num_labels,
-            num_tokens (int64[examples], generated tokens) and bleu_tokenize. None: computed by the training loop.
+            numbers by name. It may have keyword-only parameters: groups (task of each example), num_labels, num_tokens
+            (int64[examples], generated tokens) and bleu_tokenize. None: computed by the training loop.
         tasks: tasks that the metric applies to.
         scale: range of the values, for the documentation.
         values: names of the values; empty if there is one value with the metric's name.

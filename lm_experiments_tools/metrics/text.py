@@ -113,7 +113,10 @@ def rouge_of_examples(
 
 
 def mean_percent(values: Sequence[float]) -> float:
-    """Return the mean times 100. The sum is scaled before the division, as in the reference scripts."""
+    """Return the mean of values between 0 and 1 as a percentage.
+
+    The sum is multiplied by 100 before the division, as in the reference scripts.
+    """
     return 100.0 * sum(values) / len(values)
 
 
@@ -127,9 +130,9 @@ def rouge(predictions: Sequence[str], references: References) -> dict[str, float
 
 
 def scrolls(predictions: Sequence[str], references: References) -> dict[str, float]:
-    """Compute the metrics of SCROLLS (Shaham et al. 2022), 0 to 100: ROUGE without stemmer, F1 and exact match.
+    """Compute the metrics of the SCROLLS benchmark (Shaham et al. 2022), 0 to 100.
 
-    The geometric mean is that of the mean ROUGE-1, -2 and -L.
+    These are ROUGE without stemmer, the geometric mean of the mean ROUGE-1, -2 and -L, F1 and exact match.
     """
     kinds = _ROUGE[:3]
     scores = rouge_of_examples(predictions, references, kinds, stem=False)
