@@ -1,7 +1,7 @@
 """Arguments of t5-experiments' trainers with their old names and defaults, and conversion to current arguments.
 
-`HfArgumentParser(TrainerArgs)` sees only the old fields, so a program can add its own `--seed`. The parser passes
-`lr`. A call `TrainerArgs(...)` without `lr` returns current arguments.
+`HfArgumentParser(TrainerArgs)` sees only the old fields, so a program can add its own `--seed`. A call
+`TrainerArgs(...)` without `lr` returns current arguments; the parser always passes `lr` and gets the old ones.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class _ReturnsCurrentArgs(type):
 
 @dataclass
 class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
-    """Arguments of t5-experiments' `Trainer`, for `HfArgumentParser`; without `lr`, current arguments are returned."""
+    """Arguments of t5-experiments' `Trainer`, for `HfArgumentParser`.
+
+    A call without `lr` returns the current class of arguments instead.
+    """
 
     fp16: bool = _flag(False, "mixed precision in float16")
     fp16_allreduce: bool = _flag(False, "send gradients as float16")
@@ -99,12 +102,12 @@ class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
 def settings_of(args: Any, mixed_precision: str | None = None, *, validates: bool = True) -> today.TrainerArgs:
     """Convert arguments of t5-experiments to current arguments.
 
-    Arguments without effect are dropped and logged. Checkpoints may be loaded partially.
+    Arguments without effect are dropped and logged. The result allows checkpoints to be loaded partially.
     `early_stopping_patience` is increased by one, because t5-experiments stopped one validation later.
 
     Args:
         args: a namespace, a dataclass or another object with attributes.
-        mixed_precision: the Accelerator's setting, used instead of `fp16`.
+        mixed_precision: the Accelerator's setting, used instead of `fp16`; None without an Accelerator.
         validates: True if there is a `valid_dataloader`.
 
     Raises:

@@ -32,7 +32,7 @@ def hf_tokenizer(name_or_path: str) -> BertDataTokenizer:
 
 
 class BertDataset:
-    """BERT samples for torch's DataLoader.
+    """BERT samples as torch's DataLoader reads them, with the arguments of t5-experiments' programs.
 
     A sample has `text`, `types`, `padding_mask`, `labels`, `loss_mask` int64[max_seq_length] and `is_random`. The
     masked tokens are the same in each epoch, as in t5-experiments. `name` and `data_prefix` have no effect.

@@ -1,4 +1,4 @@
-"""The deprecation warning of the compatibility with t5-experiments."""
+"""The deprecation warning for names of t5-experiments, which this package keeps for old programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ _said: list[str] = []  # names that were used; the first has been warned of
 
 
 def notice(name: str, today: str) -> None:
-    """Warn once, on rank 0, that `name` belongs to t5-experiments and that `today` replaces it."""
+    """Warn once, on rank 0, that a name belongs to t5-experiments and is replaced by another.
+
+    Args:
+        name: the old name.
+        today: the current name.
+    """
     if not _said and launcher_rank() == 0:
         logger.warning(
             "%s is t5-experiments' name and still works; the current name is %s (docs/porting.md has all names)",

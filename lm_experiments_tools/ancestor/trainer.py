@@ -161,7 +161,10 @@ class _CompatibleTrainer(TrainingLoop):
 
 
 class Trainer(_CompatibleTrainer):
-    """The trainer on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
+    """t5-experiments' trainer on Horovod.
+
+    Call: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`.
+    """
 
     def __new__(cls, args: Any, model: Any, *others: Any, **options: Any) -> Any:
         """Return a `TrainerAccelerate` if the second argument is an Accelerator, as in some forks."""
@@ -192,7 +195,10 @@ class Trainer(_CompatibleTrainer):
 
 
 class TrainerAccelerate(_CompatibleTrainer):
-    """The trainer on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
+    """t5-experiments' trainer on an `accelerate.Accelerator`.
+
+    Call: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`.
+    """
 
     def __init__(
         self,

@@ -139,7 +139,10 @@ def prepare_run(
 
 
 def let_cpus_train() -> None:
-    """Let `torch.cuda.set_device`, the first call of t5-experiments' programs, pass on machines without a GPU."""
+    """Make `torch.cuda.set_device` do nothing on machines without a GPU.
+
+    It is the first torch call of t5-experiments' programs, which otherwise could not train on CPUs.
+    """
     set_device = torch.cuda.set_device
 
     @functools.wraps(set_device)
