@@ -30,7 +30,7 @@ class LostWorkerError(RunError):
 
 
 def os_sentence(error: OSError) -> str:
-    """Error message for an OSError: file, reason, and what to do."""
+    """Write the error message for an OSError: which file, which reason, and what to do."""
     if error.errno is None:
         return str(error)
     if error.filename is None and error.strerror != os.strerror(error.errno):

@@ -1,4 +1,4 @@
-"""Atomic file operations, and JSON of metrics."""
+"""Atomic file operations, locks, hashes of files, and JSON of metrics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Context that adds the file name to an OSError without one."""
+    """Context that adds a file name to an OSError that has none.
+
+    Args:
+        path: the file that is read or written.
+    """
     try:
         yield
     except OSError as error:
@@ -82,12 +86,12 @@ def apply_umask(*files: Path) -> None:
 
 
 def json_sha256(value: Any) -> str:
-    """sha256 of a JSON value, independent of the order of keys."""
+    """Compute the sha256 of a JSON value, which does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def hash_of_ends(path: str | os.PathLike) -> str:
-    """sha256 of the first and last 64 KiB of a file, a quick check for changes."""
+    """Compute the sha256 of the first and last 64 KiB of a file, by which changes are noticed quickly."""
     with open(path, "rb") as file:
         content = file.read(SAMPLED_BYTES)
         file.seek(max(os.path.getsize(path) - SAMPLED_BYTES, 0))
@@ -145,7 +149,11 @@ def to_jsonable(value: Any) -> Any:
 
 
 def dump_json(value: Any, *, indent: int | None = 2) -> str:
-    """JSON text of `to_jsonable(value)`."""
+    """Write a value as JSON text, after its conversion by `to_jsonable`.
+
+    Args:
+        indent: spaces for each level; None writes one line.
+    """
     return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Python objects by name: the public names of a package, imported on first use, and `module:name` strings."""
+"""Find Python objects by name: the public names of a package, imported on first use, and `module:name` strings."""
 
 import ast
 import difflib
@@ -88,6 +88,11 @@ def resolve_configured(text: str, base: type, said: str) -> Any:
     Configurations may come with untrusted weights. Trusted are modules of this project, modules that are already
     imported, and those passed to `allow_modules`.
 
+    Args:
+        text: the name, in the form `module:Class`.
+        base: required base class.
+        said: the name in error messages, such as a flag and its value.
+
     Raises:
         UserError: the module is not trusted, or as `resolve_name`.
     """
@@ -131,7 +136,12 @@ def _imported(module: str) -> ModuleType:
 
 @cache
 def source_imports(module: str, name: str) -> bool:
-    """True if the source of `module` imports from `name`; nothing is imported."""
+    """True if the source file of a module has a line that imports from another; nothing is imported.
+
+    Args:
+        module: name of the module whose source is read.
+        name: name of the imported module.
+    """
     folders: Iterable[str] | None = [*sys.path, ""]
     for part in module.split("."):  # without its package, which a namespace would look up in sys.modules
         spec = folders and PathFinder.find_spec(part, list(folders))
@@ -145,6 +155,9 @@ def source_imports(module: str, name: str) -> bool:
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:
-    """`; did you mean '...'` with the most similar name in `known`; empty if there is none."""
+    """End of an error message about an unknown name: `; did you mean '...'` with the most similar known name.
+
+    Empty if none is similar.
+    """
     near = difflib.get_close_matches(word, [str(key) for key in known], n=1)
     return f"; did you mean '{near[0]}'" if near else ""

@@ -1,4 +1,4 @@
-"""Public names under t5-experiments' path: `from lm_experiments_tools.trainer import Trainer`."""
+"""The module of t5-experiments' trainer: old programs write `from lm_experiments_tools.trainer import Trainer`."""
 
 from lm_experiments_tools.ancestor.arguments import TrainerArgs
 from lm_experiments_tools.ancestor.trainer import Trainer, TrainerAccelerate

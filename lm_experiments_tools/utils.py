@@ -1,4 +1,7 @@
-"""Helpers under t5-experiments' path: `from lm_experiments_tools.utils import get_cls_by_name`."""
+"""The module of t5-experiments' helpers.
+
+Old programs write `from lm_experiments_tools.utils import get_cls_by_name`.
+"""
 
 from lm_experiments_tools.ancestor.notice import notice
 from lm_experiments_tools.ancestor.utilities import (
