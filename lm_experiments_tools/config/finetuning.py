@@ -399,7 +399,7 @@ class FinetuningArgs(
         return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
 
     def trim_to(self) -> int:
-        """Multiple (in tokens) to which the width of a micro-batch is rounded up when columns of padding are cut off."""
+        """Multiple (in tokens) to which the width of a micro-batch is rounded up when padding columns are cut off."""
         return self.pad_to_multiple_of or 1
 
     def lacks_validation(self) -> bool:

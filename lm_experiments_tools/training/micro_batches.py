@@ -67,9 +67,9 @@ class MicroBatch:
         return next(iter(self.weights.values()))
 
     def is_padding(self) -> bool:
-        """True if the micro-batch only fills up: no label is valid, and no row is to be predicted.
+        """True if the micro-batch has nothing to count: no label is valid, and no row is to be predicted.
 
-        Rows are to be predicted in validation batches that number them by an entry `example`.
+        A row is to be predicted if the batch has an entry `example` with a number of at least 0 for the row.
         """
         numbers = self.batch.get("example")
         return not any(self.weights.values()) and not (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
