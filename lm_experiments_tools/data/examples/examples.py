@@ -299,7 +299,7 @@ def label_examples(
         names: the labels in the order of their numbers; none: they are numbers to predict.
         words: target text of each label for an encoder-decoder (empty for numbers); None: for an encoder.
         with_labels: False: do not read labels.
-        found: where labels are not known yet, filled with them; the numbers of labels then mean nothing.
+        found: where labels are not known yet, filled with their numbers; see `numbered`.
         sentences: the fields that all data of the run must have.
 
     Raises:
@@ -343,6 +343,19 @@ def _label(
     else:
         chosen = {found.setdefault(name, len(found)) for name in names}
     return tuple(sorted(chosen)) if fields.several else chosen.pop()
+
+
+def numbered(
+    examples: Iterable[Example], found: Iterable[str], names: Sequence[str], words: Sequence[str] | None
+) -> Iterator[Example]:
+    """Examples of `label_examples(..., found=found)` with the numbers that labels have in `names`, and their words."""
+    numbers = [names.index(name) for name in found]
+    for example in examples:
+        if isinstance(example.label, tuple):
+            yield replace(example, label=tuple(sorted(numbers[label] for label in example.label)))
+            continue
+        label = numbers[example.label]
+        yield replace(example, label=label, targets=() if words is None else (words[label],))
 
 
 def _class_number(name: str, numbers: dict[str, int]) -> int:
