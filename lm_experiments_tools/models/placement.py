@@ -55,6 +55,8 @@ def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[s
     placed = read_json(Path(path))
     try:
         for device in placed.values():
+            if device is None:
+                raise TypeError("null is no device")
             torch.empty(1, device=device).tolist()  # refused of devices without memory too
     except (AssertionError, RuntimeError, TypeError) as error:
         raise UserError(f"--device_map {path}: {device!r} holds no weights here: {first_line(error)}.") from error

@@ -173,14 +173,13 @@ def bert_datasets(
     tokenizer: BertDataTokenizer,
     open_tokens: Callable[[str], IndexedDataset] | None = None,
 ) -> tuple[SampleDataset | None, BertDataset | None]:
-    """Training samples (None with `--validate_only`) and validation samples (None without data).
+    """Build the datasets of Megatron's sentence data.
 
     Args:
         open_tokens: opens the token file of a data path; `open_sentences` by default.
 
     Returns:
-        Training samples (None with `--validate_only`), validation samples and the validation token file (both None
-        without `--valid_data_path`).
+        Training samples (None with `--validate_only`) and validation samples (None without `--valid_data_path`).
     """
     open_tokens = open_tokens or open_sentences
     dataset = partial(

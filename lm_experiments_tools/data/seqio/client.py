@@ -101,7 +101,7 @@ def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
                 f"--task {args.task} through seqio needs the package {package}: "
                 'pip install "lm_experiments_tools[seqio]"'
             )
-    if ":" not in args.task:
+    if ":" not in args.task and args.data_path:
         find_files(args.data_path)
 
 
