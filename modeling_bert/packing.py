@@ -26,10 +26,13 @@ def positions_of(segment_ids: Tensor) -> Tensor:
 
 
 def starts_of(segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Index of the first token of each document, int64 [B, num_segments]; 0 for documents that a row lacks.
+    """Find the first token of each document in packed rows: its index, int64 [batch, num_segments].
+
+    Documents that a row lacks have the index 0.
 
     Args:
-        segment_ids: int [B, L], from 1 on.
+        segment_ids: document ID of each token, int [batch, length], from 1 on.
+        num_segments: largest number of documents in a row.
     """
     numbers = torch.arange(1, num_segments + 1, device=segment_ids.device)
     return (segment_ids[:, None] == numbers[:, None]).byte().argmax(-1)
@@ -40,10 +43,15 @@ def spec_of_packed_rows(
 ) -> tuple[AttentionSpec, int | Tensor]:
     """Attention settings for packed rows, and each token's position offset for `PositionScheme.rotate`.
 
-    Masked tokens become padding.
+    Masked tokens are treated as padding.
+
+    Args:
+        segment_ids: document ID of each token, int [batch, length].
+        spec: the masks of the call.
+        position: the layers' positional encoding; only rotary ones need offsets.
 
     Raises:
-        ValueError: a block-sparse layout, or a mask other than [B, L].
+        ValueError: a block-sparse layout, or a mask other than [batch, length].
     """
     if config.sparse_config_cls is not None:
         raise ValueError(
@@ -61,10 +69,14 @@ def spec_of_packed_rows(
 
 
 def of_documents(segment_ids: Tensor | None, labels: Tensor | None) -> dict[str, Any]:
-    """Arguments of `BertModel.forward` for packed rows; `labels` [B, S, ...] of documents give the number S.
+    """Arguments `segment_ids` and `num_segments` of `BertModel.forward` for packed rows; none if rows are not packed.
+
+    Args:
+        segment_ids: document ID of each token, [batch, length]; None for rows that are not packed.
+        labels: [batch, documents, ...], a label for each document, which gives the number of documents; or None.
 
     Raises:
-        ValueError: labels [B].
+        ValueError: labels have no dimension for documents.
     """
     if segment_ids is None:
         return {}
