@@ -1,14 +1,14 @@
 """Block-sparse layouts with the names, arguments and defaults of DeepSpeed's `sparsity_config.py`.
 
 A layout says which blocks of keys each block of queries attends to: int64 [num_heads, blocks, blocks]. DeepSpeed
-removed the module in 0.19.7. `compat="deepspeed"` gives its tensors. Without it three things differ:
+removed its module in 0.19.7. `compat="deepspeed"` gives its layouts. Without it three things differ:
 
 - Random blocks depend on (seed, layer_idx, head, row) alone, not on Python's global generator.
 - "unidirectional" lets no block attend to a later one. Some of DeepSpeed's layouts do.
 - Inputs shorter than the window, global or random blocks attend to everything instead of raising an error.
 
-"unidirectional" orders blocks, but tokens of one block still see each other. For a causal model pass `causal=True` to
-the attention as well.
+"unidirectional" orders blocks, but tokens of one block still attend to each other. For a causal model pass
+`causal=True` to the attention as well.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SparsityConfig:
         return torch.zeros(self.num_heads, num_blocks, num_blocks, dtype=torch.int64, device="cpu")
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Copy head 0's layout to all heads, unless they differ; for classes written for DeepSpeed."""
+        """Copy the layout of head 0 to all heads, unless heads differ; for layout classes written for DeepSpeed."""
         if not self.different_layout_per_head:
             layout[1:] = layout[:1]
         return layout

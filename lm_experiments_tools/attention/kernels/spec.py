@@ -151,7 +151,9 @@ _cached_causal_mask = lru_cache(maxsize=8)(torch.inference_mode(False)(_make_cau
 
 
 def validate(inputs: AttentionInputs) -> AttentionInputs:
-    """Check the arguments of an attention call and complete its settings.
+    """Check the arguments of an attention call, and complete its settings.
+
+    The layout becomes a `Layout` for these lengths, segment IDs become a pair, and the scale becomes a number.
 
     Raises:
         UserError: an argument has a wrong type, shape or device.

@@ -166,7 +166,8 @@ def list_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_M
 def steps_of(begin, near, after, end, NEAR: tl.constexpr):
     """Bounds of a loop over a program's tiles near the diagonal or, without NEAR, those far to its left and right.
 
-    Returns (steps, steps left of the diagonal, list index of step 0, offset of list indices right of it).
+    The tiles are one or two runs of a list. Returns (number of steps, steps in the first run, list index of step 0,
+    offset of list indices in the second run).
     """
     if NEAR:
         steps, first_steps, first, second = after - near, after - near, near, near
@@ -308,7 +309,7 @@ def rows_of(
     """Load what the backward pass needs of a tile of queries: do, delta = sum(o * do), and -lse.
 
     `do` is the gradient of the output o, and `lse` the log-sum-exp of the scores. Delta and -lse are also stored for
-    `key_gradient_kernel`; for T5 the far biases are added to the latter.
+    `key_gradient_kernel`; for T5 two more copies of -lse have the far biases added.
     """
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_tile = load_rows(o, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
