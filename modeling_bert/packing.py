@@ -1,8 +1,8 @@
-"""Packed rows: several isolated documents in one row, with the same outputs as in rows of their own.
+"""Packed rows for BERT: a row holds several documents that do not attend to each other.
 
-One worked example, documents of 3 and 2 tokens in a row of 6; 0 is padding::
+Outputs equal those of separate rows. One worked example, documents of 3 and 2 tokens in a row of 6; 0 is padding::
 
-    segment_ids     1 1 1 2 2 0     tokens see those of their own number, padding sees padding
+    segment_ids     1 1 1 2 2 0     tokens attend to the same number, padding to padding
     position_ids    0 1 2 0 1 0     restart with every document
     starts          0 3             indices of the documents' first tokens, which are pooled
     labels          7 4             of documents 1 and 2; -100 for documents that a row lacks
@@ -19,7 +19,11 @@ from modeling_bert.configuration_bert import BertConfig
 
 
 def positions_of(segment_ids: Tensor) -> Tensor:
-    """Position of each token in its document, int64 [batch, length], from segment IDs int [batch, length]."""
+    """Compute the position of each token in its document, for packed rows: int64 [batch, length].
+
+    Args:
+        segment_ids: document ID of each token, int [batch, length].
+    """
     places = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     begins = segment_ids != segment_ids.roll(1, -1)
     return places - places.where(begins, 0).cummax(-1).values

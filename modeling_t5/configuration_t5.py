@@ -157,9 +157,9 @@ class T5Config(VariantConfig, transformers.T5Config):
         return not self.relative_attention_bias_per_layer and ":" not in self.position_embedding_type
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> transformers.PreTrainedConfig:
-        """Configuration of the encoder or decoder as in transformers, which `generate` reads.
+        """Configuration of the encoder or decoder, which `generate` reads.
 
-        Unlike there, the decoder's has its own number of layers.
+        Unlike in transformers, the decoder's configuration has the decoder's number of layers.
         """
         config = super().get_text_config(*args, **kwargs)
         decoder = args[0] if args else kwargs.get("decoder")

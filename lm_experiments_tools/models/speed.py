@@ -67,8 +67,10 @@ def choose_speed(
     Every worker calls this first. A resumed run keeps its recorded choices.
 
     Args:
+        args: the flags of a run.
         origins: where each setting comes from, as `cli.parse` returns it; only settings from "default" are chosen.
-        keeps_process: do not call `set_up_process`; for use as a library.
+        keeps_process: True if the package is used as a library: then options of the whole process are not changed (see
+            `set_up_process`).
 
     Returns:
         The settings and their origins.

@@ -1,1 +1,1 @@
-"""Building blocks and inspection of models of every kind; imports only the top-level files of the package."""
+"""Building blocks and inspection of models of every kind; imports only the top-level files."""
