@@ -80,13 +80,13 @@ def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
 
 
 class TokenizersVocabulary(Vocabulary):
-    """A vocabulary of a fast tokenizer.
+    """A vocabulary of a fast Hugging Face tokenizer.
 
     Args:
         path: file or folder of the tokenizer.
         content: content of its tokenizer.json.
-        roles: ids of pad, eos, unk (-1 for none) and mask (None for none).
-        sentinel_ids: ids of sentinel 0, 1, ...
+        roles: ids of the special tokens pad, eos, unk (-1 for none) and mask (None for none).
+        sentinel_ids: ids of sentinel 0, 1, ..., which mark the spans in span corruption.
         pretrained: the transformers tokenizer, needed only to save.
     """
 
