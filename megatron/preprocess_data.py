@@ -94,17 +94,24 @@ class PreprocessArgs(EncodingArgs):
 
     @property
     def level(self) -> str:
-        """Kind of a sequence in the names of the files: "sentence" or "document"."""
+        """Unit of text that is one sequence of the token files, as in their names: "sentence" or "document"."""
         return "sentence" if self.split_sentences else "document"
 
     def shard_prefix(self, prefix: str) -> str:
-        """Add the number of this job's shard to a prefix, if `--shard` is given."""
+        """Return the output prefix of this job of a job array: `prefix` with the number of its part of the text.
+
+        Without `--shard`, `prefix` is returned unchanged.
+        """
         shard = parse_shard(self.shard)
         return prefix if shard is None else shard_prefix(prefix, *shard)
 
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
-    """Write the token files. Returns the content of their .json files by prefix."""
+    """Tokenize text for BERT and write the token files.
+
+    Returns:
+        The content of the .json file of each output, by the output's prefix.
+    """
     encoder = SentenceEncoder(args)
     shards, record = _plan(args, encoder)
     _refuse_absent_keys(shards, args, encoder)
