@@ -1,6 +1,6 @@
 """Training data as datasets of numbered samples: their order, mixtures and loaders.
 
-This package imports only `config` and the top-level files of lm_experiments_tools. Its public names are listed in
+This package depends on `config` and the top-level files of lm_experiments_tools. Its public names are listed in
 `__init__.pyi` and are imported on first use.
 """
 

@@ -33,19 +33,20 @@ _WARM_UP = 64  # steps after which the greedy rule has forgotten where it starte
 
 
 def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = None) -> np.ndarray:
-    """Choose a dataset for each of `size` samples: always the one that is furthest below its weight, as in Megatron.
+    """Choose the dataset of each sample of a mixture: always the one furthest below its weight, as in Megatron.
 
-    Sample t goes to the first dataset with the largest weights[i] * max(t, 1) - (samples of dataset i so far). The
+    Sample t goes to the first dataset i with the largest weights[i] * max(t, 1) - (samples of dataset i so far). The
     result equals `build_blending_indices` and, with quotas, `build_exhaustive_blending_indices` of
     megatron/core/datasets/helpers.cpp.
 
     Args:
-        weights: float64[k], summing to 1.
+        weights: float64[number of datasets], summing to 1.
         size: number of samples.
-        quotas: int64[k], maximum number of samples per dataset; None for no limit.
+        quotas: int64[number of datasets], maximum number of samples per dataset; None for no limit.
 
     Returns:
-        uint8[size] (uint16 for more than 255 datasets); [0, 1, 0, 1, 0, 0] for weights [.6, .4] and size 6.
+        The index of the dataset of each sample, uint8[size] (uint16 for more than 255 datasets); [0, 1, 0, 1, 0, 0]
+        for weights [.6, .4] and size 6.
     """
     # sqrt(size) segments advance in parallel, from approximate counts some steps earlier, which the rule soon forgets.
     # A segment that began with wrong counts is computed again.
@@ -218,9 +219,9 @@ class MixtureDataset:
 
     @property
     def order(self) -> str | None:
-        """Hash of the order of the data before noise: the datasets' `order` and the settings of the mixture.
+        """Hash of the order in which the mixture reads its data, before random noise such as masks.
 
-        None if a dataset has no `order`.
+        It covers the `order` of each dataset and the settings of the mixture. None if a dataset has no `order`.
         """
         orders = [getattr(dataset, "order", None) for dataset in self.datasets]
         return None if None in orders else self._digest(orders)

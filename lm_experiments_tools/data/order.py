@@ -1,4 +1,4 @@
-"""Shuffling and random numbers as pure functions of (seed, epoch, sample): random access, no state to save.
+"""Shuffling and random numbers as pure functions of (seed, epoch, sample), so that a run has no random state to save.
 
 Random numbers come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random
 Numbers: As Easy as 1, 2, 3", SC 2011). The n-th number is a function of (key, n), so samples do not depend on batches
@@ -96,16 +96,17 @@ def epoch_shift(seed: int, epoch: int, bound: int) -> int:
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Shuffle the samples of an epoch: map each index to its image under a random permutation of [0, size).
+    """Shuffle the samples of an epoch: map index i to the i-th number of a random order of 0, ..., size - 1.
 
-    The permutation is a generalized Feistel network (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    CT-RSA 2002). It needs no memory, and maps any index in constant time.
+    The order is a permutation that depends on (seed, epoch). It is computed by a generalized Feistel network (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002), which needs no memory, and maps any index in
+    constant time.
 
     Args:
         indices: int64[n] in [0, size).
         size: number of samples per epoch, below 2**62.
         seed: seed of the run.
-        epochs: int64[n], the epoch of each index. Each epoch has its own permutation.
+        epochs: int64[n], the epoch of each index.
 
     Returns:
         int64[n] in [0, size).
