@@ -1,4 +1,4 @@
 """Fine-tuning examples: reading rows of files, building prompts, tokenizing and packing.
 
-This package imports `data`, `data.text` and `data.objectives`.
+This package depends on `data`, `data.text` and `data.objectives`.
 """

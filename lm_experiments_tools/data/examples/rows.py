@@ -1,4 +1,4 @@
-"""Read rows of fine-tuning data as dicts with their position.
+"""Read rows of fine-tuning data from files and datasets, as dicts with their position for error messages.
 
 | input | a row is |
 |---|---|

@@ -1,4 +1,4 @@
-"""Summaries of encoded examples for the log: labels, lengths, first example."""
+"""Summaries of fine-tuning examples for the log: counts of labels, lengths in tokens, and the first example."""
 
 from __future__ import annotations
 

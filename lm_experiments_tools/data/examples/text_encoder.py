@@ -97,14 +97,15 @@ class TokenCounts:
 
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.ndarray:
-    """Tokenize documents and append the end-of-text token to each.
+    """Tokenize documents with a Hugging Face tokenizer and append the end-of-text token to each.
 
     Args:
         inputs: files, folders and datasets (see data/text/sources.py).
-        bad: receives rejected records.
+        tokenizer: the tokenizer.
+        bad: counts records that cannot be used.
 
     Returns:
-        int32[total], all documents concatenated.
+        int32[number of tokens], all documents concatenated.
 
     Raises:
         UserError: there is no text.
