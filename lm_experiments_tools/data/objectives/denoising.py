@@ -63,7 +63,7 @@ class SpanCounts:
 def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length: float) -> SpanCounts:
     """Compute the numbers of noise tokens and noise spans in a row of `tokens_length` tokens.
 
-    Rounds to even in float32, as t5's `random_spans_noise_mask`. There are never more spans than non-noise tokens.
+    Numbers are rounded in float32, halves to even, as in t5. There are never more spans than non-noise tokens.
 
     Raises:
         UserError: `noise_density` is outside (0, 1), or `mean_noise_span_length` is below 1.
@@ -252,7 +252,7 @@ class Denoiser(Protocol):
     def varies(self) -> bool: ...
 
     def for_length(self, tokens_length: int) -> Denoiser:
-        """Return the denoiser with the same settings for rows of another length."""
+        """Return a denoiser with the same settings for rows of `tokens_length` tokens."""
 
     def draw(self, random_bits: np.ndarray) -> np.ndarray:
         """Choose the noise of n rows from random integers uint64[words_per_sample, n], uniform on [0, 2**32)."""

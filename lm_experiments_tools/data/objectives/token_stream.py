@@ -194,7 +194,7 @@ class TokenStreamDataset:
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise UserError if a token id is outside [0, vocab_size)."""
+    """Raise UserError if a token id is outside the vocabulary, [0, vocab_size)."""
     worst = int(tokens.max())
     if worst < vocab_size and tokens.dtype.kind == "i":
         worst = min(worst, int(tokens.min()))
