@@ -341,7 +341,10 @@ class MixedPlan:
         return MixedText(self, stream, MixedPosition(**{**begin, "texts": texts}), **options)
 
     def identity(self) -> list[Any]:
-        """Return JSON values that identify this plan: texts, weights, number of streams and seeds."""
+        """Return JSON values that identify the texts and how they are mixed, to notice that they have changed.
+
+        The values cover the texts, their weights, the number of streams and the seeds.
+        """
         return [[content_of(plan.shards), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:

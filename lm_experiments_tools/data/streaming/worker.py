@@ -31,6 +31,8 @@ def chunk_tokens(number: int) -> int:
 class ChunkRequest:
     """Request to a worker process to tokenize the next documents of a stream, which together form a chunk.
 
+    A stream is an endless sequence of documents, a fixed part of the text.
+
     Attributes:
         stream, number: index of the stream, and of the chunk in it.
         begin: position in the text where the chunk starts, a `MixedPosition` as JSON.
