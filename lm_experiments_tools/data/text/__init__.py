@@ -1,4 +1,4 @@
 """Raw text and vocabularies: reading documents from files and datasets, training and using a vocabulary.
 
-This package imports `data`.
+This package depends on `lm_experiments_tools.data`.
 """

@@ -24,7 +24,11 @@ def is_data_file(path: str) -> bool:
 
 
 def split_name(item: str) -> tuple[str, str | None, str]:
-    """Split `name[:config][:split]` into name, configuration (None for the default) and split."""
+    """Split the name of a Hugging Face dataset, `name[:config][:split]`, into its three parts.
+
+    Returns:
+        Name, configuration (None for the default) and split.
+    """
     name, _, rest = item.partition(":")
     config, _, split = rest.partition(":")
     return name, config or None, split or "train"

@@ -71,7 +71,7 @@ class Shard:
         return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the file has changed since the shard was planned."""
+        """Raise UserError if this shard's file has changed since the text was divided into shards."""
         if self.stamp is not None and file_stamp(self.path) != self.stamp:
             raise UserError(f"{self.path} was changed while it was being read; wait until nothing writes to it.")
 

@@ -34,7 +34,7 @@ _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json
 
 
 def sentinel_piece(index: int) -> str:
-    """Return the name of sentinel `index`, such as `<extra_id_0>`."""
+    """Return the name of a sentinel token, which marks a span in span corruption: `<extra_id_0>` for index 0."""
     return f"<extra_id_{index}>"
 
 
