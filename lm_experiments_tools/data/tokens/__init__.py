@@ -1,4 +1,4 @@
 """Token files in Megatron's format (.bin and .idx): writing, merging and memory-mapped reading.
 
-This package imports `data.text` and `config`.
+This package depends on `data.text` and `config`.
 """

@@ -1,7 +1,7 @@
-"""Cache of the checks of large token files, so that a machine reads an index in full only once.
+"""Cache of the checks of large token files, so that each machine reads the index of a token file in full only once.
 
-Checking the 90 GB index of BERT's sentences of C4 takes minutes. The result is cached in `.cache/checked/` with inode,
-size and time of the files. Small files are checked each time.
+Checking a large index, such as the 90 GB of BERT's sentences of C4, takes minutes. The result is cached in
+`.cache/checked/` with inode, size and time of the files. Small files are checked each time.
 """
 
 import hashlib

@@ -1,4 +1,7 @@
-"""The three files of tokenized data, PREFIX.bin, PREFIX.idx and PREFIX.json, and when they may be replaced."""
+"""The three files of tokenized data, PREFIX.bin, PREFIX.idx and PREFIX.json: their paths, and checks of their origin.
+
+Token files are replaced only if they have the same inputs and vocabulary as the new ones.
+"""
 
 import glob
 import logging

@@ -1,4 +1,4 @@
-"""The tokenization pipeline: several processes encode the shards of a text, and the results are joined in order.
+"""The tokenization pipeline: several processes encode shards (parts) of a text, and the results are joined in order.
 
     text -> shards (sources.py) -> encode_shard (encoding.py) -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
 
