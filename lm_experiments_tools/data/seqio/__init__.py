@@ -1,4 +1,4 @@
 """Training data from Google's t5 and seqio, which run in a process of their own.
 
-This package imports `data`, `data.text`, `data.tokens` and `data.objectives`.
+This package depends on `data`, `data.text`, `data.tokens` and `data.objectives`.
 """
