@@ -32,7 +32,7 @@ from megatron.tokenizers import build_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingArgs:
-    """Settings of the encoding."""
+    """How text becomes token sequences for BERT: JSON keys, tokenizer and sentence splitter."""
 
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one

@@ -1,10 +1,10 @@
-"""Text -> token files for BERT, with the command line of Megatron-LM's preprocess_data.py.
+"""Tokenize text for BERT and write token files, with the command line of Megatron-LM's preprocess_data.py.
 
     python megatron/preprocess_data.py --input FILE_OR_FOLDER --output-prefix PREFIX --split-sentences \\
         --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --workers 8
 
-reads .json, .jsonl and .ndjson files (one object a line) and .txt files (documents between blank lines), also as .gz,
-.bz2, .xz and .zst, and writes, for each key of --json-keys,
+The command reads .json, .jsonl and .ndjson files (one object a line) and .txt files (documents between blank lines).
+They may be compressed as .gz, .bz2, .xz or .zst. For each key of --json-keys, the command writes
 
     PREFIX_text_sentence.bin, .idx   the tokens: one sequence a sentence, one document a line (Megatron's format)
     PREFIX_text_sentence.json        tokenizer, counts, settings
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessArgs(EncodingArgs):
-    """The command line of preprocess_data.py."""
+    """Arguments of preprocess_data.py, which tokenizes text for BERT: input, output, and processes."""
 
     input: str
     """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also compressed),
