@@ -330,7 +330,8 @@ def label_examples(
         names: the labels in the order of their numbers; empty if the labels are numbers to predict.
         words: target text of each label for an encoder-decoder (empty for numbers); None for an encoder.
         with_labels: False to ignore labels.
-        found: dict to fill with the labels that are found, if they are not known yet; None if they are.
+        found: dict to fill with the labels and their numbers in order of appearance, if the labels are not known yet
+            (see `numbered`); None otherwise.
         sentences: names of the sentence fields that all data of the run must have; None for no check.
 
     Raises:
@@ -374,6 +375,29 @@ def _label(
     else:
         chosen = {found.setdefault(name, len(found)) for name in names}
     return tuple(sorted(chosen)) if fields.several else chosen.pop()
+
+
+def numbered(
+    examples: Iterable[Example], found: Iterable[str], names: Sequence[str], words: Sequence[str] | None
+) -> Iterator[Example]:
+    """Yield examples with final label numbers, once all labels of the data are known.
+
+    `label_examples(..., found=found)` numbers labels in the order in which it finds them. This function replaces the
+    numbers by those that the labels have in `names`.
+
+    Args:
+        examples: examples with the numbers of `found`.
+        found: the labels in the order in which they were found.
+        names: the labels in the order of their final numbers.
+        words: target text of each label for an encoder-decoder; None for an encoder.
+    """
+    numbers = [names.index(name) for name in found]
+    for example in examples:
+        if isinstance(example.label, tuple):
+            yield replace(example, label=tuple(sorted(numbers[label] for label in example.label)))
+            continue
+        label = numbers[example.label]
+        yield replace(example, label=label, targets=() if words is None else (words[label],))
 
 
 def _class_number(name: str, numbers: dict[str, int]) -> int:

@@ -129,7 +129,7 @@ class BadRows(RejectedRecords):
 
     def report(self) -> None:
         """Log the number of bad rows, after all rows are read."""
-        if self.count > _LOGGED and not self.quiet:
+        if self.count > _LOGGED:
             logger.warning("%d bad rows left out in all, the first is %s", self.count, self.first)
 
 
