@@ -12,7 +12,7 @@ second sentence and not swapped, and token 12 is masked (one prediction: 15 % of
 
 In a swapped pair (label 1), 20 21 22 comes first. Comparison with Megatron and BERT:
 
-    packing              Megatron's, determined by the seed (sample_mapping.py). Splits, swaps, truncation and masks
+    packing sentences    Megatron's, determined by the seed (sample_mapping.py). Splits, swaps, truncation and masks
                          are drawn anew in each epoch, not once in advance.
     nsp "random"         Half of the pairs get a B from another document, as in BERT. BERT first draws a document;
                          here all sentences of other documents are equally likely.
@@ -60,40 +60,48 @@ class _Segments(NamedTuple):
 
 
 def truncated_lengths(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths after removing tokens from the longer side (B, if equal) until a + b <= total."""
+    """Shorten sentence pairs to a maximum total length, and return the new lengths of both sides.
+
+    Tokens are removed one by one from the longer side, or from side B if both are equally long.
+
+    Args:
+        a, b: int64[n], lengths of the two sides of n pairs.
+        total: int64[n], maximum of a + b.
+    """
     over = a + b > total
     short_a = np.minimum(a, np.maximum(total - b, (total + 1) // 2))
     return np.where(over, short_a, a), np.where(over, total - short_a, b)
 
 
 class BertDataset:
-    """BERT samples addressed by a global sample number.
+    """BERT pre-training samples from a token file of sentences: masked text, by default in pairs of segments.
 
-    Global sample g is row permutation(seed, e)(i) of epoch e with e, i = divmod(g, len(self)); its random choices are
-    keyed by (seed, e, row), so that it is a pure function of (seed, g).
+    A pair has a label for next-sentence prediction. Sample g is a row of epoch e = g // len(dataset). A permutation
+    determined by (seed, e) selects the row, and random choices are determined by (seed, e, row). A sample is thus a
+    function of (seed, g).
 
     Args:
-        tokens: data whose sequences are sentences (documents are enough where `binary_head` is False).
-        tokenizer: of the data.
-        max_seq_length: length of a row, special tokens included.
+        tokens: token file whose sequences are sentences (documents are enough if `binary_head` is False).
+        tokenizer: the tokenizer that `tokens` were made with.
+        max_seq_length: length of a sample, with special tokens.
         masked_lm_prob: fraction of the tokens to predict.
         short_seq_prob: probability of a shorter sample.
-        binary_head: pairs with a `next_sentence_label`; False gives single segments.
-        nsp: a wrong pair: "swap" exchanges A and B, "random" takes B from another document.
-        num_epochs, max_num_samples: epochs over the documents in one epoch of the dataset, each with its own short
-            samples: num_epochs, or fewer when max_num_samples are reached. Both None is one.
+        binary_head: True for pairs with a `next_sentence_label`, False for single segments without it.
+        nsp: how a wrong pair is made: "swap" exchanges its sides A and B, "random" takes B from another document.
+        num_epochs, max_num_samples: how often the documents are read in one epoch of the dataset, each time with other
+            short samples: `num_epochs` times, or until there are `max_num_samples`. If both are None, once.
         mask_label_id: label of tokens that are not predicted.
-        whole_word: mask words, not subwords.
+        whole_word: True to mask whole words, False to mask subwords independently.
         max_ngram: longest masked span, in words; see `ngram_probabilities`.
-        max_sentence_length: documents with a longer sentence are left out (Megatron's 512); None keeps them, and the
-            sentence is cut to the sample.
-        max_unread: fraction of the tokens that may fit in no sample.
-        seed: fixes packing, order and noise.
-        cache_dir: folder of the sample mapping; None: next to the data.
+        max_sentence_length: documents with a longer sentence are left out (Megatron's 512). None keeps them, and the
+            sentence is truncated to the sample.
+        max_unread: maximum fraction of the tokens that fit in no sample; a larger fraction is an error.
+        seed: determines packing, order and noise.
+        cache_dir: folder for the cached list of samples (see sample_mapping.py); None for the folder of the data.
 
     Raises:
-        UserError: data of another tokenizer, without pairs of sentences, empty, or most of which no sample can hold;
-            settings out of range.
+        UserError: the settings are out of range, or the data are empty, were made with another tokenizer, have no
+            pairs of sentences, or mostly fit in no sample.
     """
 
     def __init__(
@@ -217,16 +225,16 @@ class BertDataset:
 
     @property
     def order(self) -> str:
-        """sha256 over everything that determines a sample's text before masking."""
+        """sha256 over everything that determines the text of a sample before tokens are masked."""
         parts = [_VERSION, self.tokens.fingerprint, asdict(self.settings), self.binary_head, self.nsp]
         return json_sha256(parts)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make the samples with these numbers int64[n], which count over all epochs.
+        """Make a batch of BERT samples from their sample numbers int64[n], which count over all epochs.
 
         Returns:
             `input_ids`, `token_type_ids`, `attention_mask` and `labels` int64[n, max_seq_length]; with `binary_head`
-            also `next_sentence_label` int64[n], 1 for a negative pair.
+            also `next_sentence_label` int64[n], 1 for a wrong pair.
         """
         samples = np.asarray(samples, np.int64)
         epochs, indices = np.divmod(samples, len(self))
@@ -243,11 +251,14 @@ class BertDataset:
         return batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the memory-mapped arrays that samples are read from."""
+        """Return the memory-mapped arrays that the samples are read from."""
         return *self.tokens.maps(), self.mapping.rows
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch these samples from the disk. Reads their positions from the index, which may wait for the disk."""
+        """Prefetch the samples with the given numbers from the disk.
+
+        Their positions are read from the index of the token file, which may itself wait for the disk.
+        """
         epochs, indices = np.divmod(samples, len(self))
         rows = permute(indices, len(self), self.seed, epochs)
         will_need(self.mapping.rows, rows, rows + 1)

@@ -1,4 +1,7 @@
-"""Encode records for BERT: an `Encoder` of the tokenization pipeline (data/tokens/encoding.py).
+"""Convert JSON records to BERT's token sequences, one per sentence, for the command preprocess_data.py.
+
+`SentenceEncoder` is an `Encoder` of the tokenization pipeline (data/tokens/encoding.py). A field of a record gives
+these sequences, depending on the setting `split_sentences`:
 
 | field of the record | `split_sentences` | sequences of the document |
 |---|---|---|
@@ -7,8 +10,8 @@
 | a list of strings | yes | its items, which are sentences already |
 | a list of strings | no | one: the items joined |
 
-Empty sequences and empty documents are dropped. `split_tokens` makes each token a sequence. `append_eod` appends the
-end-of-document id to each document.
+Empty sequences and empty documents are dropped. The setting `split_tokens` makes each token a sequence. The setting
+`append_eod` appends the end-of-document id to each document.
 """
 
 from collections.abc import Sequence
@@ -29,7 +32,7 @@ from megatron.tokenizers import build_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingArgs:
-    """Settings of the encoding."""
+    """How text becomes token sequences for BERT: JSON keys, tokenizer and sentence splitter."""
 
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
@@ -55,7 +58,10 @@ class EncodingArgs:
 
 
 class SentenceEncoder:
-    """An `Encoder` with a BERT tokenizer. Raises UserError if tokenizer or sentence splitter cannot be loaded."""
+    """Converts records to token ids for BERT: splits documents into sentences and tokenizes them.
+
+    Raises UserError if the tokenizer or the sentence splitter cannot be loaded.
+    """
 
     key = None
 
@@ -82,7 +88,7 @@ class SentenceEncoder:
         return [rules, self.tokenizer.fingerprint, version]
 
     def parts(self, record: Record) -> list[list[str]]:
-        """Return the sentences under each JSON key."""
+        """Split a record into sentences, one list for each JSON key that is tokenized."""
         values = record.value if record.raw else {self.args.json_keys[0]: record.value["text"]}
         return [self._sentences(key, field_of(values, key)) for key in self.args.json_keys]
 
@@ -102,7 +108,7 @@ class SentenceEncoder:
             raise BadRecord(f"{key!r}: {error}") from None
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """Encode documents, each a list of sentences."""
+        """Convert documents, each a list of sentences, to token ids. Each sentence becomes one sequence."""
         sentences = list(chain.from_iterable(documents))
         ids, lengths = self.tokenizer.tokenize_arrays(sentences)
         document = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[lengths > 0]

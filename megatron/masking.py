@@ -1,8 +1,9 @@
-"""BERT's masking of whole words and n-grams by Megatron's rule, for a batch of rows.
+"""Choice of the tokens that BERT masks and predicts: whole words and n-grams by Megatron's rule, for a batch of rows.
 
-The words of a row are visited in random order, each with a random n. The n-gram that starts at the word is masked if
-it has at most as many tokens as predictions remain. Otherwise it is shortened word by word. It is skipped if one of
-its words is masked already. Of the masked tokens, 80 % become [MASK], 10 % a random id, and 10 % stay unchanged.
+An n-gram is n consecutive words. The words of a row are visited in random order, each with a random n. The n-gram that
+starts at the word is masked if it has at most as many tokens as predictions remain. Otherwise it is shortened word by
+word. It is skipped if one of its words is masked already. Of the masked tokens, 80 % become [MASK], 10 % a random id,
+and 10 % stay unchanged.
 
 Example: CLS play ##ing chess SEP so ##ft ##ly SEP with 5 predictions.
 
@@ -23,18 +24,25 @@ _NGRAM_BITS = 12  # low bits of a word's random number that choose n; the whole 
 
 
 def ngram_probabilities(max_ngram: int) -> np.ndarray:
-    """float64[max_ngram], probability of n = 1, 2, ...: proportional to 1 / n."""
+    """Return the probability that a masked span has n words, for n = 1, 2, ..., max_ngram: proportional to 1 / n.
+
+    Returns:
+        float64[max_ngram].
+    """
     weights = 1 / np.arange(1, max_ngram + 1)
     return weights / weights.sum()
 
 
 def word_starts(tokens: np.ndarray, maskable: np.ndarray, starts_word: np.ndarray) -> np.ndarray:
-    """Return bool[n, length]: True at the first token of each word. Words do not continue over special tokens.
+    """Find the first token of each word, to mask whole words. Words do not continue over special tokens.
 
     Args:
-        tokens: int64[n, length].
+        tokens: int64[n, length], n rows of token ids.
         maskable: bool[n, length], False for special tokens.
-        starts_word: bool[vocabulary], False for subwords that continue a word.
+        starts_word: bool[vocab_size], False for subwords that continue a word.
+
+    Returns:
+        bool[n, length], True at the first token of each word.
     """
     starts = starts_word[tokens]
     starts[:, 1:] |= ~maskable[:, :-1]
@@ -48,14 +56,17 @@ def choose_masked(
     random_bits: np.ndarray,
     probabilities: np.ndarray,
 ) -> np.ndarray:
-    """Choose the tokens to predict, bool[n, length].
+    """Choose the tokens that BERT predicts, as whole words and n-grams (spans of n words).
 
     Args:
-        maskable: bool[n, length], False for special tokens.
+        maskable: bool[n, length] for n rows, False for special tokens.
         starts: bool[n, length], True at the first token of each word.
         num_predictions: int64[n], maximum number of masked tokens per row.
         random_bits: uint64[at least the number of words in a row, n], uniform on [0, 2**32).
         probabilities: float64[max_ngram], see `ngram_probabilities`.
+
+    Returns:
+        bool[n, length], True for the tokens to predict.
     """
     order, ngrams = random_order(starts.sum(axis=1), random_bits, probabilities)
     return take_ngrams(maskable, starts, num_predictions, order, ngrams, len(probabilities))
@@ -64,10 +75,16 @@ def choose_masked(
 def random_order(
     num_words: np.ndarray, random_bits: np.ndarray, probabilities: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a random order of each row's words, and an n for each word.
+    """Draw a random order of each row's words, and for each word the length of the span to mask from it on.
+
+    Args:
+        num_words: int64[n], number of words of each row.
+        random_bits: uint64[at least the number of words in a row, n], uniform on [0, 2**32).
+        probabilities: float64[max_ngram], see `ngram_probabilities`.
 
     Returns:
-        int64[n, most words in a row] each. Values beyond the number of words of a row are undefined.
+        The order, and the lengths in words, int64[n, most words in a row] each. Values beyond the number of words of a
+        row are undefined.
     """
     width = int(num_words.max(initial=0))
     index = np.arange(width)
@@ -91,12 +108,15 @@ def take_ngrams(
     ngrams: np.ndarray,
     max_ngram: int,
 ) -> np.ndarray:
-    """Choose the masked tokens bool[n, length], given the order of words and the n of each.
+    """Choose the tokens that BERT predicts, given the order in which words are visited and the span length of each.
 
     Args:
         maskable, starts, num_predictions: see `choose_masked`.
         order, ngrams: int64[n, most words in a row], the results of `random_order`.
-        max_ngram: maximum n.
+        max_ngram: maximum number of words in a span.
+
+    Returns:
+        bool[n, length], True for the tokens to predict.
     """
     num_words, word_of = starts.sum(axis=1), np.maximum(starts.cumsum(axis=1) - 1, 0)
     before = maskable.cumsum(axis=1)
@@ -176,11 +196,11 @@ def _take_the_rest(
 def replace_masked(
     tokens: np.ndarray, masked: np.ndarray, random_bits: np.ndarray, mask_id: int, vocab_size: int
 ) -> np.ndarray:
-    """Replace 80 % of the masked tokens by [MASK] and 10 % by a random id.
+    """Replace 80 % of the tokens to predict by [MASK] and 10 % by a random id. The others stay unchanged.
 
     Args:
-        tokens: int64[n, length], changed in place.
-        masked: bool[n, length].
+        tokens: int64[n, length], n rows of token ids, changed in place.
+        masked: bool[n, length], True for the tokens to predict.
         random_bits: uint64[at least the number of masked tokens in a row, n], uniform on [0, 2**32).
         mask_id, vocab_size: id of [MASK], and number of ids.
 

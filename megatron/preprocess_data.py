@@ -1,10 +1,10 @@
-"""Text -> token files for BERT, with the command line of Megatron-LM's preprocess_data.py.
+"""Tokenize text for BERT and write token files, with the command line of Megatron-LM's preprocess_data.py.
 
     python megatron/preprocess_data.py --input FILE_OR_FOLDER --output-prefix PREFIX --split-sentences \\
         --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --workers 8
 
-reads .json, .jsonl and .ndjson files (one object a line) and .txt files (documents between blank lines), also as .gz,
-.bz2, .xz and .zst, and writes, for each key of --json-keys,
+The command reads .json, .jsonl and .ndjson files (one object a line) and .txt files (documents between blank lines).
+They may be compressed as .gz, .bz2, .xz or .zst. For each key of --json-keys, the command writes
 
     PREFIX_text_sentence.bin, .idx   the tokens: one sequence a sentence, one document a line (Megatron's format)
     PREFIX_text_sentence.json        tokenizer, counts, settings
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessArgs(EncodingArgs):
-    """The command line of preprocess_data.py."""
+    """Arguments of preprocess_data.py, which tokenizes text for BERT: input, output, and processes."""
 
     input: str
     """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also compressed),
@@ -94,17 +94,24 @@ class PreprocessArgs(EncodingArgs):
 
     @property
     def level(self) -> str:
-        """Kind of a sequence in the names of the files: "sentence" or "document"."""
+        """Unit of text that is one sequence of the token files, as in their names: "sentence" or "document"."""
         return "sentence" if self.split_sentences else "document"
 
     def shard_prefix(self, prefix: str) -> str:
-        """Add the number of this job's shard to a prefix, if `--shard` is given."""
+        """Return the output prefix of this job of a job array: `prefix` with the number of its part of the text.
+
+        Without `--shard`, `prefix` is returned unchanged.
+        """
         shard = parse_shard(self.shard)
         return prefix if shard is None else shard_prefix(prefix, *shard)
 
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
-    """Write the token files. Returns the content of their .json files by prefix."""
+    """Tokenize text for BERT and write the token files.
+
+    Returns:
+        The content of the .json file of each output, by the output's prefix.
+    """
     encoder = SentenceEncoder(args)
     shards, record = _plan(args, encoder)
     _refuse_absent_keys(shards, args, encoder)

@@ -1,5 +1,7 @@
 """Pack consecutive sentences into BERT samples, as Megatron's `build_mapping`, vectorized and cached on disk.
 
+The result, called the sample mapping, lists the range of sentences of each sample. The rules of packing:
+
     target length    `max_length`, or with probability `short_seq_prob` uniform on 2 ... max_length
     end of a sample  the first sentence with which the sample has its target length and at least `min_sentences`
                      sentences, if more than one sentence follows; otherwise the end of the document
@@ -48,15 +50,16 @@ _HASH_BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class MappingSettings:
-    """Settings of the packing.
+    """Settings for packing sentences into BERT samples.
 
     Attributes:
         max_length: maximum tokens per sample, without special tokens; at least 2.
         min_sentences: minimum sentences per sample; 2 for pairs.
         short_seq_prob: probability of a shorter sample.
         max_sentence_length: drop documents with a longer sentence; None truncates the sentence instead.
-        num_epochs: passes over the documents, each with its own short samples.
-        max_num_samples: stop after the pass that reaches this number; None for no limit.
+        seed: determines which samples are shorter.
+        num_epochs: how often all documents are packed, each time with other short samples.
+        max_num_samples: pack the documents no further time once there are this many samples; None for no limit.
     """
 
     max_length: int
@@ -70,7 +73,10 @@ class MappingSettings:
 
 @dataclass
 class MappingCounts:
-    """Documents and tokens that one epoch used and left out."""
+    """Numbers of documents and tokens of a data file, and of those that no BERT sample contains, by reason.
+
+    Each document counts once, however often it is packed.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -85,12 +91,12 @@ class MappingCounts:
 
     @property
     def unread(self) -> float:
-        """Fraction of all tokens that are in no sample."""
+        """Fraction of all tokens that are in no sample: those of dropped documents, and the ends of long sentences."""
         unread = self.few_sentences_tokens + self.long_sentence_tokens + self.overlong_tokens
         return unread / max(self.tokens, 1)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return a line for the log about the documents and tokens that were left out of the samples."""
 
         def percent(number: int) -> str:
             return f"{number:,} tokens ({100 * number / max(self.tokens, 1):.2g} %)"
@@ -107,11 +113,12 @@ class MappingCounts:
 
 @dataclass
 class SampleMapping:
-    """Result of the packing.
+    """Result of packing sentences into BERT samples: the sentences and the target length of each sample.
 
     Attributes:
-        rows: [samples, 3]: first sentence, end sentence and target length of each sample.
-        counts: what was dropped.
+        rows: [number of samples, 3]: first sentence, end sentence (exclusive) and target length in tokens of each
+            sample.
+        counts: numbers of documents and tokens that were left out.
         path: file that `rows` is memory-mapped from; None if in memory.
     """
 
@@ -123,14 +130,16 @@ class SampleMapping:
 def build_mapping(
     document_indices: np.ndarray, sequence_lengths: np.ndarray, settings: MappingSettings
 ) -> SampleMapping:
-    """Pack sentences into samples, in memory.
+    """Pack consecutive sentences into BERT samples, in memory.
 
     Args:
-        document_indices: int64[documents + 1], first sentence of each document.
-        sequence_lengths: int32[sentences], in tokens.
+        document_indices: int64[number of documents + 1], first sentence of each document.
+        sequence_lengths: int32[number of sentences], in tokens.
+        settings: settings of the packing.
 
     Returns:
-        Rows uint32[n, 3] (uint64 for more than 2**32 sentences), in the order of the text, pass after pass.
+        The samples as rows uint32[number of samples, 3] (uint64 for more than 2**32 sentences), in the order of the
+        text. If the documents are packed several times, the samples of the first time come first.
     """
     counts, dtype = MappingCounts(), _row_dtype(sequence_lengths)
     rows = [np.empty((0, 3), dtype), *_packed(document_indices, sequence_lengths, settings, counts)]
@@ -239,11 +248,17 @@ def _pack(
 def load_mapping(
     tokens: IndexedDataset, settings: MappingSettings, cache_dir: str | os.PathLike | None = None
 ) -> SampleMapping:
-    """The mapping of a data file, from the cache if it is valid, else built and cached.
+    """Return the BERT samples of a token file, packed from its sentences, from a cache on disk if it is valid.
 
-    The cache is NAME.npy and NAME.json (counts, checksum) in `cache_dir`, by default next to the data; NAME has a hash
-    of data and settings. Files are renamed when complete, the .json last, so any number of processes may do this at
-    the same time. Where nothing can be written, the mapping is used in memory and a warning is logged.
+    Otherwise the sentences are packed and the result is cached. The cache is NAME.npy and NAME.json (counts,
+    checksum), where NAME has a hash of data and settings. Files are renamed when complete, the .json last, so any
+    number of processes may do this at the same time. If nothing can be written, the result is used in memory and a
+    warning is logged.
+
+    Args:
+        tokens: token file whose sequences are sentences.
+        settings: settings of the packing.
+        cache_dir: folder of the cache; None for the folder of the token file.
     """
     key = json.dumps([_VERSION, tokens.fingerprint, asdict(settings)], sort_keys=True)
     name = f"{Path(tokens.prefix).name}_samples_{settings.max_length}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"

@@ -23,9 +23,10 @@ from lm_experiments_tools.names import resolve_name
 
 
 class SentenceSplitter:
-    """Callable that splits a text into a list of sentences. No sentence is blank.
+    """Function object that splits a text into a list of sentences. No sentence is blank.
 
     Args:
+        name: value of `--sentence-splitter`, such as "nupunkt".
         keep_newlines: keep the white space around sentences, so that the joined sentences are the text.
 
     Raises:
@@ -44,7 +45,10 @@ class SentenceSplitter:
         return [text[start:end].strip() for start, end in spans]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Return (start, end) of each sentence, with the white space after it. Spans cover the text without gaps."""
+        """Return the position (start, end) of each sentence in a text, with the white space after it.
+
+        The spans cover the text without gaps.
+        """
         spans: list[tuple[int, int]] = []
         start = 0
         for end in (*self._starts(text), len(text)):
@@ -125,7 +129,7 @@ def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
 
 
 def splitter_version(name: str) -> str:
-    """Return the version of a splitter's package, or a hash of the user's file."""
+    """Return the version of a sentence splitter: that of its package, or a hash of the user's file that defines it."""
     package = name.partition(":")[0]
     if package == "newline":
         return ""

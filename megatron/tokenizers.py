@@ -40,10 +40,11 @@ _PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
 def build_tokenizer(
     tokenizer_type: str, *, vocab_file: str | os.PathLike | None = None, name_or_path: str | os.PathLike | None = None
 ) -> "BertDataTokenizer":
-    """Load a tokenizer of the given type (see the table above).
+    """Load a tokenizer for BERT's training data.
 
     Args:
-        vocab_file: a vocab.txt, or a folder that contains one.
+        tokenizer_type: "BertWordPieceLowerCase", "BertWordPieceCase" or "HFTokenizer".
+        vocab_file: a vocab.txt, or a folder that contains one, for WordPiece.
         name_or_path: folder or hub name of an HFTokenizer.
 
     Raises:
@@ -61,7 +62,7 @@ def build_tokenizer(
 
 
 def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> None:
-    """Raise UserError if PREFIX.json records that the tokens were made with another tokenizer."""
+    """Raise UserError if a token file was made with another tokenizer than `tokenizer`, as its PREFIX.json records."""
     made_with = data.meta.get("vocab_sha256")
     if made_with is not None and made_with != tokenizer.fingerprint:
         if tokenizer.other_case is not None and made_with == tokenizer.other_case().fingerprint:
@@ -79,14 +80,17 @@ def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:
 
 
 class BertDataTokenizer:
-    """Encode, decode, and the ids and word starts that masking needs. Make one with `build_tokenizer`.
+    """Tokenizer for BERT's training data: encodes and decodes text, and knows which ids begin a word, for masking.
+
+    Use `build_tokenizer` to make one.
 
     Args:
-        content: of a tokenizer.json.
-        special: ids of cls, sep, mask, pad and eod, which ends a document: eos, else sep.
-        name: the file, folder or hub name it came from.
-        pretrained: the transformers tokenizer, if any.
-        other_case: makes the tokenizer of the same vocab.txt with the other treatment of case.
+        content: content of a tokenizer.json.
+        special: ids of cls, sep, mask, pad and eod. The last one ends a document: eos, or sep if there is no eos.
+        name: the file, folder or hub name that the tokenizer was loaded from.
+        pretrained: the transformers tokenizer; None for a vocab.txt.
+        other_case: function that makes the tokenizer of the same vocab.txt with the other treatment of case (lower
+            case or cased); None if there is none.
 
     Attributes:
         vocab_size: every id is below this (a vocabulary may have unused ids).
@@ -111,7 +115,7 @@ class BertDataTokenizer:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """int64[ids]: bytes of each token's text in UTF-8; None if unknown."""
+        """Number of UTF-8 bytes of each token's text, int64 indexed by id; None if unknown."""
         return self._tokenizer.token_bytes({*self.special_ids.tolist()})
 
     @property
@@ -132,10 +136,11 @@ class BertDataTokenizer:
         return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
 
     def tokenize_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of several texts as one array.
+        """Return the ids of several texts as one array, which is faster than lists.
 
         Returns:
-            ids int32[total] of all texts, concatenated, and the number of ids of each text, int64[len(texts)].
+            The ids of all texts, int32, one text after the other, and the number of ids of each text,
+            int64[len(texts)].
         """
         encode = self._words.encode if self._words is not None else partial(_encode, self._tokenizer)
         parts = [encode(block) for block in _blocks(texts)]
@@ -161,7 +166,7 @@ class BertDataTokenizer:
 
     @cached_property
     def starts_word(self) -> np.ndarray:
-        """bool[vocab_size]: True for subwords that begin a word, and for special tokens."""
+        """bool[vocab_size], indexed by id: True for subwords that begin a word, and for special tokens."""
         if self._tokenizer.starts_word is None:
             raise UserError(f"{self.name} does not mark where words begin: use WordPiece, SentencePiece or BPE")
         starts = self._tokenizer.starts_word.copy()
@@ -170,11 +175,11 @@ class BertDataTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of everything that determines ids: subwords, normalization, model, special tokens."""
+        """sha256 of everything that determines a text's ids: subwords, normalization, model, special tokens."""
         return self._tokenizer.digest(sorted(self._special.items()))
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Write tokenizer files from which AutoTokenizer gives the same ids."""
+        """Write the tokenizer's files to a folder, from which AutoTokenizer loads a tokenizer with the same ids."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self._pretrained is not None:

@@ -1,8 +1,8 @@
 """Decoders of transformers as bidirectional encoders with a masked language model head.
 
 Modules and weight names are those of Gemma2ForCausalLM, Gemma3ForCausalLM and Qwen3ForCausalLM. There is no causal
-mask, and a token's label is at its own position (LLM2Vec, arXiv 2404.05961, section 2.1). A layer with a sliding
-window sees that many tokens on each side. For Llama and Qwen 2 use transformers' EuroBertForMaskedLM.
+mask, and a token's label is at its own position (LLM2Vec, arXiv 2404.05961, section 2.1). In a layer with a sliding
+window, a token attends to that many tokens on each side. For Llama and Qwen 2 use transformers' EuroBertForMaskedLM.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3PreTrained
 
 
 class BidirectionalGemma2Config(Gemma2Config):
-    """Gemma 2 without a causal mask."""
+    """Configuration of a Gemma 2 without a causal mask, used as an encoder."""
 
     model_type = "bidirectional_gemma2"
     is_causal: bool = False
 
 
 class BidirectionalGemma3Config(Gemma3TextConfig):
-    """The text model of Gemma 3 without a causal mask."""
+    """Configuration of Gemma 3's text model without a causal mask, used as an encoder."""
 
     model_type = "bidirectional_gemma3"
     is_causal: bool = False
 
 
 class BidirectionalQwen3Config(Qwen3Config):
-    """Qwen 3 without a causal mask."""
+    """Configuration of a Qwen 3 without a causal mask, used as an encoder."""
 
     model_type = "bidirectional_qwen3"
     is_causal: bool = False
@@ -78,19 +78,19 @@ class _MaskedLM:
 
 
 class Gemma2ForMaskedLM(_MaskedLM, Gemma2PreTrainedModel):
-    """A bidirectional Gemma 2."""
+    """A Gemma 2 without a causal mask, which predicts masked tokens."""
 
     config_class, model_cls = BidirectionalGemma2Config, Gemma2Model
 
 
 class Gemma3ForMaskedLM(_MaskedLM, Gemma3PreTrainedModel):
-    """A bidirectional Gemma 3 of text."""
+    """The text model of Gemma 3 without a causal mask, which predicts masked tokens."""
 
     config_class, model_cls = BidirectionalGemma3Config, Gemma3TextModel
 
 
 class Qwen3ForMaskedLM(_MaskedLM, Qwen3PreTrainedModel):
-    """A bidirectional Qwen 3."""
+    """A Qwen 3 without a causal mask, which predicts masked tokens."""
 
     config_class, model_cls = BidirectionalQwen3Config, Qwen3Model
 

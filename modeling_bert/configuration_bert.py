@@ -1,4 +1,4 @@
-"""The settings of BERT: transformers' own, and those of this package's variants, which are off by default."""
+"""Configuration of BERT: transformers' settings, and those of this package's variants, off by default."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @strict
 class BertConfig(VariantConfig, transformers.BertConfig):
-    """transformers' BertConfig and these keys:
+    """Configuration of BERT: transformers' BertConfig with further keys for variants of the model.
 
     Args:
         pre_layer_norm: normalize the inputs of attention and feed-forward (Xiong et al. 2020, arXiv 2002.04745)
@@ -26,12 +26,14 @@ class BertConfig(VariantConfig, transformers.BertConfig):
             shared by all layers), "rotary", "alibi", "none", or a class of yours, "module:Class", a
             `lm_experiments_tools.attention.positions.PositionScheme` made as Class(config, bidirectional). Only
             "absolute" has position embeddings.
-        relative_attention_num_buckets, relative_last_bucket_distance: of "relative_attention_bias"; T5's 32 and 128.
+        relative_attention_num_buckets, relative_last_bucket_distance: settings of "relative_attention_bias"; T5's are
+            32 and 128.
         rotary_dim: number of features of a head that "rotary" rotates, the first ones; all if None.
-        rotary_base: of "rotary".
-        norm_type: "layer_norm", or "rms_norm" (Zhang and Sennrich 2019, arXiv 1910.07467), of all norms.
-        norm_bias: biases of layer norms; RMSNorm has none.
-        attention_bias, mlp_bias: biases of the linear layers of attention, of the feed-forward network.
+        rotary_base: `base` of `RotaryPosition`, for "rotary".
+        norm_type: "layer_norm", or "rms_norm" (Zhang and Sennrich 2019, arXiv 1910.07467); it holds for all norms.
+        norm_bias: give layer norms a bias; RMSNorm has none.
+        attention_bias, mlp_bias: give a bias to the linear layers of attention, and to those of the feed-forward
+            network.
         gated_mlp: gate the feed-forward network: activation(x W) * (x V), e.g. GeGLU with hidden_act "gelu" and SwiGLU
             with "silu" (Shazeer 2020, arXiv 2002.05202). `intermediate_size` is the width of each half.
         embedding_norm: normalize the embeddings.
@@ -42,15 +44,15 @@ class BertConfig(VariantConfig, transformers.BertConfig):
         layer_types: "full_attention" or "sliding_attention" for each layer (transformers' names); None for full.
         local_attention: window of "sliding_attention" in tokens, half of it on each side.
         local_rotary_base: `rotary_base` of "sliding_attention" layers; None for the same.
-        head_transform: linear layer and norm before the MLM head's output layer.
-        classifier_bias, decoder_bias: biases of that linear layer, and of the output layer.
+        head_transform: put a linear layer and a norm before the MLM head's output layer.
+        classifier_bias, decoder_bias: give a bias to that linear layer, and to the output layer.
         is_decoder: causal attention, for language modeling from left to right.
-        sparse_config_cls, sparse_attention: name and settings of a block-sparse layout, e.g. "BigBird" and
-            `{"block": 64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
+        sparse_config_cls, sparse_attention: name and settings of a block-sparse layout, e.g. "BigBird" and `{"block":
+            64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
 
     Raises:
-        ValueError: settings that are unknown, out of range, or exclude each other.
-        StrictDataclassError: a setting of another type. Annotations are no strings here: `strict` skips those.
+        ValueError: settings are unknown, out of range, or exclude each other.
+        StrictDataclassError: a setting has another type. Annotations are no strings here: `strict` skips those.
     """
 
     variant_type = "lm_experiments_bert"
@@ -123,7 +125,10 @@ class BertConfig(VariantConfig, transformers.BertConfig):
 
     @property
     def is_variant(self) -> bool:
-        """True if transformers' BertModel would compute something else, or cannot (no token types)."""
+        """True if a BertModel of transformers with this configuration would compute something else, or fail.
+
+        It would fail without token types, which transformers' model always has.
+        """
         return super().is_variant or self.type_vocab_size == 0
 
     def _check_sizes(self) -> None:

@@ -1,7 +1,8 @@
-"""Weights and configurations of ModernBERT, EuroBERT and NeoBERT as ours, and ours as ModernBERT and EuroBERT.
+"""Conversion between this package's BERT and three other encoders: ModernBERT, EuroBERT and NeoBERT.
 
-ModernBERT: Warner et al. 2024, arXiv 2412.13663. EuroBERT: Boizard et al. 2025, arXiv 2503.05500. NeoBERT: Le Breton
-et al. 2025, arXiv 2502.19587; its code is at huggingface.co/chandar-lab/NeoBERT.
+All three can be converted to our BERT. The way back exists for ModernBERT and EuroBERT. ModernBERT: Warner et al.
+2024, arXiv 2412.13663. EuroBERT: Boizard et al. 2025, arXiv 2503.05500. NeoBERT: Le Breton et al. 2025, arXiv
+2502.19587; its code is at huggingface.co/chandar-lab/NeoBERT.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ class _Family(NamedTuple):
 
 
 def from_original(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BertForMaskedLM:
-    """Convert a ModernBERT, EuroBERT or NeoBERT to `BertForMaskedLM`.
+    """Convert a ModernBERT, EuroBERT or NeoBERT to this package's `BertForMaskedLM`.
 
     Args:
         settings: values of its config.json, or `model.config.to_dict()`.
@@ -79,10 +80,13 @@ def from_original(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
 
 
 def to_original(model: BertForMaskedLM, kind: str) -> PreTrainedModel:
-    """Convert `BertForMaskedLM` to transformers' "modernbert" or "eurobert".
+    """Convert this package's `BertForMaskedLM` to a ModernBERT or EuroBERT of transformers.
+
+    Args:
+        kind: "modernbert" or "eurobert".
 
     Raises:
-        UserError: another kind, or a configuration that it cannot express.
+        UserError: the kind is unknown, or cannot express the model's configuration.
     """
     family = FAMILIES.get(kind)
     if family is None or family.config is None:

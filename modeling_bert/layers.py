@@ -1,4 +1,4 @@
-"""The maths of BERT, in the order in which a batch passes through it. Modules carry the names of transformers' BERT.
+"""The layers of BERT, in the order in which a batch passes through them, with the module names of transformers' BERT.
 
 Shapes: B sequences, L tokens, D features (`hidden_size`), H heads of d = D / H features each.
 """
@@ -23,7 +23,7 @@ from modeling_bert.positions import content_position, local_position, shared_pos
 
 
 class CanBeFast(nn.Module):
-    """Mixin of modules with a fused training path, which `use_fast_step` enables."""
+    """Mixin of modules that have a fused (faster) path for training, which `use_fast_step` enables."""
 
     is_fast = False
 
@@ -32,7 +32,10 @@ class CanBeFast(nn.Module):
 
 
 class BertEmbeddings(CanBeFast):
-    """Sum of token, token type and (if "absolute") position embeddings, followed by a norm."""
+    """Input embeddings of BERT: the sum of token, token type and position embeddings, followed by a norm.
+
+    Position embeddings exist only if `position_embedding_type` is "absolute".
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class BertEmbeddings(CanBeFast):
 
 
 class BertSelfAttention(CanBeFast):
-    """Multi-head self-attention."""
+    """Multi-head self-attention of BERT, without the output projection."""
 
     def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
         super().__init__()
@@ -95,7 +98,17 @@ class BertSelfAttention(CanBeFast):
         offset: int | Tensor,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention output [batch, length, features], and weights [batch, heads, length, length] or None."""
+        """Compute self-attention for hidden states x [batch, length, features].
+
+        Args:
+            bias: position bias of the scores; None for none.
+            spec: masks, layout and settings, the same for all layers.
+            position: positional encoding that rotates queries and keys.
+            offset: see `PositionScheme.rotate`.
+
+        Returns:
+            The output [batch, length, features], and the attention weights [batch, heads, length, length] or None.
+        """
         projections = self.query, self.key, self.value
         features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in features)  # [B, H, L, d]
@@ -120,7 +133,10 @@ class BertSelfAttention(CanBeFast):
 
 
 class BertResidual(CanBeFast):
-    """Output projection to D features and residual connection, followed by a norm unless `pre_layer_norm` is set."""
+    """Last step of attention and of the feed-forward network: linear layer, residual connection and norm.
+
+    The linear layer projects to D (`hidden_size`) features. With `pre_layer_norm` there is no norm here.
+    """
 
     def __init__(self, config: BertConfig, width: int, bias: bool) -> None:
         super().__init__()
@@ -142,7 +158,10 @@ class BertAttention(nn.Module):
 
 
 class BertIntermediate(nn.Module):
-    """First half of the feed-forward network. With `gated_mlp` its weight holds the activated half, then the gate."""
+    """First linear layer and activation of the feed-forward network.
+
+    With `gated_mlp` the weight's first half is activated, and the second half is the gate.
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -159,9 +178,10 @@ class BertIntermediate(nn.Module):
 
 
 class BertLayer(CanBeFast, GradientCheckpointingLayer):
-    """Attention and feed-forward, with norms before them (`pre_layer_norm`) or after the residual connections.
+    """A transformer layer: attention and feed-forward network, each with a residual connection and a norm.
 
-    The norms before them have the names of t5-experiments, as in its GENA-LM checkpoints.
+    The norms come after the residual connections or, with `pre_layer_norm`, before attention and feed-forward. The
+    latter norms have the names of t5-experiments, as in its GENA-LM checkpoints.
     """
 
     def __init__(self, config: BertConfig, number: int) -> None:
@@ -195,7 +215,10 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
 
 
 class BertEncoder(nn.Module):
-    """All layers. Position biases are computed once, for full and for sliding-window attention."""
+    """All transformer layers of BERT.
+
+    Position biases are computed once for all layers with full attention, and once for those with a sliding window.
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -208,7 +231,12 @@ class BertEncoder(nn.Module):
         self.last_layer_ln = make_norm(config) if final_norm else nn.Identity()
 
     def forward(self, x: Tensor, spec: AttentionSpec, offset: int | Tensor, output_attentions: bool) -> Tensor:
-        """Apply all layers to hidden states [batch, length, features]."""
+        """Apply all layers to hidden states x [batch, length, features].
+
+        Args:
+            spec: masks, layout and settings of attention, the same for all layers.
+            offset: see `PositionScheme.rotate`.
+        """
         length = x.shape[1]
         spec = spec._replace(causal=self.config.is_decoder)
         whole = self.position, *self._bias(self.position.bias(length, length, device=x.device), x, spec)
@@ -244,12 +272,16 @@ class BertEncoder(nn.Module):
 
 
 def backend_for(config: BertConfig, fused_on: torch.device | None = None) -> str:
-    """Attention backend of a model: "auto" with a block-sparse layout, otherwise by `attn_implementation`."""
+    """Name of a model's attention backend: "auto" with a block-sparse layout, otherwise by `attn_implementation`.
+
+    Args:
+        fused_on: the model's device if it trains by its fused path, else None.
+    """
     return "auto" if config.sparse_config_cls is not None else backend_of(config._attn_implementation, fused_on)
 
 
 def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:
-    """Create a norm of D features, of the configured type."""
+    """Create a norm over `hidden_size` features, of the type that the configuration names."""
     if config.norm_type == "rms_norm":
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.norm_bias)

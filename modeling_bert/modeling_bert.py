@@ -44,7 +44,7 @@ TIED = {
 
 
 class BertPreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):
-    """Base class: loading, saving and initial values."""
+    """Base class of all BERT models: loading, saving and initial values."""
 
     config_class = BertConfig
     base_model_prefix = "bert"
@@ -64,7 +64,10 @@ class BertPreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=Take
             self._keys_to_ignore_on_load_unexpected = [*self._keys_to_ignore_on_load_unexpected, unused]
 
     def use_fast_step(self, enabled: bool = True) -> None:
-        """Enable the fused path for training (modules/fast_step.py); saved weights and configuration do not change."""
+        """Enable the fused (faster) path for training; saved weights and configuration do not change.
+
+        See modules/fast_step.py.
+        """
         for part in self.modules():
             if isinstance(part, CanBeFast | BertPreTrainedModel | Dropout):
                 part.is_fast = enabled
@@ -93,14 +96,19 @@ class BertPreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=Take
 
 
 class BertPooler(nn.Module):
-    """tanh of a linear layer on the first token (of each document, in packed rows)."""
+    """BERT's pooled output: tanh of a linear layer on the first token, in packed rows on that of each document."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Pool the first token of each row, [batch, features], or the tokens at `starts` [batch, documents]."""
+        """Pool the first token of each row, [batch, features].
+
+        Args:
+            starts: for packed rows, the index of each document's first token, [batch, documents]; None for one text a
+                row.
+        """
         first = x[:, 0] if starts is None else x[torch.arange(len(x), device=x.device)[:, None], starts]
         return self.dense(first).tanh()
 
@@ -131,7 +139,7 @@ class BertModel(BertPreTrainedModel):
         num_segments: int | None = None,
         **unset: object,
     ) -> BaseModelOutputWithPooling:
-        """Encode a batch.
+        """Compute hidden states and pooled tokens of a batch of B sequences with L tokens and D features.
 
         Args:
             input_ids: [B, L]; or inputs_embeds [B, L, D], one of the two.
@@ -140,7 +148,8 @@ class BertModel(BertPreTrainedModel):
             token_type_ids: [B, L]; all 0 if None.
             position_ids: [B or 1, L], for position_embedding_type "absolute" only; 0..L-1 if None.
             segment_ids: int [B, L], document IDs of packed rows (packing.py), from 1 on, 0 for padding.
-            num_segments: S, documents to pool in each row; None takes the largest ID, which synchronizes with a GPU.
+            num_segments: number of documents to pool in each row; None takes the largest ID, which synchronizes with a
+                GPU.
             unset: arguments of transformers' models that this one lacks (head_mask, use_cache, ...), None or False.
 
         Raises:
@@ -202,7 +211,7 @@ def has_named_bias(config: BertConfig) -> bool:
 
 
 class BertPredictions(nn.Module):
-    """Logits over the vocabulary; the weight is tied to the word embeddings."""
+    """Output layer over the vocabulary, whose weight is tied to (shared with) the word embeddings."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -212,12 +221,12 @@ class BertPredictions(nn.Module):
             self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [batch, length, vocabulary] of hidden states [batch, length, features]."""
+        """Compute logits [batch, length, vocabulary] from hidden states x [batch, length, features]."""
         return self.decoder(self.transform(x))
 
 
 class BertHeads(nn.Module):
-    """Pre-training heads: masked tokens and, if configured, next-sentence prediction."""
+    """Pre-training heads of BERT: one predicts masked tokens and, if configured, one the next sentence."""
 
     def __init__(self, config: BertConfig, judges_pairs: bool) -> None:
         super().__init__()
@@ -256,7 +265,7 @@ class _WithWords(BertPreTrainedModel):
 
 @dataclasses.dataclass
 class BertForPreTrainingOutput(ModelOutput):
-    """Fields of transformers' output, and the two terms of the loss."""
+    """Output of `BertForPreTraining`: the fields of transformers' output, and the loss's two terms."""
 
     loss: Tensor | None = None
     prediction_logits: Tensor | None = None
@@ -285,11 +294,14 @@ class BertForPreTraining(_WithWords):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BertForPreTrainingOutput:
-        """Predict masked tokens and sentence order. Args as in `BertModel.forward`, and:
+        """Predict masked tokens and sentence order for B sequences of L tokens.
+
+        Other arguments are those of `BertModel.forward`.
 
         Args:
             labels: [B, L], the masked words, -100 elsewhere.
-            next_sentence_label: [B], 0 for a pair in its order and 1 for another; [B, S] for packed rows.
+            next_sentence_label: [B], 0 for a pair in its order and 1 for another; for packed rows with S documents [B,
+                S].
 
         Returns:
             `loss` is the sum of `loss_mlm`, a mean over labels that are not -100, and `loss_nsp`, a mean over
@@ -330,9 +342,11 @@ class BertForMaskedLM(_WithWords):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Args as in `BertModel.forward`; labels [batch, length] are the masked words, -100 elsewhere.
+        """Predict masked tokens. Other arguments are those of `BertModel.forward`.
 
-        With `is_decoder` labels are the tokens themselves, each predicted from those before it.
+        Args:
+            labels: [batch, length], the masked words, -100 elsewhere. With `is_decoder` they are the tokens
+                themselves, each predicted from those before it.
         """
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
@@ -373,15 +387,16 @@ class BertForSequenceClassification(_WithClassifier):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Args as in `BertModel.forward`, and labels by `config.problem_type`; None takes the type from the first
-        labels.
+        """Classify B sequences, or predict numbers for them. Other arguments are those of `BertModel.forward`.
+
+        `config.problem_type` determines the labels; if it is None, the first labels determine the type.
 
         - "single_label_classification": classes [B].
         - "multi_label_classification": 0. and 1., [B, num_labels].
         - "regression": numbers [B] (num_labels 1) or [B, num_labels].
 
-        Packed rows have labels [B, S] or [B, S, num_labels], -100 for missing documents, and logits [B, S,
-        num_labels].
+        Packed rows with S documents have labels [B, S] or [B, S, num_labels], -100 for missing documents, and logits
+        [B, S, num_labels].
         """
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, **of_documents(segment_ids, labels), return_dict=True, **kwargs)
@@ -391,7 +406,7 @@ class BertForSequenceClassification(_WithClassifier):
 
 
 class BertForTokenClassification(_WithClassifier):
-    """BERT with a label for each token."""
+    """BERT with a head that predicts a label for each token."""
 
     _is_pooled = False
 
@@ -407,7 +422,11 @@ class BertForTokenClassification(_WithClassifier):
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """Args as in `BertModel.forward`; labels [batch, length] are classes, -100 where there is none."""
+        """Classify each token. Other arguments are those of `BertModel.forward`.
+
+        Args:
+            labels: classes [batch, length], -100 where there is none.
+        """
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
@@ -437,7 +456,12 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         end_positions: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """Args as in `BertModel.forward`; start_positions and end_positions [B], ignored if beyond the text."""
+        """Predict where an answer begins and ends in the text. Other arguments are those of `BertModel.forward`.
+
+        Args:
+            start_positions, end_positions: indices of the answer's first and last token, [batch]; ignored if beyond
+                the text.
+        """
         if "segment_ids" in kwargs:
             raise ValueError("an answer is looked for in the whole row, so segment_ids cannot part it.")
         outputs = self.bert(

@@ -1,8 +1,8 @@
-"""Packed rows: several isolated documents in one row, with the same outputs as in rows of their own.
+"""Packed rows for BERT: a row holds several documents that do not attend to each other.
 
-One worked example, documents of 3 and 2 tokens in a row of 6; 0 is padding::
+Outputs equal those of separate rows. One worked example, documents of 3 and 2 tokens in a row of 6; 0 is padding::
 
-    segment_ids     1 1 1 2 2 0     tokens see those of their own number, padding sees padding
+    segment_ids     1 1 1 2 2 0     tokens attend to the same number, padding to padding
     position_ids    0 1 2 0 1 0     restart with every document
     starts          0 3             indices of the documents' first tokens, which are pooled
     labels          7 4             of documents 1 and 2; -100 for documents that a row lacks
@@ -19,17 +19,24 @@ from modeling_bert.configuration_bert import BertConfig
 
 
 def positions_of(segment_ids: Tensor) -> Tensor:
-    """Position of each token in its document, int64 [batch, length], from segment IDs int [batch, length]."""
+    """Compute the position of each token in its document, for packed rows: int64 [batch, length].
+
+    Args:
+        segment_ids: document ID of each token, int [batch, length].
+    """
     places = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     begins = segment_ids != segment_ids.roll(1, -1)
     return places - places.where(begins, 0).cummax(-1).values
 
 
 def starts_of(segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Index of the first token of each document, int64 [B, num_segments]; 0 for documents that a row lacks.
+    """Find the first token of each document in packed rows: its index, int64 [batch, num_segments].
+
+    Documents that a row lacks have the index 0.
 
     Args:
-        segment_ids: int [B, L], from 1 on.
+        segment_ids: document ID of each token, int [batch, length], from 1 on.
+        num_segments: largest number of documents in a row.
     """
     numbers = torch.arange(1, num_segments + 1, device=segment_ids.device)
     return (segment_ids[:, None] == numbers[:, None]).byte().argmax(-1)
@@ -40,10 +47,15 @@ def spec_of_packed_rows(
 ) -> tuple[AttentionSpec, int | Tensor]:
     """Attention settings for packed rows, and each token's position offset for `PositionScheme.rotate`.
 
-    Masked tokens become padding.
+    Masked tokens are treated as padding.
+
+    Args:
+        segment_ids: document ID of each token, int [batch, length].
+        spec: the masks of the call.
+        position: the layers' positional encoding; only rotary ones need offsets.
 
     Raises:
-        ValueError: a block-sparse layout, or a mask other than [B, L].
+        ValueError: a block-sparse layout, or a mask other than [batch, length].
     """
     if config.sparse_config_cls is not None:
         raise ValueError(
@@ -61,10 +73,14 @@ def spec_of_packed_rows(
 
 
 def of_documents(segment_ids: Tensor | None, labels: Tensor | None) -> dict[str, Any]:
-    """Arguments of `BertModel.forward` for packed rows; `labels` [B, S, ...] of documents give the number S.
+    """Arguments `segment_ids` and `num_segments` of `BertModel.forward` for packed rows; none if rows are not packed.
+
+    Args:
+        segment_ids: document ID of each token, [batch, length]; None for rows that are not packed.
+        labels: [batch, documents, ...], a label for each document, which gives the number of documents; or None.
 
     Raises:
-        ValueError: labels [B].
+        ValueError: labels have no dimension for documents.
     """
     if segment_ids is None:
         return {}

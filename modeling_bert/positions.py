@@ -1,4 +1,4 @@
-"""Positional encodings of BERT, by the name in its configuration."""
+"""Positional encodings of BERT, created by the name in its configuration (`position_embedding_type`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from modeling_bert.configuration_bert import BertConfig
 
 
 def shared_position(config: BertConfig) -> PositionScheme:
-    """Positional encoding that all layers share; `NoPosition` for "absolute", "none" and relative keys."""
+    """Create the positional encoding that all layers of BERT share.
+
+    It is `NoPosition` if the configuration says "none", "absolute" (in the embeddings) or relative keys (in each
+    layer).
+    """
     return named_position(
         config,
         not config.is_decoder,
@@ -23,7 +27,7 @@ def shared_position(config: BertConfig) -> PositionScheme:
 
 
 def local_position(config: BertConfig) -> PositionScheme | None:
-    """Positional encoding of "sliding_attention" layers; None without such layers."""
+    """Create the positional encoding of layers with sliding-window attention; None if there are no such layers."""
     if config.local_attention is None:
         return None
     base = config.rotary_base if config.local_rotary_base is None else config.local_rotary_base
@@ -33,7 +37,9 @@ def local_position(config: BertConfig) -> PositionScheme | None:
 
 
 def window_bias(config: BertConfig, is_checked: bool, like: Tensor) -> T5Bias:
-    """Sliding window as a bias: 0 up to a distance of `local_attention` // 2, -inf beyond it.
+    """Sliding window of attention as a bias to add to scores.
+
+    The bias is 0 up to a distance of `local_attention` // 2 tokens, and -inf beyond it.
 
     Args:
         is_checked: repeat the bias for each head, which block-sparse backends require.
@@ -48,7 +54,7 @@ def window_bias(config: BertConfig, is_checked: bool, like: Tensor) -> T5Bias:
 
 
 def window_layout(config: BertConfig) -> SparsityConfig | None:
-    """Block-sparse layout that contains every sliding window; None without sliding-window layers."""
+    """Block-sparse layout whose blocks contain every sliding window; None without sliding-window layers."""
     if config.local_attention is None:
         return None
     reach = config.local_attention // 2
@@ -62,7 +68,7 @@ def window_layout(config: BertConfig) -> SparsityConfig | None:
 
 
 def content_position(config: BertConfig) -> RelativeKeyPosition | None:
-    """Relative key positions of one layer, for "relative_key" and "relative_key_query"; otherwise None."""
+    """Create one layer's relative positions for "relative_key" and "relative_key_query"; None for other encodings."""
     schemes = {"relative_key": RelativeKeyPosition, "relative_key_query": RelativeKeyQueryPosition}
     scheme = schemes.get(config.position_embedding_type)
     head_dim = config.hidden_size // config.num_attention_heads
@@ -70,11 +76,11 @@ def content_position(config: BertConfig) -> RelativeKeyPosition | None:
 
 
 class RelativeKeyPosition(nn.Module):
-    """Relative positions in keys: queries also score an embedding of the distance (Shaw et al. 2018, arXiv 1803.02155,
-    equation 5).
+    """Relative positions in keys: each query is also multiplied by an embedding of its distance to the key.
 
-    `weight` [2 * max_length - 1, head_dim] is named and ordered as in transformers 4: row query position - key
-    position + max_length - 1.
+    It is equation 5 of Shaw et al. 2018, arXiv 1803.02155. The product is a bias of the scores. `weight` [2 *
+    max_length - 1, head_dim] is named and ordered as in transformers 4: the embedding of a distance query position -
+    key position is in row distance + max_length - 1.
     """
 
     def __init__(self, max_length: int, head_dim: int) -> None:
@@ -84,11 +90,15 @@ class RelativeKeyPosition(nn.Module):
         nn.init.normal_(self.weight)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """Bias of the scaled scores [batch, heads, length, length], from q and k [batch, heads, length, head_dim]."""
+        """Compute the bias to add to scaled scores, [batch, heads, length, length].
+
+        Args:
+            q, k: queries and keys, [batch, heads, length, head_dim].
+        """
         return self.by_query(q) * q.shape[-1] ** -0.5
 
     def by_query(self, q: Tensor) -> Tensor:
-        """Products of each query i with the embedding of distance i - j, [batch, heads, length, length]."""
+        """Multiply each query i by the embedding of its distance i - j to key j: [batch, heads, length, length]."""
         return diagonals(q @ self._embeddings(q.shape[2]).flip(0).t(), q.shape[2])
 
     def _embeddings(self, length: int) -> Tensor:
@@ -97,11 +107,14 @@ class RelativeKeyPosition(nn.Module):
 
 
 class RelativeKeyQueryPosition(RelativeKeyPosition):
-    """Relative positions in keys and queries (Huang et al. 2020, arXiv 2009.13658, method 4)."""
+    """Relative positions in keys and queries: both are multiplied by an embedding of the distance between them.
+
+    It is method 4 of Huang et al. 2020, arXiv 2009.13658.
+    """
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return (self.by_query(q) + self.by_key(k)) * q.shape[-1] ** -0.5
 
     def by_key(self, k: Tensor) -> Tensor:
-        """Products of each key j with the embedding of distance i - j, [batch, heads, length, length]."""
+        """Multiply each key j by the embedding of its distance i - j to query i: [batch, heads, length, length]."""
         return diagonals(k @ self._embeddings(k.shape[2]).t(), k.shape[2]).transpose(-1, -2)

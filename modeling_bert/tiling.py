@@ -1,6 +1,7 @@
-"""Initial weights of a larger model from a trained smaller one: tiling, as ModernBERT-large was made from base.
+"""Initialize a larger BERT from a trained smaller one by tiling: copies of each weight matrix fill the larger one.
 
-Warner et al. 2024, arXiv 2412.13663, section 2.2.2. One worked example, 3 values in a row of 8::
+ModernBERT-large was made from ModernBERT-base in this way (Warner et al. 2024, arXiv 2412.13663, section 2.2.2). One
+worked example, 3 values in a row of 8::
 
     1 2 3  ->  2 3 1 2 3 1 2 3        the copy at 3..5 counted from 1 is the centre, the others wrap around
 """
@@ -24,12 +25,16 @@ _MUST_AGREE = "vocab_size", "type_vocab_size", "max_position_embeddings", "tie_w
 
 
 def tile_model(small: BertForMaskedLM, config: BertConfig) -> BertForMaskedLM:
-    """Initialize a larger model with tiled copies of a smaller one's weights.
+    """Initialize a larger BERT with tiled copies of a smaller one's weights (see `tile`).
 
     Layer i copies layer round(i * small layers / large layers) (Rae et al. 2021, arXiv 2112.11446, appendix G.3.3).
 
+    Args:
+        small: the trained model.
+        config: configuration of the larger model.
+
     Raises:
-        UserError: a size is smaller than the model's, or another vocabulary, head size or variant.
+        UserError: a size is smaller than that of `small`, or vocabulary, head size or variant differ.
     """
     before = small.config
     smaller = [key for key in _SIZES if getattr(config, key) < getattr(before, key)]
@@ -62,8 +67,9 @@ def tile(weight: Tensor, shape: tuple[int, ...], parts: int = 1, units: tuple[in
     """Fill a larger tensor with copies of `weight`: one in the centre of each dimension, the others wrapped around it.
 
     Args:
-        shape: of the result, each size at least that of `weight`.
-        parts: tile equal parts of the rows separately, such as the two halves of a gated feed-forward network.
+        shape: shape of the result, each size at least that of `weight`.
+        parts: number of equal parts of the rows to tile separately, such as the two halves of a gated feed-forward
+            network.
         units: number of rows, and of columns, that must stay together, such as the features of a head.
     """
     if parts > 1:

@@ -1,4 +1,7 @@
-"""T5 as one readable model, with variants by configuration; the Auto classes of transformers then read them too."""
+"""T5 as one readable model with variants by configuration.
+
+After importing it, the Auto classes of transformers can load its saved models too.
+"""
 
 import transformers
 

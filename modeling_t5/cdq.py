@@ -1,11 +1,13 @@
-"""Context-dependent queries: the "cdQ" attention of t5-experiments, with its parameter names.
+"""Context-dependent queries: attention queries that also depend on a summary of the whole input.
 
-A context-dependent head h pools the sequence into one vector, and computes each token's query from both::
+It is the "cdQ" attention of t5-experiments, with its parameter names. A context-dependent head h pools the input's
+hidden states x (D features each) into one vector P_h, and computes each token's query q_h (d features) from both::
 
     P_h = softmax over tokens of T_h relu(W_t x)  times  x      [D], without padding
     q_h = cd_q cd_w [P_h; x]                                    [d]
 
-Other heads are unchanged. If half of the heads are context-dependent, both halves share keys, values and bias.
+T_h, W_t, cd_q and cd_w are learned matrices. Other heads are unchanged. If half of the heads are context-dependent,
+both halves share keys, values and bias.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from modeling_t5.layers import ENCODER_SELF, T5Attention, limit_float16
 
 
 class T5CDQAttention(T5Attention):
-    """`T5Attention` with `num_cdq_heads` context-dependent heads: half of `num_heads`, all, or 0.
+    """`T5Attention` whose queries also depend on a summary of the input, in `num_cdq_heads` of the heads.
+
+    `num_cdq_heads` is half of `num_heads`, all, or 0. See the module for the formula.
 
     Raises:
         ValueError: in a decoder, where the pooled vector would reveal the tokens to predict.
@@ -71,7 +75,11 @@ class T5CDQAttention(T5Attention):
         return self.join_heads(torch.cat(outputs, dim=1)), bias, weights
 
     def context_queries(self, x: Tensor, spec: AttentionSpec) -> Tensor:
-        """Context-dependent queries [batch, num_cdq_heads, length, d_kv] from x [batch, length, d_model]."""
+        """Compute context-dependent queries [batch, num_cdq_heads, length, d_kv] from x [batch, length, d_model].
+
+        Args:
+            spec: holds the padding mask; padding does not count in the summary of the input.
+        """
         scores = self.T(F.relu(limit_float16(self.W_t(x)))).transpose(1, 2)  # [B, heads, L]
         visible = spec.key_padding_mask
         if spec.mask is not None:  # a token counts if any other may attend to it

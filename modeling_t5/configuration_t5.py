@@ -1,4 +1,4 @@
-"""The settings of T5: transformers' own, and those of this package's variants, which are off by default."""
+"""Configuration of T5: transformers' settings, and those of this package's variants, off by default."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,8 @@ POSITIONS = ("relative_attention_bias", "rotary", "alibi", "none")
 
 @strict
 class T5Config(VariantConfig, transformers.T5Config):
-    """transformers' T5Config and these keys; docs/models.md says where each comes from.
+    """Configuration of T5: transformers' T5Config with further keys for variants; docs/models.md says where each comes
+    from.
 
     `tie_word_embeddings` False gives the output layer its own matrix and does not scale its input (T5 1.1, mT5, FLAN,
     UL2); True shares the embedding matrix (T5 1.0). transformers 5 always sets it to True.
@@ -23,9 +24,11 @@ class T5Config(VariantConfig, transformers.T5Config):
         position_embedding_type: "relative_attention_bias" (T5's), "rotary", "alibi", "none", or a class of yours,
             "module:Class", called with (config, bidirectional) for each layer of self-attention; it derives from
             `lm_experiments_tools.attention.positions.PositionScheme`.
-        relative_attention_bias_per_layer: a bias for each layer (as in umT5) instead of one for all layers of a stack.
+        relative_attention_bias_per_layer: a bias for each layer (as in umT5) instead of one for all layers of the
+            encoder and one for all of the decoder.
         rotary_dim: number of features of a head that "rotary" rotates, the first ones; all if None.
-        rotary_base, local_rotary_base: of "rotary"; the latter of local layers, None for the same.
+        rotary_base, local_rotary_base: `base` of `RotaryPosition` for "rotary", in all layers and in those with local
+            attention; None for the same.
         encoder_self_attention_layer, decoder_self_attention_layer, decoder_cross_attention_layer: the class of each
             kind of attention, "module:Class", called with (config, kind, layer_idx); see `layers.T5Attention`. With
             "modeling_t5:T5MergedAttention" in a decoder there is no cross-attention (T5Gemma 2, arXiv 2512.14856).
@@ -33,28 +36,31 @@ class T5Config(VariantConfig, transformers.T5Config):
         num_key_value_heads: heads of keys and values, each shared by a group of query heads (grouped-query attention,
             arXiv 2305.13245); num_heads if None.
         attention_scale: factor of scores before softmax; 1 is T5's.
-        attention_softcap, final_softcap: c * tanh(x / c) of attention scores and logits (Gemma 2, arXiv 2408.00118).
+        attention_softcap, final_softcap: bound c of attention scores and of logits, which become c * tanh(x / c)
+            (Gemma 2, arXiv 2408.00118).
         local_attention: window w of local self-attention layers in tokens: w - 1 before a decoder's token, w before
             and after an encoder's. None: all layers are global.
         encoder_local_attention: tokens before and after an encoder's token in local layers; None: `local_attention`.
-        qk_norm: a norm of each head of queries and keys (Gemma 3).
+        qk_norm: apply a norm to each head of queries and keys (Gemma 3).
         global_attn_every_n_layers: every n-th layer is global, the others are local.
         post_norms: also normalize the output of each attention and feed-forward before the residual connection.
         scale_embeddings: multiply embeddings by sqrt(d_model).
         separate_encoder_embeddings: give the encoder its own embedding matrix (T5Gemma, arXiv 2504.06225).
-        num_memory_tokens: learned vectors before the encoder's input, which all layers and the decoder attend to.
+        num_memory_tokens: number of learned vectors before the encoder's input, which all layers and the decoder
+            attend to.
         sparse_config_cls, sparse_attention: name and settings of a block-sparse layout of the encoder, e.g. "BigBird"
             and `{"block": 64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
         keep_in_fp32: parts of module names whose weights `from_pretrained(dtype=torch.float16)` leaves in float32.
-        fp32_residual: keep the residual stream in float32 if weights are float16 or bfloat16.
+        fp32_residual: keep the hidden states between layers in float32 if weights are float16 or bfloat16.
         z_loss: weight of log(Z)^2 in the loss, Z the softmax's denominator (1e-4 in T5X).
         label_smoothing: share of the target's probability that is spread over the vocabulary.
         cross_entropy_chunk_size: compute the loss for this many target tokens at a time, so that full logits never
-            exist in training; 0 for all at once. `return_logits` of `forward` overrides whether logits are returned.
+            exist in training; 0 for all tokens at once. `return_logits` of `forward` overrides whether logits are
+            returned.
 
     Raises:
-        ValueError: settings that are unknown, out of range, or exclude each other.
-        StrictDataclassError: a setting of another type. Annotations are no strings here: `strict` skips those.
+        ValueError: settings are unknown, out of range, or exclude each other.
+        StrictDataclassError: a setting has another type. Annotations are no strings here: `strict` skips those.
     """
 
     variant_type = "lm_experiments_t5"
@@ -147,11 +153,14 @@ class T5Config(VariantConfig, transformers.T5Config):
 
     @property
     def shares_position_bias(self) -> bool:
-        """True if all layers of a stack use the position bias of the first layer."""
+        """True if all layers of an encoder or decoder use the position bias of the first layer."""
         return not self.relative_attention_bias_per_layer and ":" not in self.position_embedding_type
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> transformers.PreTrainedConfig:
-        """As in transformers, but the decoder's has its own number of layers, which `generate` reads."""
+        """Configuration of the encoder or decoder, which `generate` reads.
+
+        Unlike in transformers, the decoder's configuration has the decoder's number of layers.
+        """
         config = super().get_text_config(*args, **kwargs)
         decoder = args[0] if args else kwargs.get("decoder")
         if decoder and config is not self:  # a copy, which transformers makes of an encoder-decoder's

@@ -1,6 +1,7 @@
-"""Fused operations of T5's training step, enabled by `use_fast_step`; in float32 results are equal up to rounding.
+"""Fused operations that make a training step of T5 faster, enabled by `use_fast_step`.
 
-Under autocast to bfloat16 the residual stream is bfloat16. Norms, softmax and the position bias stay in float32.
+In float32 results equal those of the plain operations up to rounding. Under autocast to bfloat16, hidden states
+between the layers are bfloat16, while norms, softmax and the position bias stay in float32.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ LOSS_CHUNK = 2048  # target tokens whose logits are held at once where nobody as
 
 
 def activate(activation: nn.Module, x: Tensor) -> Tensor:
-    """Apply an activation; transformers' gelu_new is computed by torch's fused GELU, which has the same formula."""
+    """Apply an activation function to x; transformers' gelu_new is computed by torch's fused GELU.
+
+    Both have the same formula.
+    """
     return F.gelu(x, approximate="tanh") if type(activation) is NewGELUActivation else activation(x)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """T5's norm, computed in float32 and returned in the dtype of x."""
+    """Apply T5's norm (root mean square), computed in float32 and returned in the dtype of x."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def embed_both(first: nn.Embedding, second: nn.Embedding, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Look up the ids of encoder and decoder in their shared embedding at once; None if it is not shared."""
+    """Look up the token ids of encoder and decoder in one call, if they share the embedding; otherwise return None.
+
+    Args:
+        first, second: embeddings of encoder and decoder.
+        ids, others: token ids of encoder and decoder.
+    """
     if first.weight is not second.weight or not all(is_plain(table, nn.Embedding) for table in (first, second)):
         return None
     if any(getattr(first, name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")):

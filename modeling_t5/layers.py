@@ -40,7 +40,7 @@ DECODER_CROSS = "decoder_cross_attention"
 
 
 class T5LayerNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467), with the mean in float32."""
+    """T5's norm: root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467), with the mean in float32."""
 
     is_fast = False
 
@@ -59,7 +59,10 @@ class T5LayerNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Base of feed-forward networks wo(inner(x)); subclasses define `inner` and list its `inner_layers`."""
+    """Base of T5's feed-forward networks, which compute wo(inner(x)): subclasses define `inner`.
+
+    `wo` is the output layer. `inner_layers` lists the linear layers that `inner` uses.
+    """
 
     inner_layers: tuple[str, ...]
     is_fast = False
@@ -73,7 +76,7 @@ class FeedForward(nn.Module):
         self.activation = ACT2FN[config.dense_act_fn]
 
     def act(self, x: Tensor) -> Tensor:
-        """Apply the activation, for float16 in float32: GELU's cube overflows."""
+        """Apply the activation function. float16 is computed in float32, because GELU's cube would overflow."""
         if x.dtype == torch.float16:
             return self.activation(x.float()).to(x.dtype)
         return activate(self.activation, x) if self.is_fast else self.activation(x)
@@ -87,7 +90,7 @@ class FeedForward(nn.Module):
 
 
 class T5DenseActDense(FeedForward):
-    """wo(act(wi(x))), T5 1.0."""
+    """Feed-forward network of T5 1.0: wo(act(wi(x))), with linear layers wi and wo and an activation function."""
 
     inner_layers = ("wi",)
 
@@ -96,7 +99,7 @@ class T5DenseActDense(FeedForward):
 
 
 class T5DenseGatedActDense(FeedForward):
-    """wo(act(wi_0(x)) * wi_1(x)) (Shazeer 2020, arXiv 2002.05202), T5 1.1."""
+    """Gated feed-forward network of T5 1.1 (Shazeer 2020, arXiv 2002.05202): wo(act(wi_0(x)) * wi_1(x))."""
 
     inner_layers = ("wi_0", "wi_1")
 
@@ -109,10 +112,13 @@ class T5DenseGatedActDense(FeedForward):
 
 
 class T5Sublayer(nn.Module):
-    """Base of attention and feed-forward sublayers: a norm before and, with `post_norms`, one after."""
+    """Base of T5's attention and feed-forward sublayers: a norm before and, with `post_norms`, one after."""
 
     def add_norms(self, config: T5Config) -> None:
-        """Add the norms after the other modules, for the order of transformers' state dicts."""
+        """Create the sublayer's norms; called after the other modules are created.
+
+        So parameters have the same order as in transformers' state dicts.
+        """
         self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
         if config.post_norms:
             self.post_layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
@@ -120,13 +126,13 @@ class T5Sublayer(nn.Module):
         self.dropout = Dropout(config.dropout_rate)
 
     def added(self, x: Tensor, output: Tensor) -> Tensor:
-        """Residual connection: x + output, after `post_layer_norm` if there is one."""
+        """Residual connection: x + output, where the output first goes through `post_layer_norm` if there is one."""
         output = self.post_layer_norm(output) if self.has_post_norm else output
         return limit_float16(x + self.dropout(output))
 
 
 class T5LayerFF(T5Sublayer):
-    """x + feed-forward(norm(x))."""
+    """Feed-forward sublayer of T5 with its residual connection: x + feed-forward(norm(x))."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -138,7 +144,7 @@ class T5LayerFF(T5Sublayer):
 
 
 class T5ClassificationHead(nn.Module):
-    """out_proj(tanh(dense(x))), from d_model features to num_labels logits."""
+    """Classification head out_proj(tanh(dense(x))), from d_model features to num_labels logits."""
 
     linear_layers = ("dense", "out_proj")
 
@@ -153,7 +159,14 @@ class T5ClassificationHead(nn.Module):
 
 
 def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | None:
-    """Attention window of a local layer: (tokens before, tokens after) a query; None for a global layer."""
+    """Attention window of a layer with local attention: (tokens before, tokens after) a query.
+
+    None for a layer without a window.
+
+    Args:
+        kind: kind of attention, as in `T5Attention`.
+        layer_idx: number of the layer in its stack.
+    """
     is_global = kind == DECODER_CROSS or (layer_idx + 1) % config.global_attn_every_n_layers == 0
     if is_global or config.local_attention is None:
         return None
@@ -163,7 +176,14 @@ def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | 
 
 
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
-    """Positional encoding of one layer; `NoPosition` for cross-attention and layers with a shared bias."""
+    """Create the positional encoding of one attention layer.
+
+    It is `NoPosition` for cross-attention and for layers that use another layer's bias.
+
+    Args:
+        kind: kind of attention, as in `T5Attention`.
+        layer_idx: number of the layer in its stack.
+    """
     is_given = config.position_embedding_type == "relative_attention_bias" and config.shares_position_bias
     if kind == DECODER_CROSS or (is_given and layer_idx > 0):
         return NoPosition()
@@ -181,9 +201,9 @@ class T5Attention(nn.Module):
     """Attention with T5's unscaled scores. Derive from it for a variant of your own, named in the configuration.
 
     Args:
-        config: configuration of the encoder's or decoder's stack.
+        config: configuration of the encoder or decoder that the layer belongs to.
         kind: "encoder_self_attention", "decoder_self_attention" or "decoder_cross_attention".
-        layer_idx: number of the layer in its stack.
+        layer_idx: number of the layer in its encoder or decoder.
     """
 
     is_fast = False  # never of a class derived from it
@@ -215,13 +235,16 @@ class T5Attention(nn.Module):
 
     @property
     def backend(self) -> str:
-        """Attention backend: "auto" with a block-sparse layout, otherwise by `attn_implementation`."""
+        """Name of the attention backend: "auto" with a block-sparse layout, otherwise by `attn_implementation`."""
         fused_on = self.o.weight.device if self.is_fast and self.training else None
         return "auto" if self.layout is not None else backend_of(self.config._attn_implementation, fused_on)
 
     @property
     def takes_segments(self) -> bool:
-        """True if packed rows need no mask: the backend supports segments and no variant overrides attention."""
+        """True if this layer can isolate the examples of packed rows by their segment IDs, without a mask.
+
+        The backend must support segment IDs, and no variant may override attention.
+        """
         is_plain = type(self).forward is T5Attention.forward and type(self).attend is T5Attention.attend
         return is_plain and (self.is_fast or self.backend == "auto")
 
@@ -234,17 +257,19 @@ class T5Attention(nn.Module):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        """Compute attention.
+        """Compute attention for B sequences with Q queries, K keys and D features.
 
         Args:
             x: normed hidden states [B, Q, D].
             spec: masks, causality and scale, the same for all layers.
-            bias: position bias of an earlier layer, to be shared.
-            key_value_states: the encoder's output [B, K, D] in cross-attention.
-            past_key_values: cache of a decoder.
+            bias: position bias of an earlier layer, to be shared; None for this layer's own.
+            key_value_states: the encoder's output [B, K, D] in cross-attention; None in self-attention.
+            past_key_values: cache of a decoder; None for no cache.
+            output_attentions: request the attention weights.
 
         Returns:
-            [B, Q, D]; the position bias; attention weights [B, H, Q, K] if requested or "eager", else None.
+            The output [B, Q, D]; the position bias; and the attention weights [B, heads, Q, K] if requested or if the
+            backend is "eager", else None.
         """
         offset = self.tokens_seen(past_key_values)
         states = x if key_value_states is None else key_value_states
@@ -262,7 +287,11 @@ class T5Attention(nn.Module):
         return self.join_heads(output), bias, weights
 
     def own_spec(self, spec: AttentionSpec, q: Tensor, k: Tensor, offset: int | Tensor) -> AttentionSpec:
-        """`spec` with the masks of the cache and of this layer's window."""
+        """Attention settings of this layer: `spec` with masks for cached tokens and for this layer's local window.
+
+        Args:
+            offset: number of cached tokens.
+        """
         if self.kind == DECODER_SELF:
             spec = with_cache(spec, q.shape[2], k.shape[2], offset, q.device)
         if self.window is not None:
@@ -278,7 +307,11 @@ class T5Attention(nn.Module):
         spec: AttentionSpec,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention output [batch, heads, queries, d_kv], and the attention weights or None."""
+        """Compute attention from queries, keys and values of heads.
+
+        Returns:
+            The output [batch, heads, queries, d_kv], and the attention weights or None.
+        """
         lengths, groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -298,22 +331,26 @@ class T5Attention(nn.Module):
         return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
-        """Queries of x, and keys and values of the states, [batch, length, heads * d_kv] each."""
+        """Project x to queries, and `states` to keys and values: [batch, length, heads * d_kv] each."""
         if self.kind == DECODER_CROSS:
             return self.q(x), *joined(states, self.k, self.v)
         return joined(x, self.q, self.k, self.v)
 
     def split_heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """[batch, length, heads * d_kv] -> [batch, heads, length, d_kv]; `norm` is applied to each head."""
+        """Split features into heads: [batch, length, heads * d_kv] -> [batch, heads, length, d_kv].
+
+        Args:
+            norm: applied to the features of each head; None for no norm.
+        """
         heads = limit_float16(x).unflatten(-1, (-1, self.head_dim))
         return (heads if norm is None else norm(heads).to(x.dtype)).transpose(1, 2)
 
     def join_heads(self, x: Tensor) -> Tensor:
-        """Output projection, [batch, heads, length, d_kv] -> [batch, length, d_model]."""
+        """Join the heads and apply the output projection: [batch, heads, length, d_kv] -> [batch, length, d_model]."""
         return limit_float16(self.o(x.transpose(1, 2).flatten(2)))
 
     def tokens_seen(self, past_key_values: Cache | None) -> int | Tensor:
-        """Number of tokens in the cache before this call, as a tensor for a static cache."""
+        """Number of tokens in the cache before this call: an int, or a tensor for a static cache."""
         if past_key_values is None or self.kind == DECODER_CROSS:
             return 0
         seen = past_key_values.get_seq_length(self.layer_idx)
@@ -327,10 +364,16 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         is_cross: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [batch, heads, keys, d_kv], including cached ones, and queries with rotary positions.
+        """Compute keys and values [batch, heads, keys, d_kv], including cached ones, and rotate queries by position.
 
         Args:
-            is_cross: the states are the encoder's, which have no positions.
+            states: hidden states to compute keys and values from.
+            past_key_values: the cache, which is updated; None for no cache.
+            offset: number of cached tokens.
+            is_cross: True if `states` are the encoder's, which have no positions.
+
+        Returns:
+            Keys, values and queries.
         """
         both = isinstance(past_key_values, EncoderDecoderCache)
         if is_cross and both and past_key_values.is_updated.get(self.layer_idx):
@@ -355,7 +398,12 @@ class T5Attention(nn.Module):
         offset: int | Tensor,
         device: torch.device,
     ) -> Bias | None:
-        """The position bias shared by an earlier layer, otherwise this layer's own."""
+        """Position bias to add to the scores: the one shared by an earlier layer, otherwise this layer's own.
+
+        Args:
+            bias: the shared bias; None for this layer's own.
+            offset: number of cached tokens.
+        """
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
@@ -363,14 +411,21 @@ class T5Attention(nn.Module):
 
 
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
-    """Build the attention class that the configuration names for this kind."""
+    """Create an attention layer of the class that the configuration names for this kind of attention.
+
+    Args:
+        kind: kind of attention, as in `T5Attention`.
+    """
     key = f"{kind}_layer"
     name = getattr(config, key)
     return resolve_configured(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)
 
 
 class T5LayerAttention(T5Sublayer):
-    """Base of attention sublayers: x + attention(norm(x)). `attention_name` is the module's name in state dicts."""
+    """Base of T5's attention sublayers, which compute x + attention(norm(x)).
+
+    `attention_name` is the name of the attention module in state dicts.
+    """
 
     attention_name: ClassVar[str]
 
@@ -400,21 +455,22 @@ class T5LayerAttention(T5Sublayer):
 
 
 class T5LayerSelfAttention(T5LayerAttention):
-    """Self-attention sublayer."""
+    """Self-attention sublayer of T5, with its norm and residual connection."""
 
     attention_name = "SelfAttention"
 
 
 class T5LayerCrossAttention(T5LayerAttention):
-    """Cross-attention sublayer."""
+    """Cross-attention sublayer of T5's decoder, with its norm and residual connection."""
 
     attention_name = "EncDecAttention"
 
 
 class T5Block(GradientCheckpointingLayer):
-    """Self-attention, cross-attention (in a decoder, unless merged into self-attention) and feed-forward.
+    """One transformer layer of T5: self-attention, in a decoder cross-attention, and feed-forward.
 
-    Returns hidden states and the position bias for the next layer.
+    Cross-attention is absent if it is merged into self-attention (`T5MergedAttention`). The forward pass returns
+    hidden states and the position bias for the next layer.
     """
 
     def __init__(self, config: T5Config, layer_idx: int) -> None:

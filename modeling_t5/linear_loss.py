@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear layer's logits, with the gradient computed in the forward pass.
+"""Memory-saving cross-entropy of a linear output layer: the gradient is computed in the forward pass.
 
-The gradient by the logits, softmax - target, overwrites each chunk of logits. Gradients of the hidden states and the
-weight follow at once, so that no logits are saved for the backward pass and none are computed twice (Wijmans et al.
-2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989).
+The logits of a few tokens are computed at a time. Their gradient, softmax - target, overwrites them. The gradients of
+hidden states and weight follow immediately. So no logits are saved for the backward pass, and none are computed twice
+(Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 
 
 
 def replaces_head(head: nn.Module, states: Tensor) -> bool:
-    """True if `linear_token_loss` computes the same as calling the head, hooks and wrappers included.
+    """True if `linear_token_loss` may replace the output layer `head`: a plain linear layer without hooks or wrappers.
 
-    float16 is excluded, because its loss scale is known in the backward pass only.
+    float16 is excluded, because its loss scale is known only in the backward pass.
     """
     is_linear = is_unwrapped(head, nn.Linear) and head.bias is None
     return is_linear and not torch.compiler.is_compiling() and compute_dtype(states) != torch.float16
 
 
 def compute_dtype(states: Tensor) -> torch.dtype:
-    """Dtype of a matrix product with `states`: autocast's, if enabled."""
+    """Dtype in which a matrix product with `states` is computed: autocast's, if enabled."""
     kind = states.device.type
     is_cast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else states.dtype
@@ -48,13 +48,16 @@ def linear_token_loss(
     label_smoothing: float = 0.0,
     compiled: bool = True,
 ) -> Tensor:
-    """`token_loss(states @ weight.T, labels)` with the logits of at most `chunk_size` tokens in memory.
+    """Compute the loss of a linear output layer with the logits of at most `chunk_size` tokens in memory.
+
+    It equals `token_loss(states @ weight.T, labels)`.
 
     Args:
-        states: [tokens, features].
-        weight: [vocabulary, features].
+        states: hidden states, [tokens, features].
+        weight: of the output layer, [vocabulary, features].
         labels: [tokens], -100 where there is none.
-        chunk_size: tokens; small chunks are slower, because each adds to the full gradient of the weight.
+        chunk_size: tokens at a time; small numbers are slower, because the weight's full gradient is updated each
+            time.
         z_loss, label_smoothing: as in `token_loss`.
         compiled: compile the loss where Triton runs.
     """
@@ -125,7 +128,12 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Loss of logits [tokens, vocabulary], and its gradient by the logits in their dtype."""
+    """Compute the loss of logits [tokens, vocabulary], and its gradient with respect to them, in their dtype.
+
+    Args:
+        labels: [tokens], -100 where there is none.
+        z_loss, label_smoothing: as in `token_loss`.
+    """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_valid = (labels != IGNORED)[:, None]
     index = labels.where(labels != IGNORED, 0)[:, None]
@@ -143,7 +151,12 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoot
 
 
 def turn_into_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> Tensor:
-    """Overwrite logits [tokens, vocabulary] with the gradient of the loss; returns the loss, in float32 or higher."""
+    """Overwrite logits [tokens, vocabulary] with the gradient of the loss; returns the loss in float32 or higher.
+
+    Args:
+        labels: [tokens], -100 where there is none.
+        z_loss, label_smoothing: as in `token_loss`.
+    """
     exact = torch.promote_types(logits.dtype, torch.float32)
     count, vocabulary = logits.shape
     block = max(1, BLOCK // vocabulary) if logits.device.type == "cpu" else max(1, count)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, from all logits or in chunks."""
+"""Cross-entropy over a large vocabulary, from all logits at the same time or from those of a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from modeling_t5.linear_loss import linear_token_loss, replaces_head
 
 
 def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
-    """Sum over valid labels of -log p(label) + z_loss * log(Z)^2, in float32 at least.
+    """Sum of the cross-entropy over all tokens with a label, plus the z-loss if enabled; in float32 at least.
+
+    A token adds -log p(label) + z_loss * log(Z)^2, where Z is the sum of exp(logits).
 
     Args:
         logits: [tokens, vocabulary].
         labels: [tokens], -100 where there is none.
-        z_loss: weight of log(Z)^2, Z the sum of exp(logits), which keeps log(Z) near 0 (T5X; Chowdhery et al. 2022,
-            arXiv 2204.02311, section 5).
+        z_loss: weight of log(Z)^2, which keeps log(Z) near 0 (T5X; Chowdhery et al. 2022, arXiv 2204.02311, section
+            5).
         label_smoothing: share of the target's probability spread over the vocabulary, the label included (Szegedy et
             al. 2016, arXiv 1512.00567, section 7).
     """
@@ -41,16 +43,17 @@ def chunked_token_loss(
     label_smoothing: float = 0.0,
     compiled: bool = True,
 ) -> Tensor:
-    """`token_loss(head(hidden_states), labels)` with the logits of at most `chunk_size` tokens in memory.
+    """Compute the loss of an output layer with the logits of at most `chunk_size` tokens in memory.
 
-    A plain linear head computes its gradients in the forward pass (linear_loss.py). Other heads (adapters, sharded or
-    quantized weights), torch.compile and float16 recompute the logits of each chunk in the backward pass.
+    It equals `token_loss(head(hidden_states), labels)`. A plain linear head computes its gradients in the forward pass
+    (linear_loss.py). Other heads (adapters, sharded or quantized weights), torch.compile and float16 recompute the
+    logits in the backward pass.
 
     Args:
         hidden_states: [tokens, features].
-        head: [tokens, features] -> [tokens, vocabulary].
+        head: the output layer, [tokens, features] -> [tokens, vocabulary].
         labels: [tokens], -100 where there is none.
-        chunk_size: tokens.
+        chunk_size: number of tokens whose logits are computed at a time.
         z_loss, label_smoothing: as in `token_loss`.
         compiled: compile the loss of a plain linear head where Triton runs.
     """

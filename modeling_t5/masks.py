@@ -1,4 +1,4 @@
-"""Attention masks of stacks and layers."""
+"""Conversion of attention masks, as transformers' T5 receives them, to attention settings of this package."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from modeling_t5.packing import Segments
 
 
 def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> AttentionSpec:
-    """Attention settings of a stack from a mask as in transformers, with T5's unscaled scores.
+    """Convert an attention mask as in transformers to attention settings, with T5's unscaled scores.
 
     Args:
-        attention_mask: [B, K] of 1 and 0; bool or integers [B, Q, K] or [B, 1 or heads, Q, K]; or floats [B, 1 or
-            heads, Q, K], which are added to the scores, and whose lowest number masks a key. Or `Segments` of packed
-            rows.
+        attention_mask: for B sequences, Q queries and K keys one of the following. [B, K] of 1 and 0; bool or integers
+            [B, Q, K] or [B, 1 or heads, Q, K]; floats [B, 1 or heads, Q, K], which are added to the scores, and whose
+            lowest number masks a key; or `Segments` of packed rows. None masks nothing.
+        causal: a query attends only to itself and earlier tokens.
     """
     if isinstance(attention_mask, Segments):
         return AttentionSpec(segment_ids=attention_mask, causal=causal, scale=1.0)
@@ -37,7 +38,14 @@ def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> A
 def with_cache(
     spec: AttentionSpec, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
 ) -> AttentionSpec:
-    """Attention settings of a decoder with `offset` cached tokens; unchanged if nothing is cached."""
+    """Extend a decoder's attention settings to cached tokens; they are returned unchanged if nothing is cached.
+
+    Args:
+        spec: settings for the new tokens.
+        query_length: number of new tokens.
+        key_length: number of new and cached tokens.
+        offset: number of cached tokens.
+    """
     if spec.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
         return spec
     queries = torch.arange(query_length, device=device) + offset
@@ -55,7 +63,13 @@ def with_window(
     offset: int | Tensor,
     device: torch.device,
 ) -> AttentionSpec:
-    """Attention settings of a local layer: queries see `window` tokens (before, after) them."""
+    """Restrict attention settings to a local window: a query attends only to nearby tokens.
+
+    Args:
+        window: number of tokens before and after a query that it attends to.
+        lengths: number of queries and of keys.
+        offset: number of cached tokens, which come before the queries.
+    """
     before, after = window
     distance = torch.arange(lengths[0], device=device)[:, None] + offset - torch.arange(lengths[1], device=device)
     near = (distance <= before) & (distance >= -after)

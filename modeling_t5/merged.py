@@ -1,4 +1,7 @@
-"""Self-attention and cross-attention in one softmax with the same weights (T5Gemma 2, arXiv 2512.14856)."""
+"""Merged attention of T5Gemma 2 (arXiv 2512.14856): self-attention and cross-attention in one softmax.
+
+Both use the same weights.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from modeling_t5.layers import DECODER_SELF, T5Attention
 class T5MergedAttention(T5Attention):
     """Decoder attention over earlier target tokens and all encoder tokens, in one softmax.
 
-    Encoder keys have no positions, and a local window hides target tokens only. Attention weights [B, H, Q, K] have
-    target tokens first.
+    Encoder keys have no positions, and a local window hides target tokens only. Attention weights [batch, heads,
+    queries, keys] have target tokens first.
 
     Raises:
-        ValueError: in another place than a decoder's self-attention, or with positions that are a bias.
+        ValueError: used in another position than a decoder's self-attention, or with positions that are a bias.
     """
 
     is_merged = True
@@ -44,7 +47,12 @@ class T5MergedAttention(T5Attention):
         output_attentions: bool = False,
         encoder_spec: AttentionSpec | None = None,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        """As `T5Attention.forward`; `key_value_states` are the encoder's output, None for self-attention only."""
+        """Compute attention over target and encoder tokens. Other arguments are those of `T5Attention.forward`.
+
+        Args:
+            key_value_states: the encoder's output; None for self-attention only.
+            encoder_spec: masks of the encoder's tokens, required with an encoder's output.
+        """
         if key_value_states is None:
             return super().forward(x, spec, bias, None, past_key_values, output_attentions)
         if spec.bias is not None or encoder_spec.bias is not None:

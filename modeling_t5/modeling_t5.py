@@ -3,7 +3,8 @@
 Parameters have the names of transformers' T5: `T5ForConditionalGeneration.from_pretrained` reads any T5, FLAN-T5 or
 UL2 of the Hub. transformers reads what `save_pretrained` writes, unless a variant is enabled (a key of `T5Config`).
 
-Shapes: B sequences, L tokens of the encoder, T of the decoder, M memory tokens, D features, V words.
+Shapes: B sequences, L tokens of the encoder, T of the decoder, M memory tokens (learned vectors before the input), D
+features, V words.
 """
 
 import copy
@@ -42,7 +43,10 @@ def _copy(config: T5Config, **values: Any) -> T5Config:
 
 
 class T5EncoderModel(T5PreTrainedModel):
-    """The encoder alone; `last_hidden_state` is [batch, memory tokens + length, d_model]."""
+    """The encoder of T5 without a decoder; `last_hidden_state` is [batch, memory tokens + length, d_model].
+
+    Memory tokens are learned vectors before the input; by default there are none.
+    """
 
     _input_embed_layer = "shared"
     _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}
@@ -70,7 +74,10 @@ class T5EncoderModel(T5PreTrainedModel):
 
 
 class T5Model(T5PreTrainedModel):
-    """Encoder and decoder; `last_hidden_state` is the decoder's [batch, target length, d_model]."""
+    """Encoder and decoder of T5 without an output layer.
+
+    `last_hidden_state` is the decoder's, [batch, target length, d_model].
+    """
 
     _input_embed_layer = "shared"
     _tied_weights_keys = {
@@ -113,7 +120,7 @@ class T5Model(T5PreTrainedModel):
         decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Args are those of transformers' T5Model, and segment IDs of packed rows (packing.py)."""
+        """Compute hidden states. Arguments are those of transformers' T5Model, and segment IDs (packing.py)."""
         cross_mask = None
         if (segment_ids is None) != (decoder_segment_ids is None):
             raise ValueError("segment_ids and decoder_segment_ids belong together: give both, or neither.")
@@ -198,14 +205,15 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """Loss and logits [B, T, V]. Args are those of transformers' T5ForConditionalGeneration, and:
+        """Compute loss and logits; other arguments are those of transformers' T5ForConditionalGeneration.
 
         Args:
-            labels: [B, T], -100 where there is none; shifted, they are the decoder's input unless that is given.
+            labels: [batch, T] for T target tokens, -100 where there is none; shifted, they are the default decoder
+                input.
             return_logits: False leaves logits out if the loss is computed in chunks. None: False in training.
-            num_items_in_batch: divide the loss by this number of labels (of the whole step) instead of the batch's
-                own.
-            segment_ids, decoder_segment_ids: int64[B, L] and [B, T], examples of packed rows from 1 on, 0 for padding.
+            num_items_in_batch: divide the loss by this number of labels (of the whole step), not by the batch's own.
+            segment_ids, decoder_segment_ids: int64, numbers of packed rows' examples from 1 on, 0 for padding; one for
+                each token of the encoder and of the decoder.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self._shift_right(labels, decoder_segment_ids)
@@ -246,7 +254,14 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         chunk_size: int = 0,
     ) -> Tensor:
-        """Mean loss over valid labels [batch, target length], from logits or, in chunks, from hidden states x."""
+        """Mean loss over tokens with a label, from logits or, to save memory, from hidden states.
+
+        Args:
+            x: the decoder's hidden states, before the output layer.
+            logits: None computes them from x, `chunk_size` tokens at a time.
+            labels: [batch, target length], -100 where there is none.
+            num_items_in_batch: divide the loss by this number of labels; None for the batch's own.
+        """
         labels = labels.to(x.device).flatten()
         extras = {"z_loss": self.config.z_loss, "label_smoothing": self.config.label_smoothing}
         if logits is not None:
@@ -263,7 +278,10 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
 
 
 class T5ForSequenceClassification(T5PreTrainedModel):
-    """Sequence classification as in BART: the decoder reads the input too; its last `</s>` is classified."""
+    """T5 with a classification head, as in BART: encoder and decoder both read the input.
+
+    The decoder's hidden state at the last `</s>` is classified.
+    """
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head", r"EncDecAttention\.relative_attention_bias"]
 
@@ -287,9 +305,11 @@ class T5ForSequenceClassification(T5PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqSequenceClassifierOutput:
-        """Loss and logits [B, num_labels]; labels are classes [B], or values [B, num_labels] (`problem_type`).
+        """Compute loss and logits [B, num_labels] for B sequences.
 
-        With inputs_embeds the last token that is not padding replaces `</s>`.
+        Args:
+            labels: classes [B], or values [B, num_labels]; `problem_type` of the configuration says which.
+            inputs_embeds: replace input_ids; then the last token that is not padding is classified instead of `</s>`.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             if input_ids is None:
@@ -321,10 +341,10 @@ class T5ForSequenceClassification(T5PreTrainedModel):
 
 
 class T5EncoderForSequenceClassification(T5PreTrainedModel):
-    """A linear layer on the mean of the encoder's output (Sentence-T5: Ni et al. 2021, arXiv 2108.08877, "ST5-Enc
-    mean").
+    """T5's encoder with a linear classification layer on the mean of its output.
 
-    Parameters have the names of transformers' T5ForTokenClassification.
+    It is "ST5-Enc mean" of Sentence-T5 (Ni et al. 2021, arXiv 2108.08877). Parameters have the names of transformers'
+    T5ForTokenClassification.
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^decoder", r"^lm_head"]
@@ -346,9 +366,13 @@ class T5EncoderForSequenceClassification(T5PreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Loss and logits [B, num_labels]; labels are as in `T5ForSequenceClassification`, attention_mask is [B, L].
+        """Compute loss and logits [B, num_labels] for B sequences of L tokens.
 
-        The mean leaves out memory tokens and padding; it is 0 for a row of padding.
+        The mean of the encoder's output leaves out memory tokens and padding; it is 0 for a row of padding.
+
+        Args:
+            attention_mask: [B, L], 0 for padding.
+            labels: as in `T5ForSequenceClassification.forward`.
         """
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(

@@ -1,9 +1,10 @@
-"""Packed rows: several isolated examples in one row. Exact for T5, whose positions are distances between tokens.
+"""Packed rows for T5: a row holds several examples that do not attend to each other.
 
-One worked example, two pairs in a row of 5 and 4; 0 is padding::
+Results equal those of separate rows, because T5's positions are distances between tokens. One worked example: two
+pairs of input and target, in an encoder row of 5 tokens and a decoder row of 4. 0 is padding::
 
-    segment_ids          1 1 2 2 0        the encoder's tokens see those of their own number,
-    decoder_segment_ids  1 1 2 0          the decoder's those and what comes before them in their own
+    segment_ids          1 1 2 2 0        an encoder token attends to tokens of the same number
+    decoder_segment_ids  1 1 2 0          a decoder token to these, and to earlier decoder tokens of its number
     labels               7 1 8 -100
     decoder's input      0 7 0 0          each example begins with the start token (0)
 """
@@ -19,29 +20,44 @@ from modeling_t5.losses import IGNORED
 
 
 class Segments(NamedTuple):
-    """Example IDs of queries int64[B, Q] and keys [B, K], from 1 on, 0 for padding: attention stays within an example.
+    """Example IDs of queries and keys in packed rows: attention stays within tokens of the same ID.
 
-    Padding attends to padding. If no key is padding, it attends to all keys (`mask`) or none; its output is not used.
+    `queries` are int64 [batch, number of queries] and `keys` [batch, number of keys], from 1 on, 0 for padding.
+    Padding attends to padding. If no key is padding, padding attends to all keys (`mask`) or none; its output is not
+    used.
     """
 
     queries: Tensor
     keys: Tensor
 
     def mask(self, causal: bool = False) -> Tensor:
-        """Attention mask, bool [B, 1, Q, K], in which every query has a key."""
+        """Attention mask of packed rows, bool [batch, 1, queries, keys], in which every query has a key.
+
+        Args:
+            causal: leave out later keys, as in a decoder.
+        """
         same = self.queries[:, None, :, None] == self.keys[:, None, None, :]
         return same.tril() if causal else same | ~same.any(-1, keepdim=True)
 
     def added_to(self, bias: Tensor | None, causal: bool = False) -> Tensor:
-        """Add -inf to a bias [1, H, Q, K] wherever attention is not allowed: [B, 1 or H, Q, K]."""
+        """Add -inf to a position bias wherever packed rows allow no attention: [batch, 1 or heads, queries, keys].
+
+        Args:
+            bias: [1, heads, queries, keys]; None for zeros.
+            causal: leave out later keys, as in a decoder.
+        """
         return torch.where(self.mask(causal), 0.0 if bias is None else bias, -torch.inf)
 
 
 def masked(segment_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Segment IDs int64[B, L], set to 0 (padding) where an attention mask [B, L] is 0.
+    """Set the segment IDs of packed rows to 0 (padding) where an attention mask is 0.
+
+    Args:
+        segment_ids: example ID of each token, int64 [batch, length].
+        attention_mask: [batch, length]; None masks nothing.
 
     Raises:
-        ValueError: a mask of another shape.
+        ValueError: the mask has another number of dimensions.
     """
     if attention_mask is None:
         return segment_ids
@@ -51,7 +67,14 @@ def masked(segment_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def shift_right_in_segments(labels: Tensor, decoder_segment_ids: Tensor, start: int, padding: int) -> Tensor:
-    """Shift labels int64[B, T] of packed rows right; each example begins with the start token."""
+    """Shift the labels of packed rows right, to make the decoder's input; each example begins with the start token.
+
+    Args:
+        labels: int64 [batch, target length].
+        decoder_segment_ids: example ID of each label, in the same shape.
+        start: ID of the start token.
+        padding: token ID that replaces missing labels (-100).
+    """
     before = labels.roll(1, -1).masked_fill(labels.roll(1, -1) == IGNORED, padding)
     begins = decoder_segment_ids != decoder_segment_ids.roll(1, -1)
     begins[..., 0] = True

@@ -1,6 +1,6 @@
-"""Base class of all T5 models with initial values, and the stack of layers of an encoder or decoder.
+"""Base class of all T5 models with initial values, and the layers of an encoder or decoder as one module (`T5Stack`).
 
-Shapes: B sequences, L tokens, M memory tokens, D features, H heads.
+Shapes: B sequences, L tokens, M memory tokens (learned vectors before the input), D features, H heads.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ from modeling_t5.packing import Segments, shift_right_in_segments
 
 
 class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):
-    """Base class: loading, saving and initial values."""
+    """Base class of all T5 models: loading, saving and initial values."""
 
     config_class = T5Config
     base_model_prefix = "transformer"
@@ -61,13 +61,16 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
         self._keep_in_fp32_modules = list(config.keep_in_fp32)
 
     def use_fast_step(self, enabled: bool = True) -> None:
-        """Enable the fused path for training (`fast_step`); saved weights and configuration do not change."""
+        """Enable the fused (faster) path for training (`fast_step`); saved weights and configuration do not change."""
         for part in self.modules():
             if isinstance(part, T5LayerNorm | FeedForward | T5PreTrainedModel | Dropout) or type(part) is T5Attention:
                 part.is_fast = enabled
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Set it for the stacks too; transformers 5.17 would leave their copies of the configuration unchanged."""
+        """Set the attention implementation of the model and of its encoder and decoder.
+
+        transformers 5.17 would not change the configurations of encoder and decoder, which are copies.
+        """
         super().set_attn_implementation(*args, **kwargs)
         for part in self.modules():
             if isinstance(part, T5PreTrainedModel):
@@ -122,7 +125,10 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
             module.reset_parameters()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
-        """Tied weights; unlike in transformers, an untied output layer leaves the embeddings tied."""
+        """Names of tied (shared) weights.
+
+        Unlike in transformers, embeddings stay tied to each other if the output layer is untied.
+        """
         separate = self.config.separate_encoder_embeddings
         if all_submodels or (self.config.tie_word_embeddings and not separate):
             return super().get_expanded_tied_weights_keys(all_submodels)
@@ -145,7 +151,7 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
 
 
 class T5Stack(T5PreTrainedModel):
-    """The encoder or, if `config.is_decoder`, the decoder."""
+    """The encoder of T5 or, if `config.is_decoder`, the decoder: embeddings, all layers, and the last norm."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(config)
@@ -174,7 +180,7 @@ class T5Stack(T5PreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Hidden states [batch, memory tokens + length, d_model].
+        """Compute hidden states [batch, memory tokens + length, d_model], with arguments as in transformers' T5Stack.
 
         Masks are [batch, length] or [batch, 1 or heads, length, keys].
         """
@@ -211,10 +217,15 @@ class T5Stack(T5PreTrainedModel):
         )
 
     def folded_bias(self, x: Tensor, spec: AttentionSpec) -> tuple[Bias | None, AttentionSpec]:
-        """Position bias that all layers share, computed once, and the `AttentionSpec` that remains.
+        """Compute the position bias once for all layers; returns it and the remaining attention settings.
 
-        On a CPU it is a matrix [1 or B, H, L, L] that includes causality or segments as -inf, so that compiled layers
-        share a graph. On a GPU it is a `T5Table`. None: layers compute their own.
+        On a CPU it is a matrix [1 or batch, heads, length, length] that includes causality or packed rows as -inf, so
+        that compiled layers share a graph. On a GPU it is a `T5Table`. If it is None, each layer computes its own
+        bias.
+
+        Args:
+            x: embeddings, for their length and device.
+            spec: the attention settings; what the bias includes is removed from them.
         """
         layers = [block.layer[0].SelfAttention for block in self.block]
         first = layers[0]
@@ -240,14 +251,22 @@ class T5Stack(T5PreTrainedModel):
         return bias, spec
 
     def mask_of(self, segments: Segments, is_cross: bool = False) -> Tensor | Segments:
-        """Mask of packed rows: `Segments` if every layer supports them, otherwise a dense mask."""
+        """Attention mask of packed rows: `Segments` if every layer supports them, otherwise a dense mask.
+
+        Args:
+            is_cross: True for cross-attention.
+        """
         layers = [block.layer[1].EncDecAttention if is_cross else block.layer[0].SelfAttention for block in self.block]
         if self.memory_tokens is None and all(layer.takes_segments for layer in layers):
             return segments
         return segments.mask(causal=self.is_decoder and not is_cross)
 
     def with_memory(self, attention_mask: Tensor | None) -> Tensor | None:
-        """Extend the encoder's mask [B, L] or [B, heads, Q, L] by memory tokens, which all tokens attend to."""
+        """Extend the encoder's attention mask by memory tokens: learned vectors before the input, never masked.
+
+        Args:
+            attention_mask: [batch, length] or [batch, heads, queries, length]; None masks nothing.
+        """
         if attention_mask is None or self.memory_tokens is None:
             return attention_mask
         num_memory_tokens = len(self.memory_tokens)

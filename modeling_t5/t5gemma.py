@@ -69,7 +69,11 @@ _NAMES = (
 
 
 def name_of(theirs: str, is_merged: bool = False) -> str:
-    """Name in our T5 of a T5Gemma parameter or, with `is_merged`, of a T5Gemma 2 parameter."""
+    """Convert a parameter's name in T5Gemma to the name in this package's T5.
+
+    Args:
+        is_merged: True for names of T5Gemma 2.
+    """
     name = theirs
     for pattern, ours in _NAMES:
         name = re.sub(pattern, ours, name)
@@ -77,10 +81,10 @@ def name_of(theirs: str, is_merged: bool = False) -> str:
 
 
 def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
-    """Convert a T5Gemma configuration to a `T5Config`.
+    """Convert the configuration of a T5Gemma or T5Gemma 2 to a `T5Config`.
 
     Raises:
-        UserError: encoder and decoder differ in more than their number of layers, or another unsupported setting.
+        UserError: encoder and decoder differ in more than their number of layers, or a setting is not supported.
     """
     is_merged, decoder = isinstance(theirs, T5Gemma2Config), theirs.decoder
     encoder = theirs.encoder.text_config if is_merged else theirs.encoder
@@ -124,7 +128,7 @@ def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
 
 
 def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
-    """Convert a `T5Config` to a T5Gemma configuration; UserError if the logits would change."""
+    """Convert a `T5Config` to the configuration of a T5Gemma or T5Gemma 2; UserError if the logits would change."""
     if ours.d_model % ours.num_heads:  # checked by the classes of transformers, with another error
         raise UserError(f"T5Gemma requires d_model={ours.d_model} to be a multiple of num_heads={ours.num_heads}.")
     is_merged = ours.decoder_self_attention_layer == MERGED
@@ -158,7 +162,13 @@ def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
 
 
 def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
-    """Text-only T5Gemma 2 configuration, from those of the encoder's text model and the decoder."""
+    """Create a configuration of T5Gemma 2 for text only.
+
+    Args:
+        encoder: configuration of the encoder's text model.
+        decoder: configuration of the decoder.
+        general: further settings of the whole model.
+    """
     tokens = {"image_token_index": NO_TOKEN, "eoi_token_index": NO_TOKEN}
     multimodal = {"text_config": encoder, "vision_config": dict(VISION), "mm_tokens_per_image": 1}
     multimodal |= {"boi_token_index": NO_TOKEN, **tokens}
@@ -166,14 +176,14 @@ def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
 
 
 def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
-    """Convert a T5Gemma or T5Gemma 2 to our T5, in its dtype; UserError as in `config_of`."""
+    """Convert a T5Gemma or T5Gemma 2 to this package's T5, in the same dtype; UserError as in `config_of`."""
     model = T5ForConditionalGeneration(config_of(theirs.config)).to(theirs.dtype)
     _copy(theirs, model, 1.0)
     return model.train(theirs.training)
 
 
 def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
-    """Convert our T5 to a T5Gemma or T5Gemma 2, in its dtype; UserError as in `t5gemma_config_of`."""
+    """Convert this package's T5 to a T5Gemma or T5Gemma 2, in the same dtype; UserError as in `t5gemma_config_of`."""
     config = t5gemma_config_of(ours.config)
     cls = T5GemmaForConditionalGeneration if isinstance(config, T5GemmaConfig) else T5Gemma2ForConditionalGeneration
     model = cls(config).to(ours.dtype)

@@ -4,10 +4,13 @@
     model = AutoModel.from_pretrained("google-t5/t5-small", attn_implementation="block_sparse")  # exact attention
     model = enable(model, "BigBird", block=64)                                                   # block-sparse
 
-The layout is stored in the model's configuration under the names of t5-experiments, `sparse_config_cls` and
-`sparse_attention`, and holds for self-attention of encoders and of decoder-only models. Decoders of encoder-decoder
-models and cross-attention stay exact; so does everything where no layout is configured. Padding is respected. Layers
-share a learned T5 bias as its table [num_buckets, heads]; on a CPU short inputs share a matrix.
+A block-sparse layout says which blocks of keys each block of queries attends to. It is stored in the model's
+configuration under the names of t5-experiments, `sparse_config_cls` and `sparse_attention`. It holds for
+self-attention of encoders and of decoder-only models. Decoders of encoder-decoder models and cross-attention stay
+exact; so does everything where no layout is configured. Padding is respected.
+
+A learned T5 bias is passed to the layers as its weights [num_buckets, heads]. On a CPU, layers with short inputs share
+a matrix instead.
 """
 
 from __future__ import annotations
@@ -67,18 +70,20 @@ def _with_name(to_dict: Any) -> Any:
 
 
 def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, **settings: Any) -> PreTrainedModel:
-    """Convert a model of transformers in place, and write the layout into its configuration.
+    """Convert a transformers model to block-sparse attention in place, and write the layout into its configuration.
+
+    A layout says which blocks of keys each block of queries attends to.
 
     Args:
-        model: any whose attention goes through transformers' AttentionInterface (T5, BERT, ...).
-        layout: a layout, or its name with `settings` as in `get_sparsity_config`. None takes the layout of the model's
-            configuration; without one, attention is exact.
+        model: any model whose attention goes through transformers' AttentionInterface (T5, BERT, ...).
+        layout: a layout object, or a layout's name with `settings` as in `get_sparsity_config`. None takes the layout
+            that the model's configuration names; if it names none, attention is exact.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        UserError: a layout for another number of heads, an unknown one, or a model that cannot be converted.
+        UserError: the layout is unknown or made for another number of heads, or the model cannot be converted.
     """
     num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if not isinstance(num_heads, int):
@@ -112,10 +117,12 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
 
 
 def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
-    """Layout named in a model's configuration (`sparse_config_cls`, `sparse_attention`); None without one.
+    """Read the block-sparse attention layout that a model's configuration names; None if it names none.
+
+    The keys are `sparse_config_cls` (the layout's name) and `sparse_attention` (its settings).
 
     Raises:
-        UserError: an unknown layout, wrong settings, or settings without a layout.
+        UserError: the layout is unknown, its settings are wrong, or there are settings without a layout.
     """
     name, settings = getattr(config, TYPE_KEY, None), getattr(config, SETTINGS_KEY, None)
     if name is None:
@@ -128,10 +135,13 @@ def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
 
 
 def layer_layout(config: PreTrainedConfig, layer_idx: int) -> SparsityConfig | None:
-    """Layout of one layer, with random blocks of its own; None without a layout. Equal layouts are one object.
+    """Build the block-sparse attention layout of one layer; None if the configuration names no layout.
+
+    Layouts with random blocks differ from layer to layer. If two layers have equal layouts, both get the same object,
+    so that everything cached with it is shared.
 
     Raises:
-        UserError: as `configured_layout`, or a layout for another number of heads.
+        UserError: the layout is invalid (see `configured_layout`) or made for another number of heads.
     """
     layout, num_heads = configured_layout(config), config.num_attention_heads
     if layout is None:
@@ -152,7 +162,9 @@ def attention_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Mask function for transformers' AttentionMaskInterface.
+    """Build the mask of a "block_sparse" model; transformers' AttentionMaskInterface calls this function.
+
+    The arguments are those of transformers' own mask functions.
 
     Returns:
         The padding mask, bool [batch, keys], or None if nothing is masked. Cached keys, packed documents and sliding
@@ -198,17 +210,18 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers' AttentionInterface.
+    """Compute the attention of a "block_sparse" model; transformers' AttentionInterface calls this function.
 
     Args:
-        module: the attention layer; its `config` has the layout.
+        module: the attention layer, whose `config` names the layout.
         query: [batch, heads, queries, head_dim].
-        key, value: [batch, heads or fewer, keys, head_dim].
-        attention_mask: as from `attention_mask`, or a user's mask [batch, 1 or heads, queries, keys].
-        position_bias: a T5 bias, [num_buckets, heads] or expanded [1, heads, queries, keys]; an empty tensor for none.
+        key, value: [batch, key-value heads, keys, head_dim]; there may be fewer key-value heads than query heads.
+        attention_mask: the result of `attention_mask`, or a user's mask [batch, 1 or heads, queries, keys].
+        position_bias: a T5 bias, [num_buckets, heads] or expanded [1, heads, queries, keys]; None or an empty tensor
+            for none.
 
     Returns:
-        [batch, queries, heads, head_dim], and None instead of attention weights.
+        The output [batch, queries, heads, head_dim], and None in the position of the attention weights.
 
     Raises:
         UserError: attention weights, soft capping or sinks are requested, or the layout does not fit.
@@ -244,7 +257,10 @@ def forward_with_weights(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention function that returns attention weights [batch, heads, queries, keys]; dense and without dropout."""
+    """Compute attention and also return the attention weights [batch, heads, queries, keys].
+
+    transformers calls it for `attn_implementation="block_sparse_with_weights"`. It is dense and applies no dropout.
+    """
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling}
     layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)

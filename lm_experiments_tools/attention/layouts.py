@@ -1,14 +1,14 @@
 """Block-sparse layouts with the names, arguments and defaults of DeepSpeed's `sparsity_config.py`.
 
 A layout says which blocks of keys each block of queries attends to: int64 [num_heads, blocks, blocks]. DeepSpeed
-removed the module in 0.19.7. `compat="deepspeed"` gives its tensors. Without it three things differ:
+removed its module in 0.19.7. `compat="deepspeed"` gives its layouts. Without it three things differ:
 
 - Random blocks depend on (seed, layer_idx, head, row) alone, not on Python's global generator.
 - "unidirectional" lets no block attend to a later one. Some of DeepSpeed's layouts do.
 - Inputs shorter than the window, global or random blocks attend to everything instead of raising an error.
 
-"unidirectional" orders blocks, but tokens of one block still see each other. For a causal model pass `causal=True` to
-the attention as well.
+"unidirectional" orders blocks, but tokens of one block still attend to each other. For a causal model pass
+`causal=True` to the attention as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 
 @dataclass
 class SparsityConfig:
-    """Base class of layouts. A new layout overrides `blocks` or `make_layout`.
+    """Base class of block-sparse layouts. A new layout overrides `blocks` or `make_layout`.
 
     Its `__init__` must store each argument in an attribute of the same name, which `to_dict` saves.
 
@@ -50,8 +50,8 @@ class SparsityConfig:
         layer_idx: index of the layer; each layer draws other random blocks.
         max_seq_length: tokens; shorter inputs use the upper left corner of the layout for this length, as in
             DeepSpeed. None makes a layout for each length.
-        compat: "deepspeed" gives its layouts bit for bit, including errors. Random blocks are those that it draws
-            after `random.seed(seed)` for layers 0, 1, ...
+        compat: "deepspeed" gives DeepSpeed's layouts bit for bit, including errors. Random blocks are those that it
+            draws after `random.seed(seed)` for layers 0, 1, ... None gives ours.
 
     Raises:
         UserError: a setting of another type or out of range, or settings that exclude each other.
@@ -89,7 +89,7 @@ class SparsityConfig:
 
     @property
     def num_layout_heads(self) -> int:
-        """Number of layouts to draw: 1, or one for each head."""
+        """Number of different layouts to draw: 1 for all heads, or one for each head."""
         return self.num_heads if self.different_layout_per_head else 1
 
     @property
@@ -97,10 +97,11 @@ class SparsityConfig:
         return self.attention == "unidirectional"
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """Build the layout for inputs of `seq_len` tokens.
+        """Build the block-sparse layout for inputs of `seq_len` tokens.
 
         Returns:
-            int64 [num_heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block.
+            int64 [num_heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block
+            (column).
 
         Raises:
             UserError: seq_len is not a multiple of `block`, is above max_seq_length, or with compat="deepspeed" is too
@@ -117,7 +118,7 @@ class SparsityConfig:
         return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
 
     def blocks(self, num_blocks: int) -> Tensor:
-        """Pattern, bool [num_layout_heads, num_blocks, num_blocks]; `make_layout` applies "unidirectional"."""
+        """Key blocks of each query block, before "unidirectional": bool [num_layout_heads, num_blocks, num_blocks]."""
         raise self._error("it has no pattern: write its method `blocks`, or use a subclass")
 
     def density(self, seq_len: int) -> float:
@@ -130,13 +131,13 @@ class SparsityConfig:
         return torch.zeros(self.num_heads, num_blocks, num_blocks, dtype=torch.int64, device="cpu")
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Copy head 0's layout to all heads, unless they differ; for classes written for DeepSpeed."""
+        """Copy the layout of head 0 to all heads, unless heads differ; for layout classes written for DeepSpeed."""
         if not self.different_layout_per_head:
             layout[1:] = layout[:1]
         return layout
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings as JSON values, the class under "sparse_config_cls"; `from_dict` is the inverse.
+        """Convert all settings to JSON values, including the class's name ("sparse_config_cls"), for `from_dict`.
 
         Raises:
             UserError: an argument of `__init__` is in no attribute of the same name.
@@ -147,7 +148,7 @@ class SparsityConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SparsityConfig:
-        """Create the configuration that `to_dict` saved.
+        """Create the layout configuration whose settings `to_dict` returned.
 
         Raises:
             UserError: the class is missing or unknown, or its settings are unknown, invalid or incomplete.
@@ -193,7 +194,7 @@ class SparsityConfig:
 
 @dataclass
 class DenseSparsityConfig(SparsityConfig):
-    """Every block attends to every block: exact attention."""
+    """Layout in which every block attends to every block: exact attention."""
 
     def blocks(self, num_blocks: int) -> Tensor:
         return torch.ones(1, num_blocks, num_blocks, dtype=torch.bool, device="cpu")
@@ -201,8 +202,9 @@ class DenseSparsityConfig(SparsityConfig):
 
 @dataclass
 class FixedSparsityConfig(SparsityConfig):
-    """Disjoint local windows, each with global blocks that every block attends to (Child et al. 2019, arXiv
-    1904.10509).
+    """Block-sparse layout of disjoint local windows, each with global blocks that every block attends to.
+
+    The pattern is from Child et al. 2019, arXiv 1904.10509.
 
     Args:
         num_local_blocks: blocks of a local window.
@@ -265,7 +267,7 @@ class FixedSparsityConfig(SparsityConfig):
 
 @dataclass
 class VariableSparsityConfig(SparsityConfig):
-    """Local windows of several sizes, global blocks by index, and random blocks.
+    """Block-sparse layout of local windows of several sizes, global blocks by index, and random blocks.
 
     Args:
         num_random_blocks: random key blocks of each query block.
@@ -317,7 +319,7 @@ class VariableSparsityConfig(SparsityConfig):
 
 @dataclass
 class BigBirdSparsityConfig(SparsityConfig):
-    """Sliding window, global blocks at the start, random blocks (Zaheer et al. 2020, arXiv 2007.14062, ITC).
+    """Block-sparse layout of BigBird-ITC (Zaheer et al. 2020, arXiv 2007.14062): window, global and random blocks.
 
     Args:
         num_random_blocks: random key blocks of each query block; they may coincide with the window or global blocks.
@@ -344,7 +346,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass
 class BSLongformerSparsityConfig(SparsityConfig):
-    """Sliding window and global blocks (Beltagy et al. 2020, arXiv 2004.05150).
+    """Block-sparse layout of Longformer: a sliding window and global blocks (Beltagy et al. 2020, arXiv 2004.05150).
 
     Args:
         num_sliding_window_blocks: as in BigBirdSparsityConfig.
@@ -374,7 +376,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window only; unidirectional by default.
+    """Block-sparse layout of a sliding window only; unidirectional by default.
 
     Args:
         num_sliding_window_blocks: as in BigBirdSparsityConfig; "unidirectional" drops the later half of the window.
@@ -395,16 +397,16 @@ SPARSITY_CONFIGS: dict[str, type[SparsityConfig]] = {cls.__name__: cls for cls i
 
 
 def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityConfig:
-    """Create a layout by its name.
+    """Create a block-sparse layout by its name.
 
     Args:
         name: "BigBirdSparsityConfig", "BigBird", "bigbird" (DeepSpeed's `mode`), DeepSpeed's import path
             "deepspeed.ops.sparse_attention:BigBirdSparsityConfig", or "module:Class" of an imported module.
         num_heads: heads of the attention layer.
-        settings: arguments of the class.
+        settings: further arguments of the class.
 
     Raises:
-        UserError: an unknown class, or settings that are unknown, invalid or missing.
+        UserError: the class is unknown, or settings are unknown, invalid or missing.
     """
     config_cls = _config_class(name)
     settings["num_heads"] = num_heads

@@ -1,6 +1,7 @@
-"""Positional encodings of attention layers, which rotate queries and keys or add a bias to the scores.
+"""Positional encodings of attention layers. They rotate queries and keys, or add a bias to the scores.
 
-A model calls `rotate` (before keys enter the cache) and `bias`. A user-defined scheme overrides one of the two.
+A model calls two methods of an encoding: `rotate`, before keys enter the cache, and `bias`. A user-defined encoding
+overrides one of the two.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ Device = torch.device | str | None
 
 
 class PositionScheme(nn.Module):
-    """Base class of positional encodings; it changes nothing. Subclasses override `rotate` or `bias`."""
+    """Base class of positional encodings; by itself it encodes nothing. Subclasses override `rotate` or `bias`."""
 
     def rotate(self, q: Tensor, k: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys by their positions.
+        """Rotate queries and keys by their positions; the base class returns them unchanged.
 
         Args:
             q, k: [batch, heads, length, head_dim], tokens at positions offset, offset + 1, ...
-            offset: number of cached tokens. For packed rows each token's position minus its index, [batch, 1, length].
+            offset: position of the first token, which is the number of cached tokens. For packed rows, the difference
+                between each token's position and its index, [batch, 1, length].
         """
         return q, k
 
     def bias(
         self, query_length: int, key_length: int, offset: int | Tensor = 0, device: Device = None
     ) -> DistanceBias | Tensor | None:
-        """Bias to add to the scores, or None.
+        """Compute the position bias to add to attention scores; None for encodings without a bias.
 
         Args:
             query_length, key_length: number of tokens.
             offset: number of cached tokens, which come before the queries.
+            device: device of the result; None for torch's default device.
 
         Returns:
             A `DistanceBias` if queries and keys are the same tokens, otherwise a matrix [1, heads, query_length,
@@ -51,7 +54,7 @@ class NoPosition(PositionScheme):
 
 
 class RotaryPosition(PositionScheme):
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864).
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): pairs of features rotate by a token's position.
 
     Features i and i + rotary_dim / 2 are a pair, as in transformers' Llama and GPT-NeoX (`rotate_half`). GPT-J and the
     paper pair neighbours instead.
@@ -59,7 +62,7 @@ class RotaryPosition(PositionScheme):
     Args:
         head_dim: features of a head.
         rotary_dim: number of rotated features, the first ones (GPT-NeoX's partial rotary); all if None.
-        base: the slowest pair rotates once in about 2 pi * base tokens.
+        base: sets the rotation's speed: the slowest pair rotates once in about 2 pi * base tokens.
 
     Raises:
         UserError: rotary_dim is odd or not within 2..head_dim, or base is not above 1.
@@ -105,10 +108,10 @@ class AlibiPosition(PositionScheme):
 
 
 class RelativeBiasPosition(PositionScheme):
-    """T5's relative attention bias (Raffel et al. 2020, arXiv 1910.10683, 2.1): a number per head and bucket of
-    distances.
+    """T5's relative attention bias: a learned number per head and bucket of distances, added to scores.
 
-    Its parameter is `weight` [num_buckets, num_heads], as in transformers' state dicts.
+    It is described in Raffel et al. 2020, arXiv 1910.10683, section 2.1. Its parameter is `weight` [num_buckets,
+    num_heads], as in transformers' state dicts.
 
     Args:
         num_buckets, max_distance, bidirectional: see `T5Bias`.
@@ -139,16 +142,20 @@ class RelativeBiasPosition(PositionScheme):
 def named_position(
     config: Any, bidirectional: bool, *, head_dim: int, max_distance: int, rotary_base: float
 ) -> PositionScheme:
-    """Create the positional encoding named by `config.position_embedding_type`; `NoPosition` for other names.
+    """Create the positional encoding that a model configuration names in `position_embedding_type`.
+
+    The names are "rotary", "relative_attention_bias", "alibi" and `module:Class` of a user's own encoding. All other
+    names give `NoPosition`.
 
     Args:
-        config: has `num_attention_heads`, `rotary_dim` and `relative_attention_num_buckets`.
+        config: a configuration with `num_attention_heads`, `rotary_dim` and `relative_attention_num_buckets`.
         bidirectional: True in an encoder, False in a decoder.
+        head_dim: features of an attention head.
         max_distance: as in `T5Bias`.
         rotary_base: `base` of `RotaryPosition`.
 
     Raises:
-        UserError: invalid settings, or an unknown user-defined class.
+        UserError: settings are invalid, or a user's `module:Class` cannot be found.
     """
     name, num_heads = config.position_embedding_type, config.num_attention_heads
     if ":" in name:

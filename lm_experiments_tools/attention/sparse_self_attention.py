@@ -29,8 +29,8 @@ _BLOCKED = -1e4
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the signature of `deepspeed.ops.sparse_attention.SparseSelfAttention`.
 
-    The layout of `max_seq_length` is made once and stored in DeepSpeed's buffer `master_layout`, so its checkpoints
-    load. Shorter inputs use its upper left corner.
+    The layout for `max_seq_length` is built once and stored in the buffer `master_layout`, as in DeepSpeed, so that
+    its checkpoints load. Shorter inputs use the upper left corner of this layout.
 
     Args:
         sparsity_config: the layout; give each layer its own `layer_idx` to draw different random blocks.

@@ -1,4 +1,4 @@
-"""Settings of layout classes, users' classes included: their types, their names, and how they are saved."""
+"""Settings of block-sparse layout classes, including users' own: their types, their names, and how they are saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TESTS: dict[str, Callable[[Any], bool]] = {  # by annotation
 
 
 def has_type(setting: Field, value: object) -> bool:
-    """True if a value has the annotated type of its setting; unknown annotations allow any value."""
+    """True if a value has the annotated type of a layout's setting; unknown annotations allow any value."""
     kind, _, optional = getattr(setting.type, "__name__", str(setting.type)).partition(" | ")
     return kind not in _TESTS or (value is None and optional == "None") or _TESTS[kind](value)
 
@@ -40,7 +40,7 @@ def _arguments_of(config_cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_settings(config_cls: type, settings: Mapping[str, object]) -> None:
-    """Raise UserError if settings of a layout class are unknown or missing."""
+    """Raise UserError if settings for a block-sparse layout class are unknown or missing."""
     names, others = _arguments_of(config_cls)
     known = [*names, *others]
     for key in settings:
@@ -54,7 +54,7 @@ def check_settings(config_cls: type, settings: Mapping[str, object]) -> None:
 
 
 def settings_of(config: object) -> dict[str, Any]:
-    """Constructor arguments of a configuration, as JSON values."""
+    """Read the constructor arguments of a block-sparse layout from its attributes, as JSON values."""
     names, others = _arguments_of(type(config))
     missing = [name for name in names if not hasattr(config, name)]
     if missing:

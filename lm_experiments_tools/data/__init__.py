@@ -1,6 +1,7 @@
-"""Training data as numbered samples: their order, mixtures and loaders; depends on config and the top-level files.
+"""Training data as datasets of numbered samples: their order, mixtures and loaders.
 
-The public names are those of `__init__.pyi`, imported on first use.
+This package depends on `config` and the top-level files of lm_experiments_tools. Its public names are listed in
+`__init__.pyi` and are imported on first use.
 """
 
 from lm_experiments_tools.names import lazy_names

@@ -1,20 +1,21 @@
 """Length grouping: batches of samples with similar lengths have less padding.
 
-`BucketedDataset` sorts each window of samples by length, cuts it into buckets, and shuffles the buckets. Example with
-a window of 8 samples and buckets of 2:
+`BucketedDataset` sorts each window (a range of consecutive samples) by length, cuts it into buckets of equal size, and
+shuffles the buckets. Example with a window of 8 samples and buckets of 2:
 
     samples     0  1  2  3  4  5  6  7
     lengths     5  9  2  7  1  8  3  6
     by length   4  2 | 6  0 | 7  3 | 5  1        buckets 0 to 3
     result      7  3   4  2   5  1   6  0        buckets in the random order 2 0 3 1
 
-`MixedSteps` builds each training step from buckets of all lengths, sorted by length. All steps then have similar
-lengths, and so do the rows of a micro-batch. The same window in steps of 4 samples, each with 2 buckets:
+`MixedSteps` builds each training step from buckets of all lengths, sorted by length. All steps then have similar total
+lengths, and the rows of each micro-batch have similar lengths. The same window in steps of 4 samples, each with 2
+buckets:
 
     halves      4  2  6  0 | 7  3  5  1      shorter half, longer half
     steps       6  0  7  3   4  2  5  1      one random bucket of each half per step
 
-A window ends where an epoch ends. The result depends only on (seed, sample) and on the size of a bucket or step.
+A window ends where an epoch ends. The new order depends only on the seed and on the size of a bucket or step.
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ _32 = np.uint64(32)
 
 
 class SizedDataset(SampleDataset, Protocol):
-    """A `SampleDataset` that knows the lengths of its samples."""
+    """A `SampleDataset` that can return the lengths of its samples without making the samples."""
 
     def lengths(self, samples: np.ndarray) -> np.ndarray: ...
 
 
 class BucketedDataset:
-    """A dataset reordered so that samples of similar length are adjacent.
+    """A dataset reordered so that samples of similar length are adjacent, which reduces the padding of batches.
+
+    Samples are sorted within windows of consecutive samples, and each sorted window is cut into buckets. The buckets
+    of a window are then shuffled.
 
     Args:
-        dataset: its `lengths` are int64[2, n], tokens of inputs and of targets.
-        bucket_rows: rows of a bucket, best those of a step or of a micro-batch over all workers.
-        seed: fixes the order of buckets.
-        target_step: targets whose lengths differ by less count as equally long. 1 hardly sorts inputs whose lengths
-            say little of those of targets.
-        least_window: minimum number of rows that are sorted together.
+        dataset: the samples. Its `lengths` method returns the numbers of input and target tokens, int64[2, n].
+        bucket_rows: samples per bucket. Best is the number of samples of a step, or of a micro-batch over all workers.
+        seed: determines the order of the buckets.
+        target_step: samples are sorted by target length, rounded down to a multiple of this, and then by input length.
+            Use more than 1 if target lengths say little about input lengths; otherwise inputs are hardly sorted.
+        least_window: minimum number of samples per window.
     """
 
     def __init__(
@@ -70,23 +74,23 @@ class BucketedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's fingerprint and the bucket size."""
+        """Text that identifies the samples and their order: the dataset's fingerprint and the bucket size."""
         return f"{self.dataset.fingerprint}/bucket_rows={self.bucket_rows}"
 
     def describe(self) -> str:
-        """Log text: the dataset and the size of the buckets."""
+        """Return a description for the log: the dataset, and the number of samples per bucket."""
         return f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the samples with these numbers int64[n] in the new order."""
+        """Return a batch of the samples with the given numbers int64[n], which count in the reordered dataset."""
         return self.dataset.batch(self.arranged(samples))
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch these samples from the disk."""
+        """Prefetch the samples with the given numbers from the disk."""
         self.dataset.will_need(self.arranged(samples))
 
     def arranged(self, samples: np.ndarray) -> np.ndarray:
-        """Map sample numbers int64[n] in the new order to sample numbers of the dataset."""
+        """Convert sample numbers int64[n] of the reordered dataset to sample numbers of the original dataset."""
         samples = np.asarray(samples, np.int64)
         begins = np.maximum(samples // len(self) * len(self), samples // self.window * self.window)
         numbers = np.empty_like(samples)
@@ -114,15 +118,17 @@ class BucketedDataset:
 
 
 class MixedSteps(BucketedDataset):
-    """A dataset reordered so that each step has samples of all lengths in proportion, sorted by length.
+    """A dataset reordered so that each training step has samples of all lengths, sorted by length.
 
-    A step takes one bucket from each eighth of the window's length range, however it is split into micro-batches.
+    Steps then take similar time, and similar lengths share a micro-batch. A window of consecutive samples is sorted by
+    length and cut into eight parts; each step takes one random bucket from every part. The number of micro-batches per
+    step does not change the samples of a step.
 
     Args:
-        dataset, seed: as of `BucketedDataset`.
-        step_rows: rows of a step over all workers.
-        stream, num_streams: the dataset has only the samples `stream` modulo `num_streams`, as one stream of
-            data/streaming. All streams are arranged alike.
+        dataset, seed: see `BucketedDataset`.
+        step_rows: samples per step over all workers.
+        stream, num_streams: for `--streaming`, where a dataset has only the samples whose number modulo `num_streams`
+            is `stream`. All streams are reordered in the same way.
     """
 
     def __init__(
@@ -159,9 +165,9 @@ class SortedSamples:
     """The samples of the first epoch, longest first, so that an out-of-memory error occurs in the first step.
 
     Args:
-        dataset: the samples.
-        num_samples: number of samples to use; None uses all.
-        target_step: see `BucketedDataset`.
+        dataset: the samples to sort.
+        num_samples: number of samples to use, counted from the first; None uses all.
+        target_step: samples are sorted by target length, rounded down to a multiple of this, and then by input length.
     """
 
     def __init__(self, dataset: SizedDataset, num_samples: int | None = None, target_step: int = 1) -> None:
@@ -181,5 +187,5 @@ class SortedSamples:
         return f"{self.dataset.describe()}; {len(self):,} samples, the longest first"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the samples at these positions int64[n] of the sorted order."""
+        """Return a batch of the samples at the given positions int64[n] of the sorted order."""
         return self.dataset.batch(self._samples[samples])

@@ -1,7 +1,8 @@
-"""Load each worker's batches from a dataset of numbered samples.
+"""Data loaders: the batches of each worker, made from a dataset of numbered samples.
 
-Row k of rank r in a global batch is global row k * world_size + r. A step thus has the same samples for any number of
-workers and accumulation steps with the same product.
+A worker is one training process, and its rank is its number. Row k of the worker with rank r is row k * world_size + r
+of the global batch. A step thus has the same samples for any number of workers and accumulation steps with the same
+product.
 """
 
 import threading
@@ -21,7 +22,11 @@ LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
 class SampleDataset(Protocol):
-    """Samples with random access by number. Numbers continue over epochs: `len` samples per epoch."""
+    """Interface of training datasets: samples that can be read by number, in any order.
+
+    Numbers continue over epochs: an epoch has `len(dataset)` samples, and sample `len(dataset)` is the first of the
+    second epoch.
+    """
 
     @property
     def fingerprint(self) -> str: ...
@@ -33,11 +38,14 @@ class SampleDataset(Protocol):
     def describe(self) -> str: ...
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch these samples from the disk."""
+        """Prefetch the samples with the given numbers from the disk."""
 
 
 class ValidSource(Protocol):
-    """A finite number of batches, the same in every iteration. All ranks have the same number of batches."""
+    """Interface of validation data: a finite number of batches, the same whenever they are iterated.
+
+    All ranks (training processes) have the same number of batches.
+    """
 
     @property
     def fingerprint(self) -> str: ...
@@ -71,14 +79,16 @@ def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 class TrainSource:
-    """Base class of endless training batches for one worker.
+    """Base class of training data loaders: an endless iterator over the batches of one worker.
 
     Args:
         rows_per_worker: rows per step on this worker (micro-batch size x accumulation steps).
+        rank: number of this worker, from 0.
+        world_size: number of workers.
 
     Attributes:
         fingerprint: hash of data, objective and seed, independent of the number of workers.
-        samples_per_epoch: None if unknown.
+        samples_per_epoch: number of samples in an epoch; None if unknown.
     """
 
     fingerprint: str
@@ -90,16 +100,20 @@ class TrainSource:
 
     @property
     def global_batch(self) -> int:
-        """Samples per step over all workers."""
+        """Number of samples per step over all workers."""
         return self.rows_per_worker * self.world_size
 
     @property
     def consumed_samples(self) -> int:
-        """Number of samples in all batches so far, over all workers."""
+        """Number of samples in all batches so far, over all workers, which a checkpoint records."""
         return self._consumed
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue after the first `consumed_samples` samples of the run."""
+        """Move the loader to a position, so that a resumed run continues after the samples it has seen.
+
+        Args:
+            consumed_samples: number of samples to skip from the beginning of the run, over all workers.
+        """
         self._consumed = consumed_samples
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -116,18 +130,20 @@ class TrainSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop the background threads or processes."""
+        """Stop the background threads or processes that make batches."""
 
 
 class TrainLoader(TrainSource):
-    """Training batches of a `SampleDataset`. `seek` takes constant time.
+    """Endless training batches of a `SampleDataset`. Seeking to any position takes constant time.
 
     Args:
         dataset: the samples.
-        rows_per_worker, rank, world_size: see `TrainSource`.
+        rows_per_worker: rows per step on this worker.
+        rank, world_size: number of this worker, from 0, and number of workers.
         consumed_samples: samples to skip, over all workers.
-        prefetch: make the next batches in the background.
-        ahead: prefetch the samples of later batches from the disk, with `SampleDataset.will_need`.
+        prefetch: make the next batches in a background thread.
+        ahead: ask the operating system to read the samples of later batches from the disk, see
+            `SampleDataset.will_need`.
     """
 
     def __init__(
@@ -196,7 +212,7 @@ class TrainLoader(TrainSource):
         return max(1, min(_ROWS_AT_ONCE // self.rows_per_worker, _CELLS_AT_ONCE // cells))
 
     def close(self) -> None:
-        """Stop the background thread. Later batches are made synchronously."""
+        """Stop the background thread of this loader. Later batches are made synchronously."""
         self._prefetch = False
         self.seek(self._consumed)
         if self._abandoned is not None:
@@ -206,12 +222,13 @@ class TrainLoader(TrainSource):
 class ValidLoader:
     """Validation batches: each sample exactly once over all workers, with the same noise in every iteration.
 
-    All ranks yield the same number of batches. A rank without samples in the last batch yields one row whose labels
-    and `example` are -100.
+    All ranks (workers) yield the same number of batches. A rank without samples in the last batch yields one row whose
+    labels and `example` (the number of the example) are -100.
 
     Args:
         dataset: the samples; only epoch 0 is read.
         rows_per_batch: rows per batch on this worker.
+        rank, world_size: number of this worker, from 0, and number of workers.
         num_samples: size of a fixed random subset; None uses all samples.
     """
 

@@ -33,19 +33,20 @@ _WARM_UP = 64  # steps after which the greedy rule has forgotten where it starte
 
 
 def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = None) -> np.ndarray:
-    """Choose a dataset for each of `size` samples: always the one that is furthest below its weight, as in Megatron.
+    """Choose the dataset of each sample of a mixture: always the one furthest below its weight, as in Megatron.
 
-    Sample t goes to the first dataset with the largest weights[i] * max(t, 1) - (samples of dataset i so far). The
+    Sample t goes to the first dataset i with the largest weights[i] * max(t, 1) - (samples of dataset i so far). The
     result equals `build_blending_indices` and, with quotas, `build_exhaustive_blending_indices` of
     megatron/core/datasets/helpers.cpp.
 
     Args:
-        weights: float64[k], summing to 1.
+        weights: float64[number of datasets], summing to 1.
         size: number of samples.
-        quotas: int64[k], maximum number of samples per dataset; None for no limit.
+        quotas: int64[number of datasets], maximum number of samples per dataset; None for no limit.
 
     Returns:
-        uint8[size] (uint16 for more than 255 datasets); [0, 1, 0, 1, 0, 0] for weights [.6, .4] and size 6.
+        The index of the dataset of each sample, uint8[size] (uint16 for more than 255 datasets); [0, 1, 0, 1, 0, 0]
+        for weights [.6, .4] and size 6.
     """
     # sqrt(size) segments advance in parallel, from approximate counts some steps earlier, which the rule soon forgets.
     # A segment that began with wrong counts is computed again.
@@ -213,12 +214,15 @@ class MixtureDataset:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the datasets' fingerprints and the settings; equal fingerprints mean equal samples."""
+        """sha256 over the datasets' fingerprints and the mixture's settings; equal fingerprints mean equal samples."""
         return self._digest([dataset.fingerprint for dataset in self.datasets])
 
     @property
     def order(self) -> str | None:
-        """sha256 over the datasets' `order` and the settings; None if a dataset has none."""
+        """Hash of the order in which the mixture reads its data, before random noise such as masks.
+
+        It covers the `order` of each dataset and the settings of the mixture. None if a dataset has no `order`.
+        """
         orders = [getattr(dataset, "order", None) for dataset in self.datasets]
         return None if None in orders else self._digest(orders)
 
@@ -234,7 +238,14 @@ class MixtureDataset:
         return json_sha256(parts)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return dataset int64[n] and sample number in it int64[n] for sample numbers int64[n] of the mixture."""
+        """Find the datasets that samples of the mixture come from.
+
+        Args:
+            samples: int64[n], sample numbers of the mixture.
+
+        Returns:
+            For each sample, the index of its dataset int64[n] and its sample number in that dataset int64[n].
+        """
         epochs, positions = np.divmod(np.asarray(samples, np.int64), self._num_samples)
         blocks, offsets = np.divmod(positions, _BLOCK)
         members = self._order[blocks, offsets].astype(np.int64)
@@ -243,7 +254,11 @@ class MixtureDataset:
         return members, epochs * self.samples_per_epoch[members] + in_epoch
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the numbers of input and target tokens, int64[2, n], of the samples with these numbers."""
+        """Return the lengths of the given samples, int64[2, n]: numbers of input tokens and of target tokens.
+
+        Args:
+            samples: int64[n], sample numbers of the mixture.
+        """
         members, numbers = self.locate(samples)
         lengths = np.empty((2, len(members)), np.int64)
         for member in np.unique(members).tolist():
@@ -252,13 +267,17 @@ class MixtureDataset:
         return lengths
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch these samples from the disk."""
+        """Prefetch the samples with the given numbers from the disk."""
         members, numbers = self.locate(samples)
         for member in np.unique(members).tolist():
             self.datasets[member].will_need(numbers[members == member])
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the samples with these numbers int64[n], padded to the longest dataset."""
+        """Return a batch of samples of the mixture, padded to the longest of its datasets.
+
+        Args:
+            samples: int64[n], sample numbers of the mixture.
+        """
         members, numbers = self.locate(samples)
         parts = [(rows, self.datasets[m].batch(numbers[rows])) for m in np.unique(members) for rows in [members == m]]
         batch = {}

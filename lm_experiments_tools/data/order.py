@@ -1,4 +1,4 @@
-"""Shuffling and random numbers as pure functions of (seed, epoch, sample): random access, no state to save.
+"""Shuffling and random numbers as pure functions of (seed, epoch, sample), so that a run has no random state to save.
 
 Random numbers come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random
 Numbers: As Easy as 1, 2, 3", SC 2011). The n-th number is a function of (key, n), so samples do not depend on batches
@@ -25,19 +25,23 @@ _FEISTEL_MIN_SIDE = 8
 
 @lru_cache(maxsize=64)
 def stream_key(seed: int, purpose: str) -> int:
-    """Derive a 64-bit key from a seed. Different purposes ("order", "noise", ...) get independent random numbers."""
+    """Derive a 64-bit key for a random number generator from a seed and the purpose of the numbers.
+
+    Different purposes ("order", "noise", ...) get independent random numbers.
+    """
     return int.from_bytes(blake2b(f"{int(seed)}/{purpose}".encode(), digest_size=8).digest(), "little")
 
 
 def philox_4x32(counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], key: int) -> np.ndarray:
-    """Compute four random numbers for each counter with Philox4x32-10.
+    """Compute four random numbers for each counter with the generator Philox4x32-10.
 
     Args:
-        counter: four uint64 arrays of the same shape, with 32-bit values (least significant first).
-        key: 64 bits.
+        counter: the counters as four uint64 arrays of the same shape. Each holds 32 bits of every 128-bit counter,
+            least significant first.
+        key: 64-bit key, which selects one sequence of random numbers.
 
     Returns:
-        uint64[4, *shape], uniform on [0, 2**32).
+        uint64[4, *shape], uniform on [0, 2**32), where `shape` is the shape of the four arrays.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & 0xFFFFFFFF, key >> 32
@@ -50,12 +54,15 @@ def philox_4x32(counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 
 
 
 def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: int) -> np.ndarray:
-    """Draw `num_words` random 32-bit integers per sample. Each depends only on (key, epoch, sample, its index).
+    """Draw `num_words` random 32-bit integers for each sample, independent of batches and workers.
+
+    An integer depends only on the key, the epoch, the sample and its index among the sample's integers.
 
     Args:
-        key: from `stream_key`.
-        epochs: int64[n], below 2**32.
-        samples: int64[n].
+        key: key of the generator, from `stream_key`.
+        epochs: int64[n], the epoch of each sample, below 2**32.
+        samples: int64[n], numbers of the samples.
+        num_words: number of integers per sample.
 
     Returns:
         uint64[num_words, n], uniform on [0, 2**32).
@@ -75,16 +82,25 @@ def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: i
 
 @lru_cache(maxsize=4096)
 def epoch_shift(seed: int, epoch: int, bound: int) -> int:
-    """Draw the token at which an epoch starts in the token stream, uniform on [0, bound)."""
+    """Draw the index of the token at which an epoch starts, uniform on [0, bound).
+
+    Each epoch starts at another token, so that the text is cut into other rows.
+
+    Args:
+        seed: seed of the run.
+        epoch: number of the epoch.
+        bound: number of tokens to choose from.
+    """
     low, high = sample_words(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
     return (high << 32 | low) % bound
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Map each index to its image under the random permutation of [0, size) for (seed, epoch).
+    """Shuffle the samples of an epoch: map index i to the i-th number of a random order of 0, ..., size - 1.
 
-    The permutation is a generalized Feistel network (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    CT-RSA 2002). It needs no memory, and maps any index in constant time.
+    The order is a permutation that depends on (seed, epoch). It is computed by a generalized Feistel network (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002), which needs no memory, and maps any index in
+    constant time.
 
     Args:
         indices: int64[n] in [0, size).

@@ -32,15 +32,16 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def available_cores() -> int:
-    """Number of CPUs that this process may use; all CPUs if the system does not say (macOS)."""
+    """Return the number of CPUs that this process may use; all CPUs if the system does not tell (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerEnded(Exception):
-    """Raised if a worker process ended before it answered `request`.
+    """Raised if a worker process ended before it answered a request.
 
     Attributes:
-        returncode: exit code of the process; None if it still runs without a connection.
+        returncode: exit code of the process; None if it still runs but has closed its connection.
+        request: the request that was not answered.
     """
 
     def __init__(self, returncode: int | None, request: Any = None):
@@ -49,12 +50,13 @@ class WorkerEnded(Exception):
 
 
 class Worker:
-    """Parent's handle of a worker process. Not thread-safe.
+    """Handle by which a parent process starts, asks and ends one worker process. Not thread-safe.
 
     Args:
-        work: module-level function that the process runs with its `Caller`.
-        settings: any picklable object, available as `Caller.settings`.
-        environment: additional environment variables.
+        work: function that the worker process runs. It is defined at module level and gets a `Caller`, the connection
+            to the parent.
+        settings: any picklable object, available to the worker as `Caller.settings`.
+        environment: environment variables of the worker, in addition to those of the parent.
         log: file for the worker's output; None for the parent's stderr.
     """
 
@@ -92,10 +94,10 @@ class Worker:
             self._connection.send(message)
 
     def receive(self) -> Any:
-        """Wait for the worker's next message.
+        """Wait for the worker's next message and return it.
 
         Raises:
-            UserError, OSError: the worker raised it.
+            UserError, OSError: an error that the worker raised.
             WorkerEnded: the worker has died.
         """
         try:
@@ -111,7 +113,7 @@ class Worker:
         return message
 
     def ask(self, request: Any) -> Any:
-        """Send a request and wait for the answer. Raises the same errors as `receive`."""
+        """Send a request to the worker and return its answer. Raises the same errors as `receive`."""
         self._send(request)
         try:
             return self.receive()
@@ -119,11 +121,11 @@ class Worker:
             raise WorkerEnded(end.returncode, request) from None
 
     def kill(self) -> None:
-        """End the process immediately."""
+        """Kill the worker process immediately."""
         self.process.kill()
 
     def close(self) -> None:
-        """Disconnect and wait until the worker ends. It is killed after some seconds."""
+        """Disconnect from the worker and wait until its process ends. It is killed after some seconds."""
         self._connection.close()
         for patience in (_SECONDS_TO_END, _SECONDS_TO_END):
             with suppress(subprocess.TimeoutExpired):
@@ -141,7 +143,10 @@ class Worker:
 
 
 class WorkerPool:
-    """Several workers with the same settings, as a context manager. An exception in the `with` block kills them."""
+    """Several worker processes with the same function and settings, which share the requests.
+
+    The pool is a context manager. An exception in its `with` block kills the workers.
+    """
 
     def __init__(self, work: Callable[["Caller"], None], settings: Any, num_workers: int):
         self._workers = [Worker(work, settings) for _ in range(num_workers)]
@@ -152,7 +157,10 @@ class WorkerPool:
         self._death: Exception | None = None  # of the first worker, raised by all later requests
 
     def submit(self, request: Any) -> "Future[Any]":
-        """Send a request to the next idle worker. The future raises the same errors as `Worker.ask`."""
+        """Send a request to the next idle worker and return a future of the answer.
+
+        The future raises the same errors as `Worker.ask`.
+        """
         return self._threads.submit(self._ask, request)
 
     def _ask(self, request: Any) -> Any:
@@ -179,12 +187,13 @@ class WorkerPool:
 
 
 class Caller:
-    """Worker's handle of its parent process. Iteration yields the parent's messages until the parent has ended.
+    """Handle by which a worker process talks to the parent process that started it.
 
-    The worker process then exits within some seconds.
+    Iteration yields the parent's messages until the parent has ended. The worker process then exits within some
+    seconds.
 
     Attributes:
-        settings: the object given to `Worker`.
+        settings: the object that the parent passed to `Worker`.
     """
 
     def __init__(self, descriptor: int, parent: int):
@@ -210,13 +219,16 @@ class Caller:
         return iter(self._messages.get, _GONE)
 
     def send(self, message: Any) -> None:
-        """Send a message to the parent. Raises ConnectionError if the parent has ended."""
+        """Send a message from the worker to its parent. Raises ConnectionError if the parent has ended."""
         self._connection.send(message)
 
     def serve(self, prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
-        """Answer all requests of the parent with `prepare(settings)(request)`.
+        """Answer all requests of the parent process until it ends.
 
-        A UserError or OSError is sent to the parent and ends the loop.
+        An answer is `prepare(settings)(request)`. A UserError or OSError is sent to the parent and ends the loop.
+
+        Args:
+            prepare: function that gets the settings once, and returns the function that answers requests.
         """
         try:
             answer = prepare(self.settings)

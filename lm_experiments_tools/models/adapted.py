@@ -50,10 +50,11 @@ def adapted_encoder(source: PreTrainedModel, mask_token_id: int, pad_token_id: i
 
     Args:
         source: a `...ForCausalLM` of transformers (see `ENCODERS`).
-        mask_token_id, pad_token_id: of the tokenizer.
+        mask_token_id, pad_token_id: the tokenizer's ids of the mask token and of the padding token (None if it has
+            none).
 
     Raises:
-        UserError: no class computes the same as the source.
+        UserError: there is no encoder class for this kind of decoder or for its settings.
     """
     kind = _check(source, ENCODERS, "encoder")
     cls, weights = get_cls_by_name(ENCODERS[kind]), source.state_dict()
@@ -73,14 +74,14 @@ def adapted_encoder(source: PreTrainedModel, mask_token_id: int, pad_token_id: i
 def adapted_encoder_decoder(
     source: PreTrainedModel, encoder: PreTrainedModel | None = None, *, seed: int
 ) -> PreTrainedModel:
-    """Convert a decoder to an encoder-decoder (T5Gemma).
+    """Convert a decoder to an encoder-decoder (T5Gemma or T5Gemma 2).
 
-    Both halves start from the source, or the encoder from another model.
+    The decoder starts from the source, and so does the encoder unless another model is given for it.
 
     Args:
         source: a Gemma 2 or Gemma 3 with a language model head.
         encoder: another Gemma 2 of any size; None for the source.
-        seed: for random cross-attention weights, if the encoder has another width.
+        seed: seed of random cross-attention weights, needed if the encoder has another width.
 
     Raises:
         UserError: T5Gemma cannot express the source, or the encoder does not fit it.

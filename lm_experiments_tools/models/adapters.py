@@ -57,7 +57,11 @@ _LONGEST_REASON = 300  # in characters, of what peft says
 
 
 def check_peft(flag: str) -> None:
-    """Raise UserError if peft is not installed."""
+    """Raise UserError if the library peft is not installed.
+
+    Args:
+        flag: the flag that needs it, for the message.
+    """
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -72,10 +76,12 @@ def add_adapter(
     base_name: str | None,
     new_weights: Sequence[str],
 ) -> PeftModel:
-    """Freeze a model and add a new adapter of kind `--peft`, whose random weights depend on `--seed` alone.
+    """Freeze a model and add a new adapter of the kind `--peft`, so that only the adapter is trained.
+
+    The adapter's random weights depend on `--seed` alone.
 
     Args:
-        base_name: Hub name or folder of `model`, which the adapter records.
+        base_name: Hub name or folder of `model`, which is saved with the adapter; None if it has none.
         new_weights: names of weights that were not loaded, such as a classifier's head; they are trained and saved
             too.
 
@@ -99,7 +105,7 @@ def add_adapter(
 
 @contextlib.contextmanager
 def peft_errors_named(problem: str) -> Iterator[None]:
-    """Turn peft's errors about an adapter into a UserError that starts with `problem`."""
+    """Inside a `with` block, turn peft's errors about an adapter into a UserError that starts with `problem`."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -110,7 +116,11 @@ def peft_errors_named(problem: str) -> Iterator[None]:
 
 
 def described_by(file: Path) -> contextlib.AbstractContextManager[None]:
-    """Turn peft's errors about the adapter of an adapter_config.json into a UserError."""
+    """Inside a `with` block, turn peft's errors into a UserError about an adapter's description.
+
+    Args:
+        file: the adapter's adapter_config.json.
+    """
     return peft_errors_named(f"{file}: peft cannot build the adapter that it describes")
 
 
@@ -219,7 +229,14 @@ def _config(
 
 
 def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]) -> list[str]:
-    """Names of a classifier's modules that are trained with any adapter: its head, and a pooler with new weights."""
+    """Names of the modules of a classifier that are trained with any adapter.
+
+    They are its head, and a pooler if the pooler's weights are new.
+
+    Args:
+        model_type: the flag `--model_type`.
+        new_weights: names of weights that were not loaded.
+    """
     if model_type != "encoder":
         return []
     heads = [n for n, m in model.named_children() if n != model.base_model_prefix and list(m.parameters())]
@@ -240,21 +257,24 @@ def _train_heads(adapted: PeftModel, model_type: str, new_weights: Sequence[str]
 
 # ---- prompts and new tokens -----------------------------------------------------------------------------------------
 def new_token_names(args: FinetuningArgs) -> list[str]:
-    """The tokens of `--peft new_tokens`; `load_tokenizer` adds them."""
+    """List the tokens that `--peft new_tokens` adds to the vocabulary; `load_tokenizer` adds them."""
     return [f"<prompt_{number}>" for number in range(args.num_virtual_tokens)]
 
 
 def new_token_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text to put before every source: the tokens of `--peft new_tokens`, or nothing without them."""
+    """Text to put before every input: the tokens that `--peft new_tokens` added; empty without them."""
     added = tokenizer.get_added_vocab()
     return "".join(sorted((token for token in added if _NEW_TOKEN.fullmatch(token)), key=added.__getitem__))
 
 
 def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Token ids whose embeddings initialize a soft prompt of `count` tokens.
+    """Token ids whose embeddings initialize a soft prompt (learned vectors before the input).
 
-    The tokens of `--prompt_init_text`, repeated, or without it random ones of the 5000 most common, which are the
-    first of the vocabulary.
+    They are the tokens of `--prompt_init_text`, repeated. Without this flag they are random ones of the 5000 most
+    common tokens, which are the first of the vocabulary.
+
+    Args:
+        count: length of the prompt in tokens.
     """
     if args.prompt_init_text:
         ids = tokenizer(args.prompt_init_text, add_special_tokens=False)["input_ids"]

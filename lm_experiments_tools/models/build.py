@@ -1,4 +1,4 @@
-"""Build models from configurations, read configurations from JSON files, and check both."""
+"""Build models with random weights, read their configurations from JSON files, and check both."""
 
 from __future__ import annotations
 
@@ -62,7 +62,11 @@ OWN_CLASSES = {
 
 
 def register_own_models(source: Source) -> None:
-    """Register our model classes with transformers' Auto classes if config.json names one of them."""
+    """Register this package's model classes with transformers' Auto classes, if config.json names one of them.
+
+    Args:
+        source: the model's location.
+    """
     if package := OWN_PACKAGES.get(source.config.get("model_type")):
         importlib.import_module(package)
 
@@ -78,8 +82,8 @@ def load_model_config(
     Args:
         path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `presets.list_presets`).
         config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
-        trusted: the user named this file, so user-defined classes in it are imported; False for a config.json next to
-            weights.
+        trusted: True if the user named this file, so user-defined classes in it are imported; False for a config.json
+            next to weights.
 
     Raises:
         UserError: no such file, broken JSON, a circular `base`, another `model_type`, an unknown key, or a value that
@@ -139,9 +143,10 @@ def _advice_for(key: str, known: Iterable[str]) -> str:
 
 
 def set_decoder_start(model: nn.Module) -> None:
-    """Set `decoder_start_token_id` to the token with which the model itself starts shifted labels in training.
+    """Set `decoder_start_token_id` for generation to the token with which the model starts labels in training.
 
-    T5Gemma always starts with the decoder's BOS. mBART's first token depends on the labels, so its setting stays.
+    A model shifts its labels right and puts this token first. T5Gemma always uses the decoder's BOS. mBART's first
+    token depends on the labels, so its setting stays.
     """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shift is None or not model.config.is_encoder_decoder:
@@ -157,10 +162,14 @@ def set_decoder_start(model: nn.Module) -> None:
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
-    """Load the configuration of a Hub name or folder, by AutoConfig if `config_cls` is None.
+    """Load the configuration of a model on the Hub or in a folder.
+
+    Args:
+        name: Hub name or folder.
+        config_cls: the configuration's class; None lets AutoConfig choose it.
 
     Raises:
-        OSError, ValueError, StrictDataclassError: there is none, or the class refuses a value.
+        OSError, ValueError, StrictDataclassError: there is no configuration, or the class refuses a value.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
@@ -212,10 +221,10 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
 
 
 def takes_our_attention(config: PreTrainedConfig) -> bool:
-    """True if `attention.huggingface.enable` must convert the model to block-sparse attention.
+    """True if `attention.huggingface.enable` must convert a model of transformers to block-sparse attention.
 
     Raises:
-        UserError: an unknown attention implementation, or one that would ignore the layout.
+        UserError: an unknown attention implementation, or one that would ignore the block-sparse layout.
     """
     from transformers import AttentionInterface
 
@@ -235,7 +244,9 @@ def takes_our_attention(config: PreTrainedConfig) -> bool:
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Enable gradient checkpointing, non-reentrant so that adapters get gradients.
+    """Enable gradient checkpointing, which saves memory by recomputing activations in the backward pass.
+
+    It is the non-reentrant kind, so that adapters get gradients.
 
     Raises:
         UserError: the model does not support it.
@@ -253,7 +264,7 @@ HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout")  # None: as the hi
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout probability of a configuration. Raises UserError if there is none."""
+    """Set every dropout probability of a model configuration. Raises UserError if it has none."""
     names = [name for name in (*DROPOUTS, *HEAD_DROPOUTS) if getattr(config, name, None) is not None]
     if not names:
         raise UserError(f"--dropout_rate: {type(config).__name__} has no dropout to set; leave the flag out")
@@ -262,7 +273,10 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 
 def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
-    """Set the z-loss weight of a configuration (see `token_loss`). Raises UserError if its model has none."""
+    """Set the weight of the z-loss in a model configuration. Raises UserError if the model has no z-loss.
+
+    The z-loss keeps the softmax's denominator near 1 (see `token_loss`).
+    """
     if not hasattr(type(config), "z_loss"):  # an instance has any key of its file
         raise UserError(
             f"--z_loss: the model of {type(config).__module__}.{type(config).__name__} computes its own loss, without "
@@ -272,18 +286,20 @@ def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
 
 
 def first_position(model: nn.Module) -> int:
-    """Position ID of the first token: 0, or padding index + 1 in RoBERTa."""
+    """Position ID that a model gives to the first token: 0, or padding index + 1 in RoBERTa."""
     tables = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "position_embeddings"]
     return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
 
 
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
-    """Raise UserError for inputs longer than a model's absolute positions; warn of those longer than its rotary ones.
+    """Check that inputs are not longer than the positions that a model supports.
+
+    Raises UserError for learned absolute positions, and only warns for rotary ones.
 
     Args:
         length: longest input in tokens.
         of_what: the flags that set it, for the message.
-        first: `first_position` of the model.
+        first: position ID of the first token (`first_position`).
     """
     config = config.get_text_config(decoder=True)  # T5Gemma's is in its parts
     positions = getattr(config, "max_position_embeddings", None)
@@ -299,10 +315,10 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: 
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
-    """Check that the embedding has a row for every token id; returns the number of unused rows.
+    """Check that a model's embedding has a row for every token id; returns the number of unused rows.
 
     Args:
-        config: has `vocab_size`, the rows of the embedding.
+        config: the model's configuration; `vocab_size` is the number of rows.
         vocabulary_size: number of ids the tokenizer can produce, sentinels included.
 
     Raises:
@@ -320,7 +336,7 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters, each shared matrix counted once."""
+    """Result of `num_parameters`: how many parameters a model has; a matrix used twice is counted once."""
 
     total: int
     trainable: int
@@ -341,7 +357,7 @@ def num_parameters(model: nn.Module) -> ParameterCount:
 
 
 def number_of(parameter: torch.Tensor) -> int:
-    """Number of elements of a parameter, also if ZeRO-3 has sharded it."""
+    """Number of elements of a full parameter, even if ZeRO-3 has split it over workers."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -372,7 +388,10 @@ def _known_keys(config_cls: type) -> set[str]:
 
 
 def untie_only_output(model: PreTrainedModel) -> None:
-    """Untie the output layer from the embeddings, for later `tie_weights` calls too; other tied weights stay tied."""
+    """Give the output layer weights of its own, while other tied (shared) weights of the model stay tied.
+
+    Later calls of the model's `tie_weights` keep it so.
+    """
     output = model.get_output_embeddings()
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if output and p is output.weight}
     model._tied_weights_keys = {t: source for t, source in model._tied_weights_keys.items() if t not in names}

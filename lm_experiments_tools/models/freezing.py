@@ -1,4 +1,4 @@
-"""Parts of a model, for freezing and for parameter counts."""
+"""Named parts of a model (embeddings, encoder, decoder, head, adapter), for freezing and for parameter counts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ _NEAR = 3
 
 
 def part_of_parameters(model: nn.Module) -> dict[str, str]:
-    """Map the name of each parameter to its part; a tied one has its first name.
+    """Map the name of each parameter to the part of the model that it belongs to.
 
-    embeddings: token and position embeddings with their norms, also if shared with the output layer. encoder, decoder:
-    the layers. head: everything after the layers, and a pooler. adapter: what peft added.
+    A tied (shared) parameter is listed once, under its first name. The parts are:
+
+    - embeddings: token and position embeddings with their norms, also if shared with the output layer.
+    - encoder, decoder: the layers.
+    - head: everything after the layers, and a pooler.
+    - adapter: the parameters that peft added.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     embedding = {id(p) for p in base.get_input_embeddings().parameters()}
@@ -48,10 +52,13 @@ def _bodies(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def freeze(model: nn.Module, what: Sequence[str]) -> None:
-    """Freeze parts (encoder, decoder, embeddings, head) or patterns of parameter names ("*.layer.0.*").
+    """Freeze chosen parameters of a model, so that training leaves them unchanged.
 
     `--freeze encoder` does not freeze an embedding that the decoder shares; name `embeddings` too.
-    A tied parameter is frozen by any of its names.
+
+    Args:
+        what: parts of the model (encoder, decoder, embeddings, head) or patterns of parameter names ("*.layer.0.*"). A
+            tied (shared) parameter is frozen by any of its names.
 
     Raises:
         UserError: nothing has such a name, or nothing would be left to train.
@@ -63,7 +70,10 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
 
 
 def train_only(model: nn.Module, what: Sequence[str]) -> None:
-    """Freeze all parameters except those of parts or patterns, as in `freeze`. An empty `what` freezes nothing.
+    """Freeze all parameters of a model except the chosen ones.
+
+    Args:
+        what: parts or patterns of parameter names, as in `freeze`. An empty list freezes nothing.
 
     Raises:
         UserError: nothing has such a name.
@@ -108,7 +118,7 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Parameters by part; `str` gives a table."""
+    """Result of `summary`: a model's parameters by part; `str` gives a table."""
 
     parts: dict[str, PartSummary]
 
@@ -124,7 +134,10 @@ class ModelSummary:
 
 
 def summary(model: nn.Module) -> ModelSummary:
-    """Parameters of a model by part: all, trained, and bytes in memory (quantized weights too)."""
+    """Count the parameters of a model by part (encoder, decoder, ...): all, trained, and bytes in memory.
+
+    Bytes of quantized weights are counted as stored.
+    """
     parts = {part: PartSummary() for part in PARTS}
     of = part_of_parameters(model)
     for name, parameter in model.named_parameters():

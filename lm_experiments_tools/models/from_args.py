@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Name (`--model_cls`), class and configuration of the model to build; made by `model_source`."""
+    """The model that flags ask for: its name (`--model_cls`), class and configuration; made by `model_source`."""
 
     name: str
     cls: type
@@ -52,12 +52,15 @@ class ModelSource:
 
     @property
     def may_be_decoder(self) -> bool:
-        """True if `is_decoder` in the configuration makes the class a causal language model."""
+        """True if the class becomes a causal language model when its configuration has `is_decoder`."""
         return getattr(self.cls, "has_causal_loss", False)
 
     @property
     def kind(self) -> ModelKind:
-        """Encoder-decoder, decoder (a model that can generate, or our BERT with `is_decoder`), or encoder."""
+        """Kind of the model: encoder-decoder, decoder or encoder.
+
+        A decoder is a model that can generate, or our BERT with `is_decoder` in its configuration.
+        """
         if getattr(self.config, "is_encoder_decoder", False):
             return "encoder-decoder"
         if self.may_be_decoder and self.config.is_decoder:
@@ -66,12 +69,12 @@ class ModelSource:
 
 
 def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
-    """Import the model's class and read its configuration; every worker calls it.
+    """Import the model class that flags name, and read its configuration. Every worker must call it.
 
     Without a flag for the configuration (`lmtools inspect`), the class's default is used.
 
     Raises:
-        UserError: class or configuration is not available.
+        UserError: the class or the configuration is not available.
     """
     return on_all(backend, lambda: _model_source(args))
 
@@ -115,10 +118,14 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
 
 
 def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: int) -> nn.Module:
-    """Build the model with random weights, equal on all workers.
+    """Build the model of a pre-training run with random weights, equal on all workers.
+
+    Args:
+        source: the model's class and configuration.
+        vocabulary_size: number of token ids that the tokenizer can produce.
 
     Raises:
-        UserError: a model without a loss, or whose embedding is smaller than the vocabulary.
+        UserError: the model has no loss, or its embedding is smaller than the vocabulary.
     """
     if args.dropout_rate is not None:
         set_dropout(source.config, args.dropout_rate)
@@ -136,14 +143,17 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
 
 
 def most_labels(args: BertPretrainingArgs | T5PretrainingArgs) -> Callable[[int], int]:
-    """Function from a number of rows to an upper bound of their masked tokens."""
+    """Return a function that bounds the number of masked tokens in a batch.
+
+    The function takes the batch's number of rows (sequences). The bound fixes the size of label tensors.
+    """
     if getattr(args, "packing", None) == SENTENCES:
         return lambda rows: rows * args.most_predictions()
     return lambda rows: spread_labels(rows * args.input_seq_len, args.highest_rate())
 
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
-    """The optimizer that the flags describe, over the trainable parameters; None with `--validate_only`."""
+    """Build the optimizer that flags describe, over the trainable parameters; None with `--validate_only`."""
     return None if args.validate_only else make_optimizer(args, model, args.group_rules())
 
 
@@ -152,10 +162,12 @@ def make_optimizer(
     model: nn.Module | Iterable[tuple[str, Tensor]],
     rules: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> Optimizer:
-    """Build the optimizer of the flags for named parameters.
+    """Build the optimizer that flags describe for a model or for named parameters.
 
     Args:
-        rules: (pattern, options), as `OptimizerArgs.group_rules` reads them.
+        model: a module, or (name, parameter) pairs.
+        rules: (pattern of names, options) pairs that give parameters their own learning rate or weight decay, as
+            `OptimizerArgs.group_rules` reads them.
     """
     return build_optimizer(
         model,

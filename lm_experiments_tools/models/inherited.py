@@ -1,4 +1,4 @@
-"""Default values of flags that depend on pre-trained weights. The scripts import this before torch."""
+"""Default values of flags that depend on pre-trained weights; the scripts import this module before torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a model on the Hu
 
 
 def inherited_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Settings recorded with the weights of `from_pretrained`, for flags that are not set: {name: (value, file)}.
+    """Read settings recorded with the weights of `from_pretrained`, as defaults for flags that are not set.
 
-    Fine-tuned weights set their task with its prefix, lengths and prompt, unless the user names another task. Other
-    weights set the kind of model. Weights that are not found set nothing; loading them reports the error.
+    Weights fine-tuned by this package set their task with its prefix, lengths and prompt, unless the user names
+    another task. Other weights set only the kind of model. Weights that are not found set nothing; loading them
+    reports the error later.
+
+    Args:
+        given: the flags that the user has set.
+
+    Returns:
+        {flag's name: (value, file that it comes from)}.
 
     Raises:
-        UserError: a damaged file.
+        UserError: a file is damaged.
     """
     if not given.get("from_pretrained"):
         return {}
@@ -44,12 +51,23 @@ def inherited_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def of_t5(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Derived values of run_t5_pretraining.py for flags that the user has not set: {name: (value, origin)}."""
+    """Default values for flags of run_t5_pretraining.py that depend on pre-trained weights: {name: (value, origin)}.
+
+    Args:
+        given: the flags that the user has set; they get no default.
+    """
     return pretrained_settings(given, ("vocab",)) if given.get("from_pretrained") else {}
 
 
 def of_bert(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Derived values of run_bert_pretraining.py for flags that the user has not set: {name: (value, origin)}."""
+    """Default values for flags of run_bert_pretraining.py that depend on pre-trained weights or on other flags.
+
+    Args:
+        given: the flags that the user has set; they get no default.
+
+    Returns:
+        {flag's name: (value, origin)}.
+    """
     found, packing = {}, given.get("packing", SENTENCES)
     if packing != SENTENCES:
         if given.get("use_nsp"):
@@ -61,13 +79,17 @@ def of_bert(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Settings that `from_pretrained` determines, for flags that the user has not set: {name: (value, origin)}.
+    """Default values for flags of a pre-training run that starts from other weights (`from_pretrained`).
 
-    Only the weights of a checkpoint are used; optimizer, schedule and step restart. A resumed run keeps its recorded
-    source, even if `best` or `last` of the other run has moved. Paths are relative to `working_dir`.
+    Only the weights of a checkpoint are used; optimizer, schedule and step restart. A resumed run keeps the source
+    that it recorded, even if `best` or `last` of the other run has moved. Paths are relative to `working_dir`.
 
     Args:
+        given: the flags that the user has set; they get no default.
         tokenizer_flags: flags that name the tokenizer; the first is set if none is given.
+
+    Returns:
+        {flag's name: (value, origin)}.
 
     Raises:
         UserError: there are no such weights, they are an adapter or have no configuration, or another flag names some.

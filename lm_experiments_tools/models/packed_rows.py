@@ -1,12 +1,13 @@
-"""Packed rows for masked language models: documents of a row do not see each other, and positions restart.
+"""Packed rows for masked language models: a row holds several documents that do not attend to each other.
 
-Models that accept `segment_ids` (modeling_bert) isolate documents themselves. For encoders of transformers, `isolate`
-makes a mask from `position_ids`, within the model's own mask (full or sliding window):
+Positions restart with each document. Models that accept `segment_ids` (modeling_bert) isolate documents themselves.
+For encoders of transformers, `isolate` makes a mask from `position_ids`, within the model's own mask (full or sliding
+window):
 
     position_ids    0 1 2 0 1 0     a document begins at every 0
-    segments        1 1 1 2 2 3     tokens see those of their own number
+    segments        1 1 1 2 2 3     tokens attend to those with the same number
 
-The mask is dense, [batch, 1, length, length], made once a forward pass for each type of layer.
+The mask is dense, [batch, 1, length, length], and made once per forward pass for each type of layer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def prepare(model: nn.Module, length: int) -> Transform | None:
-    """Prepare a model for packed rows of `length` tokens, and test that it isolates their documents.
+    """Prepare a model for packed rows (several documents each), and test that it isolates their documents.
+
+    Args:
+        length: tokens of a row.
 
     Returns:
         A `batch_transform_fn` that replaces `segment_ids` by `position_ids`; None if the model accepts `segment_ids`.
@@ -53,7 +57,10 @@ def prepare(model: nn.Module, length: int) -> Transform | None:
 
 
 def isolate(model: nn.Module) -> str | None:
-    """Make a transformers encoder isolate documents by `position_ids`; returns the reason if it cannot."""
+    """Make a transformers encoder isolate the documents of packed rows by their `position_ids`.
+
+    Returns None, or the reason if the model cannot.
+    """
     if "position_ids" not in forward_names(model):
         return "it takes neither segment_ids nor position_ids"
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, on several devices, or with the embeddings in main memory."""
+"""Where and in which precision weights are stored: in 8 or 4 bits, on several devices, or in main memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _HEADS = ["classifier", "score", "classification_head", "pre_classifier", "poole
 
 
 def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for --quantize, --inference_dtype and --device_map.
+    """Arguments of `from_pretrained` that follow from --quantize, --inference_dtype and --device_map.
 
     Args:
         model_cls, config: class and configuration of the model, whose weights `--device_map` must place.
 
     Raises:
-        UserError: bitsandbytes is missing, or the map's file cannot be read or leaves out weights.
+        UserError: bitsandbytes is missing, or the device map's file cannot be read or leaves out weights.
     """
     options: dict[str, Any] = {} if args.inference_dtype is None else {"dtype": weights_dtype(args)}
     if args.quantize is not None:
@@ -55,6 +55,8 @@ def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[s
     placed = read_json(Path(path))
     try:
         for device in placed.values():
+            if device is None:
+                raise TypeError("null is no device")
             torch.empty(1, device=device).tolist()  # refused of devices without memory too
     except (AssertionError, RuntimeError, TypeError) as error:
         raise UserError(f"--device_map {path}: {device!r} holds no weights here: {first_line(error)}.") from error
@@ -95,7 +97,7 @@ def _says_more_than_cast(record: logging.LogRecord) -> bool:
 
 
 def say_where(model: nn.Module) -> None:
-    """Log the devices of --device_map."""
+    """Log which devices hold the layers of a model loaded with --device_map."""
     layers: dict[str, list[str]] = {}
     for module, device in (getattr(model, "hf_device_map", None) or {"": model.device}).items():
         layers.setdefault(str(device), []).append(module or "all layers")
@@ -104,7 +106,7 @@ def say_where(model: nn.Module) -> None:
 
 
 def host_embeddings(model: nn.Module) -> None:
-    """Turn the token embeddings of a model into `HostEmbedding`s.
+    """Keep the token embeddings of a model in main memory, by turning them into `HostEmbedding`s.
 
     Raises:
         UserError: the embeddings are tied to the output layer.

@@ -1,4 +1,7 @@
-"""JSON files of model configurations, and presets by name. A file contains differences from its `base`. No torch."""
+"""Model configurations in JSON files, and shipped ones by name (presets).
+
+A file holds only its differences from another one, which its key `base` names. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ OLD_NAMES = {"t5-micro": "t5-small-4L", _SPARSE_ROPE: f"{_SPARSE_ROPE}16"}
 
 
 def list_presets() -> dict[str, Path]:
-    """Name -> file of every shipped model configuration, e.g. `t5-small`."""
+    """Map the name of every shipped model configuration, e.g. `t5-small`, to its file."""
     return {path.stem: path for path in sorted(PRESET_FOLDER.glob("*/*.json"))}
 
 
 def read_model_settings(path_or_preset: str | Path) -> dict:
-    """Read a JSON file or preset and merge it over its `base`. Raises UserError."""
+    """Read a model configuration from a JSON file or preset, with the values of its `base` file. Raises UserError."""
     return _read_with_base(find_config(path_or_preset), seen=())
 
 
 def find_config(path_or_preset: str | Path) -> Path:
-    """File of a configuration or preset. Raises UserError if there is none."""
+    """Find the file of a model configuration or preset. Raises UserError if there is none."""
     path = Path(path_or_preset)
     if path.is_file():
         return path

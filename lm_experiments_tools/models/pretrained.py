@@ -1,7 +1,7 @@
-"""Pre-trained models for fine-tuning: loaded, checked and prepared for training.
+"""Load pre-trained models for fine-tuning, check them, and prepare them for training.
 
-`--from_pretrained` may be a Hugging Face name or folder, a run or checkpoint of ours, an adapter of peft, or a weights
-file of t5-experiments or nanoT5 (with --model_cfg).
+`--from_pretrained` may be a Hugging Face name or folder, a run or checkpoint of this package, an adapter of peft, or a
+weights file of t5-experiments or nanoT5 (with --model_cfg).
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def pretrained_model(
     label_names: Sequence[str] = (),
     files: ModelFiles | None = None,
 ) -> nn.Module:
-    """Load the model that the flags describe; `requires_grad` marks the trained parameters.
+    """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train.
 
     Args:
         label_names: classes; they determine size and labels of an encoder's head.
-        files: the model's files, if they are already open.
+        files: the model's files, if they are already open; None to find them.
 
     Raises:
         UserError: the weights cannot be found or read, are of another kind of model or do not fit it, or the
@@ -244,7 +244,7 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
 
 
 def kind_of(config: PreTrainedConfig) -> str | None:
-    """The `--model_type` of a configuration; None if none fits."""
+    """The value of `--model_type` that fits a model configuration; None if none fits."""
     import transformers
 
     if config.is_encoder_decoder:
@@ -277,12 +277,13 @@ def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: 
 def load_pretrained(
     model_cls: type, config: PreTrainedConfig, source: Source, args: FinetuningArgs, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model by `model_cls.from_pretrained`; returns it and the names of weights that are new.
+    """Load a model by `model_cls.from_pretrained`; returns it and the names of weights that were not in the files.
 
-    Only a classifier's head may be new; its values depend on `--seed`. transformers sets `tie_word_embeddings` to True
-    for a T5 v1.1 that it loads; the value of config.json is restored.
+    Only a classifier's head may be missing there; it gets random values that depend on `--seed`. transformers sets
+    `tie_word_embeddings` to True for a T5 v1.1 that it loads; the value of config.json is restored.
 
     Args:
+        source: the model's location.
         options: more arguments of `from_pretrained`.
 
     Raises:
@@ -341,7 +342,14 @@ def _in_head(model: PreTrainedModel, name: str) -> bool:
 
 @contextlib.contextmanager
 def read_errors_named(name: str, problem: str) -> Iterator[None]:
-    """Turn transformers' errors about files that are no model, or that need remote code, into a UserError."""
+    """Inside a `with` block, turn transformers' errors about a model's files into a UserError.
+
+    These are errors about files that are no model, or that need remote code.
+
+    Args:
+        name: the model's name, for the message.
+        problem: what could not be done, for the message.
+    """
     try:
         yield
     except UnpicklingError as error:  # torch's own message advises to unpickle anything

@@ -1,6 +1,6 @@
-"""Saved models, opened unchanged with their original class, to inspect, export and evaluate them.
+"""Open saved models unchanged with their original class, to inspect, export and evaluate them.
 
-`pretrained` prepares a model for training instead; nothing is changed, added or new here.
+To train a saved model use `pretrained` instead, which may add a head or an adapter and freeze weights.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _LIBRARIES = ("transformers", "modeling_t5", "modeling_bert")
 
 @dataclass(frozen=True)
 class Opened:
-    """A saved model.
+    """A saved model that `open_saved` has loaded.
 
     Attributes:
+        source: the model's location.
         model: in float32 on the CPU, in evaluation mode; an adapter is merged into its base.
         is_merged: True if an adapter was merged into its base model.
     """
@@ -58,23 +59,23 @@ class Opened:
 
     @property
     def kind(self) -> str | None:
-        """ "encoder", "encoder-decoder" or "decoder"; None for other models."""
+        """Kind of the model: "encoder", "encoder-decoder" or "decoder"; None for other models."""
         found = kind_of(self.model.config)  # None of a configuration of the user's own
         return "decoder" if found is None and self.model.can_generate() else found
 
     @property
     def writes_on(self) -> bool:
-        """True for a decoder, which generates by continuing a text."""
+        """True if the model generates by continuing a text, as decoders do."""
         return self.kind == "decoder" and self.model.can_generate()
 
     @property
     def is_own(self) -> bool:
-        """True for a user's class, which comes from neither transformers nor this package."""
+        """True if the model's class is a user's own, from neither transformers nor this package."""
         return type(self.model).__module__.partition(".")[0] not in _LIBRARIES
 
     @property
     def reader(self) -> str | None:
-        """The Auto class of transformers that loads the model; None if no Auto class does."""
+        """Name of transformers' Auto class that loads the model (such as AutoModelForMaskedLM); None if none does."""
         import transformers
 
         for name in READERS:
@@ -86,7 +87,10 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Tokenizer of the model, or of an adapter's base. A decoder's appends no EOS. Raises UserError."""
+        """Tokenizer of the model, or for an adapter that of its base model. Raises UserError.
+
+        A decoder's tokenizer appends no EOS to its prompts.
+        """
         source = self.source
         if source.is_adapter and not any(source.path.glob("tokenizer*")):
             source = find_base(source)
@@ -96,11 +100,12 @@ class Opened:
 
 
 def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pretrained") -> Opened:
-    """Open a folder, checkpoint, run directory (its best checkpoint, else its last) or model of the Hub.
+    """Open a saved model: a folder, checkpoint, run directory (its best checkpoint, else its last) or Hub name.
 
     Args:
-        model_cls: module:Class; by default the class in config.json, or the user's own one that the run used.
-        flag: the flag that names it, for messages.
+        name: the folder or Hub name.
+        model_cls: module:Class; None takes the class in config.json, or the user's own one that the run used.
+        flag: the flag that names the model, for messages.
 
     Raises:
         UserError: there is no such model, its class is unknown, or weights of it are missing or of another shape.
@@ -115,7 +120,12 @@ def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pret
 
 
 def saved_class(source: Source, model_cls: str | None = None) -> type:
-    """The class that the weights were saved from. Raises UserError."""
+    """Find the model class that saved weights belong to. Raises UserError.
+
+    Args:
+        source: the model's location.
+        model_cls: module:Class to use instead; None takes the recorded one.
+    """
     import transformers
 
     if model_cls is not None:
@@ -139,7 +149,7 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
 
 
 def run_settings(source: Source) -> dict[str, Any]:
-    """Arguments of the run that a checkpoint belongs to; empty outside a run directory."""
+    """Read the arguments of the training run that a checkpoint belongs to; empty outside a run directory."""
     folder = run_folder(source)
     return read_json(folder / "config.json") if folder is not None else {}
 
@@ -154,7 +164,7 @@ def run_folder(source: Source) -> Path | None:
 
 
 def position_of(checkpoint: Path) -> dict[str, int]:
-    """Step, samples and tokens of a checkpoint."""
+    """Read how far training was at a checkpoint: its step, samples and tokens."""
     state = read_json(checkpoint / "trainer_state.json").get("state", {})
     counts = {name: state.get(f"consumed_{name}", 0) for name in ("samples", "tokens")}
     return {"step": parse_step(checkpoint.resolve().name), **counts}
@@ -164,11 +174,11 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
     """Load a model by `cls.from_pretrained`, and check that the files have all of its weights and no others.
 
     Args:
-        folder: or a name of the Hub.
-        name: its name in error messages; default `folder`.
+        folder: the model's folder, or its name on the Hub.
+        name: its name in error messages; None for `folder`.
 
     Raises:
-        UserError: it cannot be read, or weights are missing or unexpected.
+        UserError: the model cannot be read, or weights are missing or unexpected.
     """
     name, called = name or folder, cls.__name__
     with read_errors_named(name, f"it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
@@ -182,13 +192,13 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
 
 @torch.no_grad()
 def average_weights(model: torch.nn.Module, others: Iterable[tuple[str, torch.nn.Module]]) -> None:
-    """Set the weights of `model` to the mean of its own and those of `others`, computed in float64.
+    """Average the weights of several models, computed in float64, and store the mean in the first, `model`.
 
     Args:
-        others: (name for messages, model), read one after another.
+        others: the other models, as (name for messages, model), read one after another.
 
     Raises:
-        UserError: another model has weights of other names or shapes, or another value that is no real number.
+        UserError: another model has weights of other names or shapes, or differs in values that are not real numbers.
     """
     own = model.state_dict()
 
@@ -213,10 +223,10 @@ def _shape(weight: torch.Tensor | None) -> torch.Size | None:
 
 
 def merged(adapter: Source) -> PreTrainedModel:
-    """Load a LoRA adapter merged into its base model, with the head of a classifier.
+    """Load a LoRA adapter and merge it into its base model; a classifier's saved head is used too.
 
     Raises:
-        UserError: the adapter is of another kind, or its base cannot be read.
+        UserError: the adapter is of another kind, or its base model cannot be read.
     """
     base = find_base(adapter)
     check_peft(f"the adapter {adapter.name}")

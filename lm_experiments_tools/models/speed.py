@@ -1,7 +1,8 @@
-"""`--speed auto`: choose model class, bf16 and compilation for this machine; compile models block by block.
+"""The flag `--speed auto`: choose model class, bf16 and compilation for this machine; compile models block by block.
 
-A choice fills in a flag before anything is built, and is recorded with the settings, so that a resumed run keeps it.
-A flag that the user gives is never changed; what the machine cannot do is refused instead.
+The chosen values fill in flags before anything is built. They are recorded with the settings, so that a resumed run
+keeps them. A flag that the user gives is never changed; if the machine cannot do what it asks for, the run stops with
+an error.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ def choose_speed(
     Every worker calls this first. A resumed run keeps its recorded choices.
 
     Args:
+        args: the flags of a run.
         origins: where each setting comes from, as `cli.parse` returns it; only settings from "default" are chosen.
-        keeps_process: do not call `set_up_process`; for use as a library.
+        keeps_process: True if the package is used as a library: then options of the whole process are not changed (see
+            `set_up_process`).
 
     Returns:
         The settings and their origins.
@@ -100,10 +103,10 @@ def _device() -> str:
 
 
 def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
-    """Check that all workers made the same choices; machines of a job may differ.
+    """Check that all workers made the same choices for `--speed auto`, because the machines of a job may differ.
 
     Raises:
-        UserError: naming what differs.
+        UserError: the workers' choices differ; the message says in what.
     """
     choices = backend.gather({name: getattr(args, name) for name in ("speed", "model_cls", "bf16")})
     for name, value in choices[0].items():
@@ -113,7 +116,11 @@ def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
 
 
 def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.Module) -> str:
-    """One log line with the choices and their reasons."""
+    """Describe in one line for the log what `--speed auto` chose, and why.
+
+    Args:
+        origins: where each setting comes from, which holds the reasons.
+    """
     if args.speed == "off":
         return "off"
     is_own = type(model).__module__.partition(".")[0].startswith("modeling_")
@@ -131,7 +138,7 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
     """Enable a model's fused training path for `--speed auto`, and compile the model for `--compile`.
 
     Args:
-        plain: False for a model whose layers were replaced (adapters, 8-bit weights).
+        plain: False for a model whose layers were replaced (adapters, 8-bit weights), which has no fused path.
     """
     use_fast_step = getattr(model, "use_fast_step", None)
     if args.speed == "auto" and plain and use_fast_step is not None:
@@ -144,9 +151,10 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Compile each transformer block, or a model without blocks as a whole, with a disk cache for the next run.
+    """Compile each transformer block of a model, with a disk cache that makes the next run start faster.
 
-    Blocks of the same shape share two graphs: one for the first input length, one for all other lengths.
+    A model without such blocks is compiled as a whole. Blocks of the same shape share two compiled graphs: one for the
+    first input length, one for all other lengths.
 
     Args:
         options: arguments of `torch.compile`.
@@ -165,12 +173,13 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def set_up_process(*, fast: bool, device: str = "cpu") -> None:
-    """Set process-wide options: flush denormals, use TF32 on a GPU, reuse freed memory on a CPU.
+    """Set options of the whole process for speed: flush denormals, use TF32 on a GPU, reuse freed memory on a CPU.
 
-    Call it before the first matrix product: threads that torch starts inherit the flushing.
+    Call it before the first matrix product: threads that torch starts inherit the flushing of denormals.
 
     Args:
-        fast: False restores torch's defaults, except for freed memory.
+        fast: False restores torch's defaults, except for the reuse of freed memory.
+        device: "cuda" or "cpu", the device to train on.
     """
     torch.set_flush_denormal(fast)
     if torch.cuda.is_available():
@@ -181,7 +190,7 @@ def set_up_process(*, fast: bool, device: str = "cpu") -> None:
 
 @contextmanager
 def fast_process(args: ExperimentArgs) -> Iterator[None]:
-    """Apply `set_up_process` inside the block if `--speed auto` is set, and restore the settings after it."""
+    """Inside a `with` block, apply `set_up_process` if `--speed auto` is set; the settings are restored afterwards."""
     if args.speed == "off":
         yield
         return

@@ -1,4 +1,4 @@
-"""Tokenizers for fine-tuning, from a folder, the Hugging Face Hub or a SentencePiece model."""
+"""Load tokenizers for fine-tuning from a folder, the Hugging Face Hub or a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ _LEAST_TOKENS = 2  # besides special ones; an empty T5Tokenizer has one, the mar
 
 
 def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> PreTrainedTokenizerBase:
-    """Load `--tokenizer`, or the tokenizer saved with the weights. EOS replaces a missing padding token.
+    """Load the tokenizer that `--tokenizer` names, or the one saved with the model's weights.
+
+    EOS replaces a missing padding token.
 
     Args:
-        files: the model's files, if they are already open.
+        files: the model's files, if they are already open; None to find them.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is no tokenizer, or it cannot be read.
     """
     files = files or ModelFiles(args)
     flag, name = files.tokenizer_flag
@@ -58,10 +60,12 @@ def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTr
     """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged.
 
     Args:
-        source: its location, if already known.
+        name: folder, file or Hub name.
+        flag: the flag that names it, for messages.
+        source: its location, if already known; None to find it.
 
     Raises:
-        UserError: there is none, or its vocabulary is empty.
+        UserError: there is no tokenizer, or its vocabulary is empty.
     """
     path, named = Path(name), f"{flag} {name}"
     if path.suffix == ".model":
@@ -84,7 +88,11 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
-    """Read a tokenizer; `named` is the flag with its value, for the message."""
+    """Read a tokenizer from its location.
+
+    Args:
+        named: the flag with its value, for error messages.
+    """
     from transformers import AutoTokenizer, BertTokenizerFast
 
     if source.path is not None:
@@ -100,7 +108,7 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer without EOS after prompts, because a decoder would start another text after EOS.
+    """Return a decoder's tokenizer that adds no EOS after prompts, after which the decoder would start another text.
 
     Its class becomes the general one, because T5Tokenizer appends EOS whatever its files say. Slow tokenizers (ByT5's)
     are returned unchanged.

@@ -20,19 +20,28 @@ ALIGNMENT = 64  # bytes; torch allocates at multiples of it, but safetensors fil
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Copy a floating-point tensor to an aligned address if needed, because MKL's rounding depends on the address."""
+    """Copy a floating-point tensor to an aligned memory address, if it is not at one already.
+
+    The rounding of MKL (the CPU's matrix library) depends on the address, so this makes results reproducible.
+    """
     return tensor.clone() if tensor.is_floating_point() and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def align_model(model: nn.Module) -> None:
-    """Align the parameters and buffers of a model in place (see `aligned`), so that equal weights give equal bits."""
+    """Move a model's parameters and buffers to aligned memory addresses, so that equal weights give equal results.
+
+    See `aligned` for the reason.
+    """
     for tensor in chain(model.parameters(), model.buffers()):
         if type(tensor.data) is torch.Tensor:  # not a shard (DTensor)
             tensor.data = aligned(tensor.data)
 
 
 class HostEmbedding(nn.Embedding):
-    """Embedding that stays in main memory when its model moves to a GPU; outputs are copied to the inputs' device."""
+    """Embedding that stays in main memory when its model moves to a GPU, to save GPU memory.
+
+    Its outputs are copied to the inputs' device.
+    """
 
     def _apply(self, fn: Any, recurse: bool = True) -> HostEmbedding:
         return self
@@ -42,13 +51,17 @@ class HostEmbedding(nn.Embedding):
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on a GPU; nothing to do on a CPU."""
+    """Wait for all work queued on a GPU, for example before reading a clock; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def read_later(value: Tensor) -> Callable[[], float | bool | list]:
-    """Start an asynchronous copy to the host; the returned function waits for it and returns a number or list."""
+    """Start copying a tensor from a GPU to the host without waiting for it.
+
+    Returns:
+        A function that waits for the copy and returns its value, as a number or list.
+    """
     copy = value.detach().to("cpu", non_blocking=value.device.type in ("cpu", "cuda"))
     if value.device.type != "cuda":
         return copy.tolist
@@ -82,7 +95,7 @@ def card_of(device: torch.device) -> Card | None:
 
 @cache
 def lacks_triton() -> str | None:
-    """Name what Triton lacks on this machine; None if it runs."""
+    """Name what Triton lacks on this machine; None if Triton runs."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
@@ -94,7 +107,7 @@ def lacks_triton() -> str | None:
 
 @torch.compiler.assume_constant_result
 def has_kernels(device: torch.device) -> bool:
-    """True if Triton's kernels run on a device."""
+    """True if this package's Triton kernels run on a device."""
     if device.type != "cuda" or lacks_triton():
         return False
     card = card_of(device)

@@ -1,7 +1,7 @@
-"""Fused operations of a training step; `use_fast_step` of a model turns them on.
+"""Fused operations that make a training step faster; a model's method `use_fast_step` turns them on.
 
-In float32 results are equal up to rounding. Under autocast to bfloat16 the residual stream is bfloat16, while norms
-and softmax compute in float32.
+In float32, results equal those of the plain operations up to rounding. Under autocast to bfloat16, hidden states
+between the layers are bfloat16, while norms and softmax compute in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _INTEGERS = {2: (torch.int16, 15), 4: (torch.int32, 31)}  # bytes of a value -> 
 
 
 def stream_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the residual stream: bfloat16 under autocast to it, else that of x."""
+    """Dtype of the hidden states between layers: bfloat16 under autocast to bfloat16, otherwise that of x."""
     kind = x.device.type
     if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return torch.bfloat16 if torch.get_autocast_dtype(kind) == torch.bfloat16 else x.dtype
@@ -30,7 +30,10 @@ def is_whole(parameter: Tensor) -> bool:
 
 
 def is_unwrapped(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """True if a module is of this class, has a full weight, and no adapter, hook or forward of its own."""
+    """True if a module is of this class and computes only what the class does.
+
+    It must have a full weight (not sharded, not quantized), and no adapter, hook or forward of its own.
+    """
     if type(module) is not cls or "forward" in vars(module):
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -38,12 +41,15 @@ def is_unwrapped(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """True if `is_unwrapped` and torch has no global module hooks, which a fused operation would skip."""
+    """True if a fused operation may replace a module: it passes `is_unwrapped`, and torch has no global module hooks.
+
+    A fused operation would skip such hooks.
+    """
     return is_unwrapped(module, cls) and not _has_any_global_hook()
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Outputs of several linear layers on x, computed as one matrix product if all weights are plain."""
+    """Compute the outputs of several linear layers on x, by one matrix product if all are plain (`is_plain`)."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if not all(is_plain(linear, nn.Linear) for linear in linears) or len({bias is None for bias in biases}) > 1:
         return tuple(linear(x) for linear in linears)
@@ -68,7 +74,7 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """Dropout; with `is_fast` it draws fewer random bits on a CPU (`products.dropped`)."""
+    """Dropout that can be faster on a CPU: with `is_fast` it draws fewer random bits (see `dropped`)."""
 
     is_fast = False
 
@@ -77,7 +83,7 @@ class Dropout(nn.Dropout):
 
 
 def dropped(x: Tensor, probability: float) -> Tensor:
-    """Dropout that draws 16 (bfloat16) or 32 random bits per value on a CPU, where torch draws 64.
+    """Apply dropout with fewer random bits on a CPU: 16 (bfloat16) or 32 per value, where torch draws 64.
 
     The probability is rounded to a multiple of 2^-15 (bfloat16) or 2^-31, and values are scaled accordingly.
     """

@@ -15,12 +15,12 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """True for a model with an adapter, of which only trained parameters are saved and loaded."""
+    """True for a model with an adapter: then checkpoints hold only the trained parameters."""
     return hasattr(model, "peft_config")
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that require a gradient, by name."""
+    """Map the names of the parameters that require a gradient to these parameters."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -43,7 +43,7 @@ def forward_names_of(model_cls: type) -> set[str]:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; afterwards each module is in its previous mode again."""
+    """Put a model into evaluation mode inside a `with` block; afterwards each module gets its previous mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

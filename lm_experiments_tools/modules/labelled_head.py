@@ -6,8 +6,8 @@ tokens are selected between model and head. `pick_labelled` checks that a head w
     model(input_ids, labels [B, L])                                           logits [B, L, V]
     model(input_ids, labels [1, n], label_positions [n])                      logits [1, n, V]
 
-B sequences, L tokens, V words. A label position is b * L + l. n is the same in each step; surplus positions have the
-label -100.
+Shapes: B sequences, L tokens, V words, and n labelled tokens of the batch. The position of token l in sequence b is b
+* L + l. n is the same in each step; surplus positions have the label -100.
 """
 
 from __future__ import annotations
@@ -52,11 +52,14 @@ def _pick_positions(model: nn.Module, head: nn.Module) -> list[RemovableHandle]:
 
 
 def pick_labelled(model: nn.Module, length: int, *, tried: bool = True) -> str | None:
-    """Make a model accept `label_positions`; returns the reason if it cannot.
+    """Make a model compute logits at labelled positions only: it accepts the argument `label_positions` afterwards.
+
+    Returns None, or the reason if the model cannot do so. Then the model is unchanged.
 
     Args:
-        length: tokens of the test rows; some models choose their attention by the first input.
-        tried: compare loss and logits with those of an ordinary call; False for weights without values (meta device).
+        length: tokens of the test inputs; some models choose their attention by the first input.
+        tried: test that loss and logits equal those of an ordinary call; False for weights without values (meta
+            device).
     """
     if getattr(getattr(model, "config", None), "sparse_prediction", False):
         return "it selects them itself (sparse_prediction in its configuration)"
@@ -133,6 +136,11 @@ def _is_same(found: Mapping[str, Any], outputs: Mapping[str, Any], positions: Te
 
 
 def spread_labels(tokens: int, probability: float) -> int:
-    """Upper bound of the number of masked tokens: six standard deviations above the mean."""
+    """Bound the number of masked tokens in a batch: six standard deviations above the mean.
+
+    Args:
+        tokens: number of tokens in the batch.
+        probability: probability that a token is masked.
+    """
     mean = tokens * probability
     return math.ceil(mean + 6 * math.sqrt(mean * (1 - probability)))

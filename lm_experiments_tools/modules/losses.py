@@ -1,4 +1,4 @@
-"""Losses of classification heads, in float32 or higher."""
+"""Losses of classification heads, computed in float32 or higher precision."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ if TYPE_CHECKING:
 
 
 def exact(logits: Tensor) -> Tensor:
-    """The logits in float32 at least, in which losses are computed."""
+    """Convert logits to the dtype in which losses are computed: float32, or float64 for float64 logits."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def mean_loss(logits: Tensor, labels: Tensor, ignored: int = IGNORED_LABEL) -> Tensor:
-    """Cross-entropy of logits [..., classes], mean over the labels [...] that are not `ignored`; 0 if all are."""
+    """Mean cross-entropy of logits [..., classes] over the labels [...] that are not `ignored`.
+
+    It is 0 if all labels are ignored.
+    """
     labels = labels.flatten()
     total = cross_entropy(exact(logits.flatten(0, -2)), labels, ignore_index=ignored, reduction="sum")
     return total / (labels != ignored).sum().clamp(min=1)
 
 
 def classification_loss(config: PreTrainedConfig, logits: Tensor, labels: Tensor, is_packed: bool = False) -> Tensor:
-    """Loss of a classification head by `config.problem_type`. As in transformers, the first labels set a missing type.
+    """Compute the loss of a classification head: cross-entropy or squared error, by `config.problem_type`.
+
+    As in transformers, the first labels set a missing type.
 
     Args:
         logits: [..., num_labels].
         labels: classes [...] with -100 where there is none, or numbers [..., num_labels].
-        is_packed: numbers of -100 are missing labels.
+        is_packed: True for packed rows (several documents each), where a number of -100 is a missing label.
     """
     if config.problem_type is None:
         is_class = labels.dtype in (torch.long, torch.int)

@@ -1,4 +1,4 @@
-"""Users' classes, named by `module:Class`, and the initialization of parameters that they add to a model."""
+"""Users' own classes, named by `module:Class`, and the initialization of parameters that they add to a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from lm_experiments_tools.names import resolve_name
 
 
 def get_cls_by_name(name: str, base: type = nn.Module) -> type:
-    """The class named by `module:Class`, which is `base` or derives from it; raises as `resolve_name`."""
+    """Import the class that `module:Class` names.
+
+    Args:
+        base: the class must be `base` or derive from it.
+
+    Raises:
+        UserError: the name is malformed, cannot be imported, or is no such class.
+    """
     return resolve_name(name, base)
 
 
 def set_own_values(owner: nn.Module, known: Collection[str]) -> None:
-    """Initialize the parameters that a user's class adds to a model, by the `reset_parameters()` of the class or its
-    layers.
+    """Initialize the parameters that a user's own class adds to a model.
+
+    It calls the `reset_parameters()` of the class or of its layers.
 
     Args:
-        owner: a positional encoding or an attention layer.
+        owner: the user's positional encoding or attention layer.
         known: names of its parameters and children that the model has initialized.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Model types of variants in config.json, so that transformers does not load them as its own models."""
+"""Model types in config.json for variants of BERT and T5, which transformers must not load as its own models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 class VariantConfig:
     """Mixin before a configuration class of transformers, for models with variants that transformers does not know.
 
-    A model is a variant if a key of `variant_keys` is not at its default, or its class is derived from ours. A variant
-    is saved with `variant_type` as `model_type`, so that transformers does not load it as its own model. In memory
-    `model_type` is that of transformers, which PEFT and others know.
+    A model is a variant if a key of `variant_keys` is not at its default, or if its class is derived from ours. A
+    variant is saved with `variant_type` as `model_type`, so that transformers does not load it as its own model. In
+    memory `model_type` stays that of transformers, which PEFT and other libraries know.
     """
 
     variant_type: ClassVar[str]
@@ -19,12 +19,12 @@ class VariantConfig:
 
     @property
     def is_variant(self) -> bool:
-        """True if transformers' class would compute something else or lose keys."""
+        """True if transformers' class would compute something else with this configuration, or lose keys of it."""
         ours = next(cls for cls in type(self).__mro__ if "variant_type" in vars(cls))
         return type(self) is not ours or any(getattr(self, key) != getattr(ours, key) for key in self.variant_keys)
 
     def check_variant(self, positions: Collection[str], counts: Sequence[str]) -> None:
-        """Check the settings that all models have in common.
+        """Check the settings that the configurations of BERT and T5 have in common.
 
         Args:
             positions: allowed values of `position_embedding_type`, besides a user's class.
@@ -47,13 +47,13 @@ class VariantConfig:
             raise ValueError(f"num_key_value_heads={groups} must divide num_attention_heads={heads}.")
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Values for config.json."""
+        """Values to write to config.json; a variant gets its own `model_type`."""
         values = super().to_diff_dict()
         return {**values, "model_type": self.variant_type} if self.is_variant else values
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Values from config.json, and the remaining keyword arguments."""
+        """Read the values of a config.json, as transformers does, and return the unused keyword arguments too."""
         values, unused = super().get_config_dict(*args, **kwargs)
         if values.get("model_type") == cls.variant_type:
             values["model_type"] = cls.model_type
@@ -80,7 +80,7 @@ class TakesBothConfigs(type):
 
 
 class InitializesAllModules:
-    """Mixin before PreTrainedModel: `_init_weights` is called for every module."""
+    """Mixin before PreTrainedModel, which makes transformers call `_init_weights` for every module."""
 
     def _initialize_weights(self, module: Any, *args: Any) -> None:
         """Without transformers' flag for remote code, with which modules without direct parameters are left out."""
@@ -90,7 +90,7 @@ class InitializesAllModules:
 def register_variants(
     config_cls: type[VariantConfig], models: Mapping[type, type], architectures: Sequence[str]
 ) -> None:
-    """Register the models of variants with transformers' AutoConfig and AutoModel classes.
+    """Register models with transformers' AutoConfig and AutoModel classes, so that these load saved variants.
 
     Args:
         config_cls: the class that AutoConfig returns.
@@ -100,7 +100,7 @@ def register_variants(
     from transformers import AutoConfig
 
     class Saved(config_cls):
-        """`config_cls` under the variant's model type, because AutoConfig finds classes by their model type."""
+        """Subclass of `config_cls` with the variant's model type, by which AutoConfig finds classes."""
 
         model_type = config_cls.variant_type
 

@@ -1,4 +1,4 @@
-"""Optimizers by name: ours, torch's, transformers', apex's, or `module:Class`; imports modules."""
+"""Optimizers by name: this package's, torch's, transformers', apex's, or `module:Class`; imports modules."""
 
 from __future__ import annotations
 
@@ -94,18 +94,20 @@ def parameter_groups(
     weight_decay: float,
     rules: Sequence[tuple[str, Mapping[str, Any]]] = (),
 ) -> list[dict]:
-    """Group the trainable parameters: matrices with weight decay, and all others without.
+    """Group the trainable parameters for an optimizer: matrices with weight decay, and all others without.
 
     Vectors and T5's relative attention biases are not decayed (nanoT5's rule; t5-experiments decays everything). Empty
     groups are left out.
 
     Args:
+        named_parameters: (name, parameter) pairs.
+        weight_decay: weight decay of matrices.
         rules: (pattern, group options) pairs. Parameters whose name matches a shell pattern such as `*norm*` form
             groups of their own with these options; the first matching pattern decides. A `weight_decay` option applies
             to vectors too.
 
     Raises:
-        UserError: no parameter is trainable, or a pattern decides for none.
+        UserError: no parameter is trainable, or a pattern is the first match of none.
     """
     groups: dict[tuple[int, bool], list[Tensor]] = {(-1, True): [], (-1, False): []}
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]

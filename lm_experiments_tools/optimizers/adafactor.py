@@ -32,9 +32,9 @@ from lm_experiments_tools.optimizers.state import (
 class Adafactor(Float32StateOptimizer):
     """Adafactor with the options and the update rule of `transformers.optimization.Adafactor`.
 
-    For a parameter with two or more dimensions the second moment is the outer product of the means over its last two
-    dimensions (Algorithm 4); a vector stores it in full. The update U = G / sqrt(V) is divided by
-    max(1, RMS(U) / clip_threshold) and multiplied by the step size
+    For a parameter with two or more dimensions the second moment V is the outer product of the means over its last two
+    dimensions (Algorithm 4 of the paper); a vector stores it in full. With gradient G, the update U = G / sqrt(V) is
+    divided by max(1, RMS(U) / clip_threshold), where RMS is the root mean square, and multiplied by the step size
 
         lr * max(eps[1], RMS(parameter))     with scale_parameter, else lr,
 
@@ -51,6 +51,7 @@ class Adafactor(Float32StateOptimizer):
         decay_rate: the second moment at step t decays by 1 - t ** decay_rate.
         beta1: decay of a first moment; None keeps none.
         weight_decay: parameters shrink by weight_decay * step size, before the update.
+        scale_parameter, relative_step, warmup_init: choose the step size, see above.
 
     Raises:
         ValueError: lr given together with relative_step, or neither, or negative; warmup_init without relative_step.

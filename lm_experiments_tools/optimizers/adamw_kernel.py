@@ -1,6 +1,7 @@
-"""A Triton kernel that applies the AdamWScale updates of many parameters in one launch.
+"""A Triton kernel that applies the optimizer AdamWScale to many parameters in one launch.
 
-torch's fused AdamW takes one learning rate for all tensors, so it needs a launch per parameter.
+torch's fused AdamW takes one learning rate for all tensors. AdamWScale has one for each parameter, so it would need a
+launch per parameter.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
 
 
 def takes(tensors: Sequence[Tensor]) -> bool:
-    """True if `adamw_scale_` supports these tensors (weights, gradient and moments of a parameter)."""
+    """True if the Triton kernel of AdamWScale supports these tensors: weights, gradient and moments of a parameter."""
     return all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() and x.numel() for x in tensors)
 
 
@@ -70,15 +71,16 @@ def adamw_scale_(
     step: int,
     found_inf: Tensor | None,
 ) -> None:
-    """Update weights and moments in place.
+    """Apply a step of AdamWScale to weights and moments in place, by one Triton kernel for many parameters.
 
     Args:
         tensors: (weights, gradient, first moment, second moment) of each parameter, contiguous, fp32, on one device.
-        scales: root mean square of each parameter, 0-dim.
+        scales: root mean square of each parameter, 0-dim; it multiplies the step size.
+        lr, betas, weight_decay: as in `AdamWScale`.
         least: lower bound of the scales.
         eps: added to the square root of the bias-corrected second moment.
         step: number of this step, from 1.
-        found_inf: 0-dim fp32 on the device; nothing is written unless it is 0.
+        found_inf: 0-dim fp32 on the device; nothing is written unless it is 0. None always writes.
     """
     device = tensors[0][0].device
     sizes, owners, starts = _programs(tuple(weights.numel() for weights, *_ in tensors), device)

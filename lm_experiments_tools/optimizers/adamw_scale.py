@@ -1,4 +1,4 @@
-"""AdamWScale, nanoT5's optimizer: AdamW whose step size is multiplied by each parameter's RMS."""
+"""AdamWScale, nanoT5's optimizer: AdamW whose step size is multiplied by each parameter's root mean square."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Scalars = dict[tuple, Tensor]  # scalars of one step on a device, shared by all 
 class AdamWScale(Float32StateOptimizer):
     """AdamW with Adafactor's parameter scale (nanoT5, arXiv 2309.02373, section 3).
 
-    With m, v the moments after step t and c1 = 1 - beta1^t, c2 = 1 - beta2^t,
+    The step size is multiplied by RMS(p), the root mean square of the parameter p. With m and v the first and second
+    moments after step t, c1 = 1 - beta1^t and c2 = 1 - beta2^t, a step computes
 
         p <- p - lr * max(1e-3, RMS(p)) * sqrt(c2) / c1 * m / (sqrt(v) + eps)
         p <- p * (1 - lr * weight_decay)

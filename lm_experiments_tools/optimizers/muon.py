@@ -1,7 +1,7 @@
-"""Muon for the hidden matrices of a model, with AdamWScale or AdamW for all other parameters.
+"""The optimizer Muon for the hidden matrices of a model, with AdamWScale or AdamW for all other parameters.
 
-Unlike torch.optim.Muon, whose functions it calls, it takes all parameters, skips steps on the device, and gathers all
-FSDP2 matrices at once.
+It calls the functions of torch.optim.Muon. Unlike that class, it takes all parameters, skips steps on the device, and
+gathers all FSDP2 matrices in one communication.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ OTHERS = ("AdamWScale", "AdamW")
 class Muon(AdamWScale):
     """Muon (Jordan et al. 2024) as in torch.optim.Muon, with another optimizer for all but hidden matrices.
 
-    The update of a hidden matrix is its Nesterov momentum, made orthogonal by five Newton-Schulz steps in bf16. Groups
-    with `is_hidden` hold these matrices; `build_optimizer` marks the matrices of numbered layers. All other groups are
-    updated by `others`, with lr * `others_lr_scale`.
+    Hidden matrices are the weights of numbered layers. Their parameter groups have `is_hidden`, which
+    `build_optimizer` sets. The update of a hidden matrix is its Nesterov momentum, made orthogonal by five
+    Newton-Schulz steps in bf16. All other groups are updated by the optimizer `others`, with lr * `others_lr_scale`.
 
     Under FSDP2 the momentum is gathered in bf16 in one collective per step, so updates equal those of the unsharded
     model.
@@ -43,10 +43,10 @@ class Muon(AdamWScale):
         lr: step size of hidden matrices, adjusted by `adjust_lr_fn`.
         momentum, nesterov, ns_steps, adjust_lr_fn: see torch.optim.Muon. "match_rms_adamw" gives updates of AdamW's
             size (0.2 * sqrt(longest side)); the default multiplies by sqrt(max(1, rows / columns)).
-        others: "AdamWScale" or "AdamW".
-        others_lr_scale: factor of lr for the others.
-        betas, eps: of the others.
-        weight_decay: decoupled, times lr.
+        others: optimizer of all other parameters, "AdamWScale" or "AdamW".
+        others_lr_scale: factor of lr for the optimizer `others`.
+        betas, eps: options of the optimizer `others`.
+        weight_decay: decoupled weight decay, times lr.
 
     Raises:
         ValueError: a value out of range, a hidden parameter that is no matrix, or a torch (before 2.9) without Muon.
@@ -123,7 +123,9 @@ class Muon(AdamWScale):
 
 
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:
-    """Split each group in two: matrices of numbered layers (`encoder.block.0. ...`), marked `is_hidden`, and the rest.
+    """Split each parameter group in two for Muon: matrices of numbered layers, marked `is_hidden`, and all others.
+
+    A numbered layer has a number in its parameters' names, as in `encoder.block.0. ...`.
 
     Raises:
         UserError: no matrix is in a numbered layer.

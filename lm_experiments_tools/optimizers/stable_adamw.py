@@ -1,4 +1,4 @@
-"""AdamW with Adafactor's update clipping, the optimizer of ModernBERT."""
+"""StableAdamW: AdamW with Adafactor's update clipping, the optimizer of ModernBERT."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from lm_experiments_tools.optimizers.state import is_sharded, local, on_host, su
 
 
 class StableAdamW(AdamWScale):
-    """StableAdamW (Wortsman et al. 2023, arXiv 2304.13013, algorithm 2), a drop-in for AdamW without warm-up tricks.
+    """StableAdamW (Wortsman et al. 2023, arXiv 2304.13013, algorithm 2), which replaces AdamW without further changes.
 
-    With m, v the bias-corrected moments after a step with gradient g,
+    A gradient that is large against its running mean makes a smaller step, so gradients need no clipping. With m, v
+    the bias-corrected first and second moments of the parameter p after a step with gradient g,
 
         RMS = sqrt(mean(g^2 / max(v, eps^2)))           over the full parameter
         lr' = lr / max(1, RMS)
         p <- p * (1 - lr' * weight_decay) - lr' * m / (sqrt(v) + eps)
-
-    so a gradient that is large against its running mean makes a smaller step. Gradients need no clipping.
 
     Args:
         params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).

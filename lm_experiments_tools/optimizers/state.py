@@ -1,4 +1,7 @@
-"""Base class of our optimizers: fp32 state, steps skipped on the device, and DTensor parameters (FSDP2)."""
+"""Base class of this package's optimizers: fp32 state, skipped steps, and parameters sharded by FSDP2 (DTensor).
+
+Whether a step is skipped is decided on the device, without a synchronization.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Skip(NamedTuple):
-    """A device's decision whether to skip a step, as 0-dim tensors.
+    """Decision whether to skip an optimizer step, kept on the device as 0-dim tensors to avoid a synchronization.
 
     Attributes:
-        here: bool.
-        found_inf: the same as 0 or 1 in fp32.
+        here: the decision as a bool.
+        found_inf: the decision as 0 or 1 in fp32, as torch's fused optimizers expect.
         numbers: the constants 0 and 1.
     """
 
@@ -52,7 +55,11 @@ class Float32StateOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        """Update every parameter that has a gradient; returns the closure's loss, if there is a closure.
+
+        Args:
+            closure: computes the loss and its gradients again; None uses the gradients that exist.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,7 +90,7 @@ class Float32StateOptimizer(Optimizer):
         return loss
 
     def skip_on(self, device: torch.device) -> Skip | None:
-        """Decision of `device` whether to skip this step; None if steps are not skipped on the device."""
+        """Decision of a device whether to skip this optimizer step; None if steps are not skipped on the device."""
         if self._skips is None:
             return None
         if device not in self._skips:
@@ -106,7 +113,11 @@ class Float32StateOptimizer(Optimizer):
 
     @abstractmethod
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
-        """Update the parameters of (parameters with a gradient, group) pairs."""
+        """Apply the optimizer's update rule; subclasses define it.
+
+        Args:
+            work: (parameters with a gradient, their parameter group) pairs.
+        """
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -122,23 +133,34 @@ class Float32StateOptimizer(Optimizer):
 
 
 def float32_of(weights: Tensor) -> Tensor:
-    """fp32 copy of fp16 or bf16 weights; other weights unchanged. Write the result back with `round_into`."""
+    """Copy fp16 or bf16 weights to fp32 for an update; other weights are returned unchanged.
+
+    `round_into` writes the result back.
+    """
     return weights.float() if weights.dtype in _LOW_PRECISION else weights
 
 
 def round_into(weights: Tensor, updated: Tensor) -> None:
-    """Write an updated result of `float32_of` back to the weights."""
+    """Write updated fp32 weights back to fp16 or bf16 weights, from which `float32_of` copied them."""
     if updated is not weights:
         weights.copy_(updated)
 
 
 def unless(skip: Skip | None, value: Tensor | float, instead: int = 0) -> Tensor | float:
-    """`value`, or the number `instead` (0 or 1) if the step is skipped."""
+    """Return `value`, or the number `instead` (0 or 1) if the optimizer step is skipped.
+
+    Args:
+        skip: the device's decision; None if steps are not skipped.
+    """
     return value if skip is None else torch.where(skip.here, skip.numbers[instead], value)
 
 
 def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) -> Tensor:
-    """Update the running mean `moment` with decay `beta` in place, unless the step is skipped; returns it."""
+    """Update an optimizer's running mean in place: moment = beta * moment + (1 - beta) * value. Returns it.
+
+    Args:
+        skip: the device's decision to skip this step, which leaves the mean unchanged; None if steps are not skipped.
+    """
     if skip is None:
         return moment.mul_(beta).add_(value, alpha=1.0 - beta)
     return torch.where(skip.here, moment, moment.mul(beta).add_(value, alpha=1.0 - beta), out=moment)
@@ -146,7 +168,12 @@ def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) ->
 
 @contextmanager
 def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context at whose end the tensors get back their earlier values if the step is skipped."""
+    """Inside a `with` block, allow updates of tensors that are undone at its end if the optimizer step is skipped.
+
+    Args:
+        skip: the device's decision to skip this step; None if steps are not skipped.
+        tensors: tensors that get their earlier values back.
+    """
     before = [] if skip is None else [tensor.clone() for tensor in tensors]
     yield
     for tensor, saved in zip(tensors, before, strict=False):
@@ -154,7 +181,10 @@ def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> Iterato
 
 
 def root_mean_square(tensor: Tensor) -> Tensor | np.float32:
-    """sqrt(mean(x^2)) of a plain tensor in fp32, 0-dim; for a CPU tensor a numpy scalar, which is faster."""
+    """Root mean square sqrt(mean(x^2)) of a tensor x in fp32, 0-dim; for a CPU tensor a numpy scalar, which is faster.
+
+    The tensor must not be sharded.
+    """
     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
     if on_host(norm):
         return np.float32(norm.item()) / np.float32(tensor.numel() ** 0.5)
@@ -162,26 +192,26 @@ def root_mean_square(tensor: Tensor) -> Tensor | np.float32:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; a plain tensor unchanged."""
+    """Return this rank's shard of a sharded tensor (DTensor), sharing its memory; other tensors stay unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor."""
+    """True for a tensor whose elements are distributed over ranks (a DTensor)."""
     return hasattr(tensor, "to_local")
 
 
 def on_host(tensor: Tensor) -> bool:
-    """True if reading a tensor's elements does not synchronize with a device."""
+    """True if reading a tensor's elements needs no synchronization with a device."""
     return tensor.device.type == "cpu"
 
 
 def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Sum per-rank tensors over the ranks that shard a DTensor, in one collective per device mesh.
+    """Sum tensors over the ranks that shard a parameter (DTensor), in one collective per device mesh.
 
     Args:
-        tensors: DTensors.
-        parts: for each DTensor an fp32 tensor computed from this rank's shard; overwritten.
+        tensors: the sharded parameters (DTensors).
+        parts: for each of them, an fp32 tensor computed from this rank's shard; it is overwritten.
 
     Returns:
         The sums, equal on all ranks.
@@ -201,9 +231,10 @@ def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list
 
 
 def root_mean_squares(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """sqrt(mean(x^2)) of each full DTensor and each plain GPU tensor, 0-dim fp32, in a few kernels and one collective.
+    """Root mean square sqrt(mean(x^2)) of each parameter x, in a few GPU kernels and one collective: 0-dim fp32 each.
 
-    Plain CPU tensors are left out: `root_mean_square` is faster for them.
+    Sharded parameters (DTensors) count in full. CPU tensors that are not sharded are left out, because
+    `root_mean_square` is faster for them.
     """
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     plain = [tensor for tensor in tensors if not is_sharded(tensor) and not on_host(tensor)]
@@ -214,13 +245,13 @@ def root_mean_squares(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def squares_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Sum of squares of each tensor, 0-dim fp32."""
+    """Sum the squared elements of each tensor: 0-dim fp32 each."""
     norms = _norms_of(tensors)
     return list(torch._foreach_mul(norms, norms)) if norms else []
 
 
 def roots_of(squares: list[Tensor]) -> list[Tensor]:
-    """Square root of each tensor."""
+    """Square root of each 0-dim tensor, as `squares_of` returns them."""
     return list(torch._foreach_sqrt(squares)) if squares else []
 
 
@@ -229,7 +260,7 @@ def _norms_of(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """Position of this rank's shard in the full tensor, by dimension."""
+    """Position of this rank's shard in the full tensor, as a slice for each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -239,7 +270,7 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def replica(full: Tensor, like: Tensor) -> Tensor:
-    """A replicated DTensor from a tensor that is equal on all ranks."""
+    """Make a tensor that is equal on all ranks a DTensor, replicated over the device mesh of `like`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [Replicate()] * len(like.placements)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +32,7 @@ from lm_experiments_tools.data.examples.examples import (
     TextFields,
     in_order,
     label_examples,
+    numbered,
     text_examples,
 )
 from lm_experiments_tools.data.examples.instructions import (
@@ -46,6 +50,7 @@ from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import naming
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -116,6 +121,8 @@ class _Reader:
 
     def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles) -> None:
         self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
+        self.found: dict[str, int] = {}  # labels of the training data, as they are met
+        self.labelled: Iterable[Example] | None = None  # training examples whose labels have the numbers of `found`
         self.sentences = SentenceNames(in_text=args.model_type == "encoder-decoder")
         if not args.data_path and not args.text_fields:  # else those of the training data
             self.sentences.names = tuple(files.task.get("sentence_names", ()))
@@ -182,24 +189,24 @@ class _Reader:
                 )
 
     def _found_labels(self) -> tuple[str, ...]:
-        """Labels of the training data, in the order of a trained head if there is one; reads the data once more."""
+        """Labels of the training data, in the order of a trained head if there is one."""
         args = self.args
         saved = self.files.label_names
         if args.data_path:
-            found: dict[str, int] = {}
-            options = {"words": () if args.model_type == "encoder-decoder" else None, "found": found}
+            words = () if args.model_type == "encoder-decoder" else None
 
             def read(path: str, bad: BadRows) -> Iterator[Example]:
                 path = resolve(path, "train")
-                return label_examples(path, self._label_fields(), bad, sentences=self.sentences, **options)
+                return label_examples(
+                    path, self._label_fields(), bad, words=words, found=self.found, sentences=self.sentences
+                )
 
-            for _ in self._examples(args.data_path, read, quiet=True):
-                pass
-            if not found:
+            self.labelled = _set_aside(self._examples(args.data_path, read))
+            if not self.found:
                 raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
-            if args.task == "multi_label" and {*found} <= {"0", "1"}:
+            if args.task == "multi_label" and {*self.found} <= {"0", "1"}:
                 raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
-            return saved if sorted(saved) == sorted(found) else in_order(found)
+            return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
         if not saved:
             raise UserError("the labels are unknown: give --data_path or --label_names.")
         return saved
@@ -216,18 +223,13 @@ class _Reader:
             several=args.task == "multi_label",
         )
 
-    def _examples(
-        self, paths: Sequence[str], read: Callable[[str, BadRows], Iterator[Example]], *, quiet: bool = False
-    ) -> Iterator[Example]:
+    def _examples(self, paths: Sequence[str], read: Callable[[str, BadRows], Iterator[Example]]) -> Iterator[Example]:
         """All examples that `read` finds in files, in their order.
-
-        Args:
-            quiet: do not log bad rows, for data that is read again.
 
         Raises:
             UserError: bad rows, or no example.
         """
-        bad = BadRows(self.args.max_bad_lines, quiet=quiet)
+        bad = BadRows(self.args.max_bad_lines)
         example = None
         for example in chain.from_iterable(read(path, bad) for path in paths):
             yield example
@@ -289,6 +291,9 @@ class _Reader:
         encoder = self._encoder()
         read = partial(self._read, split="train", encoder=encoder)
         examples: Iterable[Example] = self._examples(args.data_path, read)
+        if self.labelled is not None:
+            words = self.label_words if args.model_type == "encoder-decoder" else None
+            examples, self.labelled = numbered(self.labelled, self.found, self.label_names, words), None
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
         dataset = self._dataset(examples, "train", encoder)
@@ -395,3 +400,20 @@ def chosen(examples: list[Example], limit: int | None) -> list[Example]:
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))
     return [examples[number] for number in np.sort(numbers).tolist()]
+
+
+def _set_aside(examples: Iterable[Example]) -> Iterator[Example]:
+    """Examples read to the end once and kept in a temporary file, not in memory."""
+    file = tempfile.TemporaryFile()  # nobody else can write to it, so pickle is safe
+    for example in examples:
+        with naming(tempfile.gettempdir()):
+            pickle.dump(example, file)
+    with naming(tempfile.gettempdir()):
+        file.seek(0)  # which writes what is buffered
+    return _read_back(file)
+
+
+def _read_back(file: IO[bytes]) -> Iterator[Example]:
+    with file, suppress(EOFError):
+        while True:
+            yield pickle.load(file)

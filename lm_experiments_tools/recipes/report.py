@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.curve import plot_curve
@@ -35,7 +37,7 @@ def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> No
     """
     rows: list[Any] = []
     if trainer.valid_dataloader is not None:
-        rows = _rows(next(iter(trainer.valid_dataloader)), NUM_EXAMPLES)
+        rows = _held_out(trainer.valid_dataloader)
     examples = _predicted(trainer, vocabulary, rows, predict)
     if not trainer.backend.is_main:
         return
@@ -50,6 +52,15 @@ def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> No
     text = "\n".join(lines)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
     print("\n" + text, flush=True)
+
+
+def _held_out(source: Any) -> list[dict[str, Tensor]]:
+    """A few rows spread over the validation data, whose first rows may be the longest."""
+    if not isinstance(source, ValidLoader):
+        return _rows(next(iter(source)), NUM_EXAMPLES)
+    numbers = np.unique(np.linspace(0, source.num_samples - 1, NUM_EXAMPLES).astype(np.int64))
+    batch = source.dataset.batch(numbers)
+    return _rows({name: torch.from_numpy(values) for name, values in batch.items()}, NUM_EXAMPLES)
 
 
 class PredictedExamples:
@@ -105,7 +116,7 @@ def written(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -
         row: entries of one validation example, such as `input_ids`.
     """
     source, target = _attended(row, "input_ids"), row["labels"][row["labels"] != IGNORED_LABEL]
-    found = _generated(trainer, vocabulary, source, len(target) + 1)[1:]
+    found = _generated(trainer, vocabulary, source, len(target))[1:]
     return source, target, found[(found == vocabulary.eos_id).cumsum(0) == 0]
 
 

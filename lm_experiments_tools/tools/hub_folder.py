@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +15,12 @@ import torch
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
+from transformers import dynamic_module_utils
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.checkpoint.weights import copy_tokenizer, quiet_saving
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.models.build import pretrained_config
 from lm_experiments_tools.models.pretrained import read_errors_named
@@ -65,13 +69,13 @@ class Loading(NamedTuple):
     Attributes:
         code: Python code that loads `model` from a variable `folder`.
         note: a sentence on what the code requires.
-        reader: the class whose `from_pretrained` the code calls.
+        reader: f(folder) -> the class whose `from_pretrained` the code calls.
         options: arguments of `from_pretrained`.
     """
 
     code: str
     note: str
-    reader: type
+    reader: Callable[[str], type]
     options: dict[str, Any] = {}
 
 
@@ -128,13 +132,28 @@ def write_folder(opened: Opened, folder: Path, max_shard_size: str) -> Loading:
     # Parameters alone: buffers such as the frequencies of rotary positions would lose digits.
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
-    with quiet_saving():
+    with quiet_saving(), _user_code_named(opened):
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     # Save the tokenizer of a decoder again: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
-    check_folder(folder, loading, inputs, expected)
+    with _user_code_named(opened):
+        check_folder(folder, loading, inputs, expected)
     return loading
+
+
+@contextmanager
+def _user_code_named(opened: Opened) -> Iterator[None]:
+    """Turn errors of a user's code, as it is copied and imported again, into a UserError."""
+    try:
+        yield
+    except (OSError, ImportError, AttributeError) as error:
+        if not opened.is_own:
+            raise
+        raise UserError(
+            f"the code of {type(opened.model).__name__} cannot be copied and loaded ({first_line(error)}): let its "
+            "file import others of yours by `from .name import X`."
+        ) from error
 
 
 def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expected: Tensor) -> None:
@@ -145,8 +164,15 @@ def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expe
         inputs: arguments of the model's forward.
         expected: logits of the model that was written.
     """
-    with read_errors_named(str(folder), "it cannot be loaded"), quiet_loading():
-        model = loading.reader.from_pretrained(folder, dtype=torch.float32, **loading.options)
+    modules = dynamic_module_utils.HF_MODULES_CACHE
+    with tempfile.TemporaryDirectory() as temporary:
+        dynamic_module_utils.HF_MODULES_CACHE = temporary  # the copy of a user's code is of no use afterwards
+        try:
+            with read_errors_named(str(folder), "it cannot be loaded"), quiet_loading():
+                cls = loading.reader(str(folder))
+                model = cls.from_pretrained(folder, dtype=torch.float32, **loading.options)
+        finally:
+            dynamic_module_utils.HF_MODULES_CACHE = modules
     if differs := difference(logits_of(model.eval(), inputs), expected):
         raise UserError(f"{folder} {differs}; nothing was written.")
 
@@ -188,32 +214,39 @@ def difference(found: Tensor, expected: Tensor) -> str:
 def _library_class(opened: Opened) -> Loading:
     """A class of transformers or of this package."""
     cls = type(opened.model)
-    package = cls.__module__.partition(".")[0]
+    package = _package(cls)
     name, is_ours = opened.reader or cls.__name__, package != "transformers"
     source = "transformers" if opened.reader else package
     register = f"import {package}  # makes transformers know this kind of model\n" if is_ours and opened.reader else ""
     note = "The class is one of `lm_experiments_tools`, which has to be installed." if is_ours else ""
     code = f"{register}from {source} import {name}\n\nmodel = {name}.from_pretrained(folder)"
-    return Loading(code, note, getattr(transformers, opened.reader) if opened.reader else cls)
+    return Loading(code, note, lambda folder: getattr(transformers, opened.reader) if opened.reader else cls)
 
 
 def _user_class(opened: Opened) -> Loading:
     """A user's class, whose file and the files that it imports relatively `save_pretrained` copies into the folder."""
     cls, auto = type(opened.model), _AUTO.get(opened.kind, "AutoModel")
     cls.register_for_auto_class(auto)
-    type(opened.model.config).register_for_auto_class()
-    needed = "What it imports by absolute names has to be installed."
-    if any(base.__module__.startswith(_OURS) for base in cls.__mro__):  # AutoConfig reads our classes alone
-        module = cls.__module__.rpartition(".")[2]
-        code = f"from {module} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
-        path = f"import sys\n\nsys.path.insert(0, folder)  # {module}.py"
-        return Loading(f"{path}\n{code}", f"Its code is in the folder. {needed}", cls)
-    return Loading(
-        f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder, trust_remote_code=True)",
-        f"Its code is in the folder: read it before you trust it. {needed}",
-        getattr(transformers, auto),
-        {"trust_remote_code": True},
+    config_cls = type(opened.model.config)
+    if _package(config_cls) not in ("transformers", *_OURS):
+        config_cls.register_for_auto_class()
+    note = (
+        "Its code is in the folder: read it before you trust it. Other modules that it imports have to be installed."
     )
+    if any(_package(base) in _OURS for base in cls.__mro__):  # AutoConfig reads our classes alone
+        name = f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
+        loader = "get_class_from_dynamic_module"
+        code = (
+            f"from transformers.dynamic_module_utils import {loader}\n\n"
+            f'model = {loader}("{name}", folder).from_pretrained(folder)'
+        )
+        return Loading(code, note, partial(get_class_from_dynamic_module, name))
+    code = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder, trust_remote_code=True)"
+    return Loading(code, note, lambda folder: getattr(transformers, auto), {"trust_remote_code": True})
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
 
 
 def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> None:

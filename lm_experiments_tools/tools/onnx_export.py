@@ -129,7 +129,7 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
         graphs = _graphs_of_encoder_decoder(model, traced, compared)
     elif model.can_generate():
         raise UserError(f"{type(model).__name__} is a decoder, which is not exported as ONNX.")
-    elif "SequenceClassification" not in type(model).__name__:
+    elif not any("SequenceClassification" in base.__name__ for base in type(model).__mro__):
         raise UserError(f"{type(model).__name__} is no classifier: fine-tune it first.")
     else:
         names = _INPUTS

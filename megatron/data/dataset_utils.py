@@ -1,4 +1,4 @@
-"""Public names under t5-experiments' path: `from megatron.data.dataset_utils import get_indexed_dataset_`."""
+"""Dataset functions under t5-experiments' path: `from megatron.data.dataset_utils import get_indexed_dataset_`."""
 
 from lm_experiments_tools.ancestor.bert_data import get_indexed_dataset_
 

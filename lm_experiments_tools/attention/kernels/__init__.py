@@ -1,1 +1,1 @@
-"""One attention call, and its backends: SDPA, gather, FlexAttention, Triton; imports modules."""
+"""Attention functions and their implementations (backends): SDPA, gather, FlexAttention, Triton; imports modules."""

@@ -1,7 +1,10 @@
-"""Autograd for the backends with their own backward pass, gather and triton.
+"""Autograd support for the attention backends "gather" and "triton", which have their own backward pass.
 
-Each of these modules has four functions. `prepare(inputs, seed)` returns the settings of a call, q, k, v and the bias
-as its kernels read it. `run_forward` and `run_backward` take those. `kernel_bias` converts a bias, differentiably.
+The module of such a backend has four functions:
+
+- `prepare(inputs, seed)` returns the settings of a call, then q, k, v and the bias in the form that its kernels read.
+- `run_forward` and `run_backward` compute from these values.
+- `kernel_bias` converts a bias to that form by differentiable operations.
 """
 
 from __future__ import annotations
@@ -42,10 +45,13 @@ def backward_without_autograd(
     grad: Tensor,
     trains_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the bias values, for the custom operator of torch.compile.
+    """Compute the gradients of q, k, v and the bias; the custom attention operator for torch.compile calls it.
 
     Args:
-        output, lse: results of `run_forward`; lse is the log-sum-exp of each row of scores.
+        module: the backend's module, "gather" or "triton".
+        inputs: the same inputs as in the forward pass.
+        seed: the dropout seed of the forward pass.
+        output, lse: results of `run_forward`; lse is the log-sum-exp of each query's scores.
         grad: gradient of the output.
         trains_bias: False returns None for the bias.
     """

@@ -1,7 +1,8 @@
-"""Position biases that depend on the distance key - query: T5's relative attention bias and ALiBi.
+"""Position biases of attention that depend only on the distance key - query: T5's relative attention bias and ALiBi.
 
-They are Toeplitz matrices, stored as one vector per head (`table`) instead of an N x N matrix (`dense`). Gradients are
-summed in a fixed order, so equal inputs give equal bits.
+For N tokens such a bias is an N x N matrix with constant diagonals (a Toeplitz matrix). So it is stored as one vector
+per head (`table`) and expanded to a matrix (`dense`) only where needed. Gradients are summed in a fixed order, so
+equal inputs give bitwise equal results.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from lm_experiments_tools.errors import UserError
 
 
 def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
-    """T5 bucket of each relative position (Raffel et al. 2020, section 2.1), computed exactly as in transformers.
+    """Map each relative position to its bucket in T5's relative attention bias (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets hold one distance each, the others logarithmically growing ranges up to `max_distance`.
+    Half of the buckets hold one distance each. The others hold logarithmically growing ranges of distances up to
+    `max_distance`. Results equal those of transformers exactly.
 
     Args:
         relative_position: key position - query position, any shape, int64.
-        bidirectional: use half of the buckets for the future; otherwise the future is bucket 0.
+        bidirectional: use half of the buckets for keys after the query; otherwise all of these are in bucket 0.
+        num_buckets: number of buckets in total.
+        max_distance: larger distances share the last bucket.
 
     Returns:
-        int64, same shape, in [0, num_buckets).
+        Bucket numbers in [0, num_buckets), int64, in the same shape.
     """
     buckets = torch.zeros_like(relative_position)
     if bidirectional:
@@ -73,13 +77,13 @@ class _Distances:
 
 @dataclass(eq=False)
 class T5Bias(_Distances):
-    """The relative attention bias of T5: one learned number per head and bucket of distances.
+    """The relative attention bias of T5: one learned number per head and bucket of distances, added to scores.
 
     Args:
-        weight: [num_buckets, heads], as in `relative_attention_bias.weight`.
+        weight: [num_buckets, heads], as in transformers' `relative_attention_bias.weight`.
         bidirectional: True in an encoder, False in a decoder.
         num_buckets: rows of `weight`.
-        max_distance: distances from here on share the last bucket.
+        max_distance: this distance and all larger ones share the last bucket.
 
     Raises:
         UserError: weight is not [num_buckets, heads], or there are too few buckets.
@@ -105,15 +109,19 @@ class T5Bias(_Distances):
         return self.weight.shape[1]
 
     def table(self, length: int | None = None) -> Tensor:
-        """Bias values [heads, 2 * s + 1] for distances -s..s.
+        """Look up the bias of each distance key - query from -s to s: [heads, 2 * s + 1].
 
-        Larger distances have the value at s or -s. s follows from the buckets, not from `length`: 91 in T5's encoder.
+        s is the distance beyond which the bias no longer changes: larger distances have the value at s or -s. It
+        follows from the buckets (91 in T5's encoder).
+
+        Args:
+            length: ignored; it exists because `AlibiBias.table` needs it.
         """
         buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         return self.weight[buckets].t()
 
     def between(self, low: int, high: int) -> Tensor:
-        """Bias values [heads, high - low + 1] for distances low..high."""
+        """Look up the bias of each distance key - query from low to high: [heads, high - low + 1]."""
         find = _buckets_between if _are_numbers(low, high) else _buckets_between.__wrapped__
         buckets = find(low, high, self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         # contiguous: adding a mask to the matrix made of it takes a quarter of the time
@@ -122,10 +130,10 @@ class T5Bias(_Distances):
 
 @dataclass(eq=False)
 class AlibiBias(_Distances):
-    """Attention with linear biases (Press et al. 2022): -slope * |key position - query position|.
+    """Attention with linear biases (Press et al. 2022), added to scores: -slope * |key position - query position|.
 
     Args:
-        slopes: [heads], as from `alibi_slopes`; may be learned.
+        slopes: one factor per head, [heads], as from `alibi_slopes`; they may be learned.
     """
 
     slopes: Tensor
@@ -139,17 +147,24 @@ class AlibiBias(_Distances):
         return self.slopes.shape[0]
 
     def table(self, length: int) -> Tensor:
-        """Bias values [heads, 2 * length - 1] for distances -(length - 1)..length - 1."""
+        """Compute the bias of each distance key - query from -(length - 1) to length - 1: [heads, 2 * length - 1].
+
+        Args:
+            length: number of tokens, of the longer side if queries and keys differ.
+        """
         distance = torch.arange(1 - length, length, device=self.slopes.device).abs()
         return -self.slopes[:, None] * distance.to(self.slopes.dtype)
 
 
 @dataclass(eq=False)
 class T5Table(_Distances):
-    """A T5 bias after the lookup of its buckets, shared by several layers.
+    """A T5 position bias as one number per head and distance, computed once and shared by several layers.
+
+    It is what `T5Bias` gives after looking up the bucket of each distance.
 
     Args:
-        values: [heads, 2 * s + 1] as returned by `T5Bias.table`, contiguous.
+        values: the result of `T5Bias.table`, contiguous: [heads, 2 * s + 1] for distances -s..s, where s is the
+            distance beyond which the bias no longer changes.
     """
 
     values: Tensor
@@ -159,7 +174,13 @@ class T5Table(_Distances):
         return self.values.shape[0]
 
     def table(self, length: int | None = None) -> Tensor:
-        """Bias values [heads, 2 * s + 1]; `length` is ignored."""
+        """Return the stored bias of each distance from -s to s: [heads, 2 * s + 1].
+
+        s is the distance beyond which a T5 bias no longer changes.
+
+        Args:
+            length: ignored; it exists because `AlibiBias.table` needs it.
+        """
         return self.values
 
 
@@ -169,20 +190,23 @@ _VALUES = {T5Bias: "weight", AlibiBias: "slopes", T5Table: "values"}
 
 
 def values_of(bias: Bias | None) -> Tensor | None:
-    """Tensor that stores a bias: weights, slopes or values; a matrix is returned as it is."""
+    """Return the tensor that stores a position bias: weights of T5, slopes of ALiBi, or a bias matrix itself.
+
+    None stays None.
+    """
     return getattr(bias, _VALUES[type(bias)]) if isinstance(bias, DistanceBias) else bias
 
 
 def with_values(bias: Bias | None, values: Tensor | None) -> Bias | None:
-    """Copy of a bias that stores another tensor (see `values_of`)."""
+    """Copy a position bias, but with another tensor for its values (see `values_of`)."""
     return replace(bias, **{_VALUES[type(bias)]: values}) if isinstance(bias, DistanceBias) else values
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """Slopes of the ALiBi paper, [num_heads].
+    """Slopes of the ALiBi paper, one for each head: [num_heads].
 
-    2^(-8/n), 2^(-16/n), ... for a power of two n. Otherwise those of the next lower power, and some of twice that
-    power.
+    For n heads, n a power of two, they are 2^(-8/n), 2^(-16/n), ... For another number of heads, they are the slopes
+    of the next lower power of two, filled up with every second slope of twice that power.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -208,7 +232,9 @@ class _Toeplitz(torch.autograd.Function):
 
 
 def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
-    """Expand vectors to Toeplitz matrices, whose element (r, c) is vector[c - r + rows - 1].
+    """Expand vectors to Toeplitz matrices, whose element in row r and column c is vector[c - r + rows - 1].
+
+    It turns position biases by distance into matrices of queries and keys.
 
     Args:
         vector: [..., rows + columns - 1].
@@ -223,7 +249,9 @@ def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def diagonals(x: Tensor, columns: int) -> Tensor:
-    """Relative shift (Huang et al. 2018, arXiv 1809.04281, section 3.4.1): element (r, c) is x[r, c - r + rows - 1].
+    """Relative shift: the element in row r and column c of the result is x[r, c - r + rows - 1].
+
+    It turns scores by distance into scores by key position (Huang et al. 2018, arXiv 1809.04281, section 3.4.1).
 
     Args:
         x: [..., rows, rows + columns - 1].
@@ -243,7 +271,10 @@ def _are_numbers(*lengths: int) -> bool:
 
 
 def sum_diagonals(matrices: Tensor) -> Tensor:
-    """Sum the diagonals of matrices [..., rows, columns]: [..., rows + columns - 1], bottom left first."""
+    """Sum each diagonal of matrices [..., rows, columns], from the bottom left: [..., rows + columns - 1].
+
+    It is the backward pass of `toeplitz`.
+    """
     rows, columns = matrices.shape[-2:]
     width = rows + columns - 1
     padded = torch.nn.functional.pad(matrices.flip(-2), (0, rows))  # rows of width + 1, read as rows of width below
@@ -252,7 +283,7 @@ def sum_diagonals(matrices: Tensor) -> Tensor:
 
 
 def extend(table: Tensor, low: int, high: int) -> Tensor:
-    """Bias values for distances low..high from a table for distances -s..s, where low <= 0 <= high.
+    """Extend or cut a position bias for distances -s..s to the distances low..high, where low <= 0 <= high.
 
     Args:
         table: [heads, 2 * s + 1]; distances beyond s take the nearest value.
@@ -267,7 +298,11 @@ def extend(table: Tensor, low: int, high: int) -> Tensor:
 
 
 def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Expand a distance bias to a matrix [1, heads, query_length, key_length], in `dtype` (None: the bias's own)."""
+    """Expand a position bias by distance to a matrix [1, heads, query_length, key_length].
+
+    Args:
+        dtype: dtype of the matrix; None keeps that of the bias.
+    """
     low, high = 1 - query_length, key_length - 1
     if isinstance(bias, T5Bias):
         vector = bias.between(low, high)
@@ -277,19 +312,20 @@ def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: to
 
 
 def wants_gradient(bias: Bias | None) -> bool:
-    """True if a bias requires a gradient in this call."""
+    """True if a position bias requires a gradient in this call; False for None."""
     if bias is None or not torch.is_grad_enabled():
         return False
     return values_of(bias).requires_grad
 
 
 def distance_tiles(table: Tensor, block: int) -> Tensor:
-    """Cut the matrix of a distance bias into tiles of block x block.
+    """Cut the matrix of a position bias by distance into tiles of block x block scores, and keep one of each kind.
 
-    A tile depends only on m = key block - query block, and is constant for |m| >= M = ceil((s + block - 1) / block).
+    A tile depends only on m = key block - query block. With table distances -s..s, it is constant for |m| >= M, where
+    M = ceil((s + block - 1) / block), so 2 * M + 1 tiles are enough.
 
     Args:
-        table: [heads, 2 * s + 1] as returned by `T5Bias.table`.
+        table: bias of each distance -s..s, [heads, 2 * s + 1], as returned by `T5Bias.table`.
         block: rows and columns of a tile.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Choice of the backend for an attention call.
+"""Choice of the backend (implementation) that computes an attention call.
 
-A backend is a module with `attend(inputs, seed)`. If it cannot compute all inputs, its `refusal(inputs)` says why.
-autograd.py lists the functions of a backend with kernels. If `DRAWS_FROM_DEVICE` is True, dropout draws from the
-device's generator and ignores the seed.
+A backend is a module with a function `attend(inputs, seed)`. If it cannot compute all inputs, its function
+`refusal(inputs)` gives the reason. autograd.py lists the functions of backends with kernels of their own. In a backend
+with `DRAWS_FROM_DEVICE = True`, dropout uses the device's random generator and ignores the seed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _MEMORY_FRACTION = 8
 
 
 def select(inputs: AttentionInputs, backend: str) -> tuple[AttentionInputs, ModuleType]:
-    """Validate the inputs and choose the backend module that computes them."""
+    """Validate the inputs of an attention call and return the backend module that computes them.
+
+    Args:
+        backend: a backend's name, or "auto" to choose one by device, sizes and settings.
+    """
     if isinstance(inputs.q, FakeTensor):
         raise UserError('torch.export cannot trace block-sparse attention: use attn_implementation="sdpa" instead.')
     inputs = validate(inputs)
@@ -59,9 +63,9 @@ forced: str | None = None
 
 @contextmanager
 def force_backend(backend: str) -> Iterator[None]:
-    """Make "auto" choose this backend for every call that it supports.
+    """Inside a `with` block, make "auto" choose this attention backend for every call that it supports.
 
-    For example "gather" for a FLOP counter, which sees PyTorch's operators only.
+    For example, a FLOP counter sees only PyTorch's own operators, so it needs "gather" instead of "triton".
     """
     global forced
     before, forced = forced, backend
@@ -72,7 +76,10 @@ def force_backend(backend: str) -> Iterator[None]:
 
 
 def choose(inputs: AttentionInputs, backend: str) -> tuple[ModuleType, str]:
-    """Choose a backend; returns its module and the reason.
+    """Choose the backend of an attention call; returns its module and the reason for the choice.
+
+    Args:
+        backend: a backend's name, or "auto" to choose one by device, sizes and settings.
 
     Raises:
         UserError: a named backend is unknown, or cannot compute these inputs.
@@ -156,13 +163,15 @@ def shared_bias(
     is_dense: bool = False,
     training: bool = True,
 ) -> Bias | None:
-    """Expand a distance bias to a matrix once, if every layer would otherwise do it.
+    """Expand a position bias to a matrix once for all layers, if each layer would otherwise expand it again.
 
-    The bias is returned unchanged for backends that read distances. In training the result does not depend on whether
-    gradients are enabled, because reentrant checkpoints run each layer with and without them.
+    The bias is returned unchanged for backends that read it by distance. In training the result does not depend on
+    whether gradients are enabled, because reentrant checkpoints run each layer with and without them.
 
     Args:
-        device: the model's device, for "auto"; None returns the bias unchanged.
+        query_length, key_length: rows and columns of the matrix.
+        backend: name of the layers' attention backend.
+        device: the model's device, for the backend "auto"; None returns the bias unchanged.
         is_dense: True if no layer has a block-sparse layout.
         training: True if the model is in training mode.
     """

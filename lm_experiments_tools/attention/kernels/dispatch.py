@@ -1,4 +1,4 @@
-"""Attention as layers and users call it: `attend`, `block_sparse_attention` and `explain`."""
+"""Entry points of attention, for layers and for users: `attend`, `block_sparse_attention` and `explain`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRACEABLE = {"eager": eager, "sdpa": sdpa}  # torch.compile traces these; other
 
 
 def backend_of(implementation: str, fused_on: torch.device | None = None) -> str:
-    """Map transformers' `attn_implementation` to a backend.
+    """Map transformers' `attn_implementation` to the name of an attention backend of this package.
 
     Args:
         implementation: "eager", "sdpa" or "block_sparse".
@@ -29,7 +29,7 @@ def backend_of(implementation: str, fused_on: torch.device | None = None) -> str
             run there, "sdpa" gives "auto", which needs less memory for the gradient of a position bias.
 
     Raises:
-        UserError: another implementation.
+        UserError: the implementation is another one.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise UserError(f"attn_implementation={implementation!r} is none of {', '.join(_IMPLEMENTATIONS)}.")
@@ -48,22 +48,23 @@ def attend(
     prefers_products: bool = False,
     output_attentions: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention in a layer. Queries without an allowed key give zeros.
+    """Compute the attention of a layer by the chosen backend. Queries without an allowed key give zeros.
 
     Args:
         q: [batch, heads, query_length, head_dim].
         k, v: [batch, heads, key_length, head_dim].
         spec: masks, bias, layout and settings. They are not checked if the backend is "eager" or "sdpa" without a
             layout.
-        backend: as in `block_sparse_attention`; see `backend_of` for transformers' names.
-        prefers_products: use the backend "products" if it supports this call.
+        backend: a name as in `block_sparse_attention`; `backend_of` gives it for transformers' names.
+        prefers_products: use the backend "products" (fast training on a CPU) if it supports this call.
         output_attentions: also return attention weights; uses the backend "eager".
 
     Returns:
-        [batch, heads, query_length, head_dim], and the weights [batch, heads, query_length, key_length] or None.
+        The output [batch, heads, query_length, head_dim], and the weights [batch, heads, query_length, key_length] or
+        None.
 
     Raises:
-        UserError: an unknown backend, or arguments that do not fit each other.
+        UserError: the backend is unknown, or arguments do not fit each other.
     """
     inputs = AttentionInputs(q, k, v, spec)
     if output_attentions:
@@ -90,19 +91,20 @@ def block_sparse_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute softmax(q k^T * scale + bias) v over the keys that layout and masks allow.
+    """Compute softmax(q k^T * scale + bias) v over the keys that the layout and the masks allow.
 
     Gradients are exact, including that of the bias. Queries without an allowed key give zeros and get zero gradients.
-    Masked inputs must be finite too: 0 times NaN is NaN. Pass the same layout object to many calls, because what is
-    derived from it is cached with the object.
+    Masked inputs must be finite too, because 0 times NaN is NaN. Pass the same layout object to many calls: lists
+    derived from it are cached with the object.
 
     Args:
         q: [batch, heads, query_length, head_dim], float16, bfloat16, float32 or float64.
         k: [batch, heads, key_length, head_dim].
         v: [batch, heads, key_length, any].
-        layout: a configuration such as `BigBirdSparsityConfig` (self-attention only), a `Layout`, a tensor [heads or
-            1, query_blocks, key_blocks] of 0 and 1, or None for dense attention. Lengths need not be multiples of the
-            block. The block of a tensor is query_length / query_blocks, rounded up; it must be a power of two.
+        layout: blocks of keys that each block of queries attends to; None for dense attention. It is a configuration
+            such as `BigBirdSparsityConfig` (self-attention only), a `Layout`, or a tensor [heads or 1, query_blocks,
+            key_blocks] of 0 and 1. Lengths need not be multiples of the block. A tensor's block is query_length /
+            query_blocks, rounded up, and must be a power of two.
         bias: `T5Bias`, `AlibiBias` or a matrix [1 or batch, 1 or heads, query_length, key_length], added to the scaled
             scores. Only dense backends expand the first two to a matrix.
         key_padding_mask: bool [batch, key_length], True for keys that may be attended to.
@@ -111,8 +113,8 @@ def block_sparse_attention(
         causal: query i attends to keys 0..i, token by token, in addition to the layout.
         scale: head_dim ** -0.5 if None; 1.0 in T5.
         dropout_p: probability of dropping an attention weight. "gather" rounds it to a multiple of 2 ** -16. "triton"
-            draws a multiple of 2 ** -8 for each head, whose mean is the probability. These two draw a seed from
-            torch's CPU generator; dense backends use the device's generator.
+            rounds it up or down to a multiple of 2 ** -8 at random, so that it is exact on average. Both draw a seed
+            from torch's CPU generator; dense backends use the device's generator.
         backend: "auto", "gather" (PyTorch, any device), "triton" (GPU, deterministic), or the dense "sdpa", "eager",
             "products" (CPU) and "reference" (float64). `explain` reports the choice of "auto".
 
@@ -120,7 +122,7 @@ def block_sparse_attention(
         [batch, heads, query_length, v's last dimension] in q's dtype.
 
     Raises:
-        UserError: arguments that do not fit each other, or a named backend that cannot compute them.
+        UserError: arguments do not fit each other, or the named backend cannot compute them.
     """
     spec = AttentionSpec(None, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p)
     return _attend(AttentionInputs(q, k, v, spec), backend)
@@ -176,7 +178,7 @@ def _signature(inputs: AttentionInputs) -> tuple | None:
 
 
 class Explanation(NamedTuple):
-    """Backend of an attention call, the reason for it, and the fraction of blocks computed."""
+    """Report of `explain`: the backend of an attention call, the reason, and the fraction of blocks computed."""
 
     backend: str
     reason: str
@@ -198,6 +200,8 @@ def explain(
     **settings: object,
 ) -> Explanation:
     """Report which backend `block_sparse_attention` would use for these arguments, and why.
+
+    The arguments are those of `block_sparse_attention`.
 
     >>> print(explain(q, k, v, BigBirdSparsityConfig(num_heads=12)))
     sdpa: 128 tokens are few (at most 256); density 0.578

@@ -1,4 +1,7 @@
-"""Attention by plain matrix products with softmax in float32; the one backend that returns attention weights."""
+"""The attention backend "eager": plain matrix products with softmax in float32.
+
+It is the one backend that can return attention weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 
 def limit_float16(x: Tensor) -> Tensor:
-    """Clamp float16 values to the finite range; other dtypes are returned unchanged.
+    """Clamp float16 values to the finite range; tensors of another dtype are returned unchanged.
 
     T5's activations overflow float16, and an infinity would soon become NaN. Clamped values have zero gradient.
     """
@@ -25,14 +28,21 @@ DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
-    """Attention output; dropout draws from the device's generator, not from `seed`."""
+    """Compute attention by plain matrix products.
+
+    Args:
+        seed: ignored; dropout uses the device's random generator.
+    """
     weights, empty = _weights(inputs)
     output = weights @ inputs.v
     return output if empty is None else output.masked_fill(empty, 0.0)
 
 
 def attend_with_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Attention output, and attention weights after dropout, [batch, heads, query_length, key_length]."""
+    """Compute attention; returns the output, and the weights after dropout.
+
+    The weights are [batch, heads, query_length, key_length].
+    """
     weights, empty = _weights(inputs)
     weights = weights if empty is None else weights.masked_fill(empty, 0.0)
     return weights @ inputs.v, weights

@@ -1,9 +1,11 @@
-"""Block-sparse attention in plain PyTorch: any device, any float type, memory linear in length.
+"""The attention backend "gather": block-sparse in plain PyTorch, for any device and float type.
 
-Query blocks with equally many key blocks form one batched matrix product over gathered key blocks. The backward pass
-recomputes the probabilities from q, k and v. Both passes go through chunks that fit in the CPU's caches.
+Memory grows linearly with the length. Blocks of queries that attend to equally many blocks of keys are computed by one
+batched matrix product over copies of these keys. The backward pass recomputes the probabilities from q, k and v. Both
+passes work on a few blocks at a time, so that their scores fit in the CPU's caches.
 
-A distance bias becomes a few tiles of block x block per head (`bias.distance_tiles`), which are added to the scores.
+A position bias by distance becomes a few small matrices (tiles) of block x block values per head, which are added to
+the scores. See `bias.distance_tiles`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ _MAX_QUERIES = 256  # rows that share one gathered list of keys
 
 
 class Group(NamedTuple):
-    """Blocks that one batched matrix product computes.
+    """Blocks of queries and keys that one batched matrix product computes.
 
-    In batch element g, called a part, all query blocks rows[g] attend to all key blocks keys[g].
+    In element g of that batch, all query blocks rows[g] attend to all key blocks keys[g].
     """
 
     rows: Tensor  # int64 [parts, query blocks of a part], as head * query_blocks + query block
@@ -38,7 +40,10 @@ class Group(NamedTuple):
 
 
 def groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.device) -> list[Group]:
-    """Group query blocks by their number of key blocks, cached with the layout. Those without keys are left out."""
+    """Group the query blocks of a layout by their number of key blocks; the result is cached with the layout.
+
+    Each group is computed by one batched matrix product. Query blocks without keys are left out.
+    """
     return cached(layout, ("gather", num_heads, causal, device), lambda: _groups_of(layout, num_heads, causal, device))
 
 
@@ -70,7 +75,10 @@ def _groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.devic
 
 
 class Position(NamedTuple):
-    """Indices of blocks of scores, int64, each broadcastable to [parts, query blocks, key blocks]."""
+    """Indices that say where blocks of attention scores belong: batch, head, query block and key block.
+
+    Each is int64 and broadcastable to [elements of a batched product, query blocks, key blocks].
+    """
 
     batch: Tensor
     head: Tensor
@@ -79,9 +87,10 @@ class Position(NamedTuple):
 
 
 def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
-    """Cut bias and causal mask into tiles [tiles, block, block]; None if there is neither. Differentiable.
+    """Cut a position bias and the causal mask into tiles, which are added to blocks of scores: [tiles, block, block].
 
-    `_tile_index` says which tile a block of queries and a block of keys use.
+    None if there is neither. The operations are differentiable. `_tile_index` says which tile a block of queries and a
+    block of keys use.
     """
     block, causal, (query_length, key_length) = inputs.spec.layout.block, inputs.spec.causal, inputs.scores_shape[2:]
     device, dtype = inputs.q.device, inputs.compute_dtype
@@ -123,7 +132,7 @@ def _tile_index(inputs: AttentionInputs, tiles: Tensor) -> Callable[[Position], 
 
 @dataclass
 class Call:
-    """Settings of one attention call."""
+    """Settings of one attention call of the backend "gather", used by its forward and backward pass."""
 
     layout: Layout
     groups: list[Group]
@@ -147,7 +156,10 @@ class Call:
 
 
 class Chunk(NamedTuple):
-    """Blocks that are computed at once, as indices into tensors whose batch, heads and blocks are one dimension."""
+    """Blocks of queries and keys whose attention is computed at a time, to fit in the CPU's caches.
+
+    They are stored as indices into tensors whose batch, heads and blocks are one dimension.
+    """
 
     number: int  # of the chunk within the call
     rows: Tensor  # [parts, query blocks]: batch * heads * query_blocks + ...
@@ -156,7 +168,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(call: Call) -> Iterator[Chunk]:
-    """Split a call into chunks whose scores fit in the CPU's caches."""
+    """Split an attention call into sets of blocks (`Chunk`) whose scores fit in the CPU's caches."""
     number = 0
     for group in call.groups:
         parts, size = group.rows.shape
@@ -179,7 +191,7 @@ def chunks(call: Call) -> Iterator[Chunk]:
 
 
 class Workspace:
-    """Named buffers for intermediate results. Each is allocated once and reused for all chunks of queries."""
+    """Named buffers for intermediate results of attention, allocated once and reused for every `Chunk` of blocks."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -193,11 +205,11 @@ class Workspace:
         return self.buffers[name][:size].view(shape)
 
     def blocks(self, name: str, blocks: Tensor, index: Tensor) -> Tensor:
-        """Copy the chosen blocks into the buffer `name`.
+        """Copy the chosen blocks of queries, keys or values into the buffer `name`.
 
         Args:
-            blocks: [n, block, head_dim].
-            index: numbers of blocks, int64[rows, m].
+            blocks: all blocks, [number of blocks, block, head_dim].
+            index: m block numbers for each row, int64 [rows, m].
 
         Returns:
             The m blocks of each row one after the other, [rows, m * block, head_dim].
@@ -208,12 +220,15 @@ class Workspace:
         return chosen.view(index.shape[0], index.shape[1] * block, head_dim)
 
     def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Batched matrix product a @ b in the buffer `name`."""
+        """Compute the batched matrix product a @ b in the buffer `name`, without a new allocation."""
         return torch.bmm(a, b, out=self(name, a.shape[0], a.shape[1], b.shape[2]))
 
 
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Add rows to total[index], in a fixed order. On a GPU `index_add_` would use atomics."""
+    """Add each of `rows` to the row of `total` that `index` gives, in a deterministic order.
+
+    On a GPU `index_add_` would use atomics, whose order varies.
+    """
     if total.device.type == "cpu":
         total.index_add_(0, index, rows)
     else:
@@ -221,7 +236,15 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor | None, work: Workspace) -> Tensor:
-    """Softmax of a chunk's scores, [parts, queries, keys]; rows without allowed keys are zero."""
+    """Compute the attention weights of a set of blocks (`Chunk`), [elements of a batched product, queries, keys].
+
+    Queries without an allowed key get rows of zeros.
+
+    Args:
+        q, k: blocks of queries and keys, already gathered for this chunk.
+        tiles: result of `kernel_bias`; None without bias and causal mask.
+        work: buffers for intermediate results.
+    """
     (parts, size), width, block = chunk.rows.shape, chunk.keys.shape[1], call.layout.block
     scores = work("scores", parts, size * block, width * block)
     if tiles is not None:
@@ -248,7 +271,13 @@ def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor 
 
 
 def dropout_mask(call: Call, chunk: Chunk, like: Tensor) -> Tensor | None:
-    """Dropout factors of a chunk, 0 or 1 / (1 - p), equal in forward and backward pass; None without dropout."""
+    """Draw the dropout factors of a set of blocks (`Chunk`): 0 or 1 / (1 - p) for dropout probability p.
+
+    Forward and backward pass get equal factors. None without dropout.
+
+    Args:
+        like: tensor with the shape, device and dtype of the factors.
+    """
     if call.dropout_p == 0.0:
         return None
     generator = torch.Generator(like.device).manual_seed(call.seed + chunk.number)
@@ -261,7 +290,14 @@ def dropout_mask(call: Call, chunk: Chunk, like: Tensor) -> Tensor | None:
 
 
 def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None) -> tuple[Tensor, None]:
-    """Compute the output; the second value is None, because the backward pass needs no other results."""
+    """Compute the attention output of the backend "gather".
+
+    Args:
+        tiles: result of `kernel_bias`; None without bias and causal mask.
+
+    Returns:
+        The output, and None: other backends return the log-sum-exp, which this backward pass does not need.
+    """
     qs, ks, vs = _as_blocks(call, q, call.query_blocks), *(_as_blocks(call, x, call.key_blocks) for x in (k, v))
     out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
     work = Workspace(qs)
@@ -288,7 +324,14 @@ def run_backward(
     grad: Tensor,
     trains_tiles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of q, k, v and, if `trains_tiles`, the bias tiles. `output` and `lse` are unused."""
+    """Compute the gradients of q, k, v and the bias tiles for the backend "gather".
+
+    Args:
+        tiles: result of `kernel_bias`; None without bias and causal mask.
+        output, lse: results of other backends' forward pass; unused here.
+        grad: gradient of the output.
+        trains_tiles: False returns None for the tiles.
+    """
     block = call.layout.block
     qs, gs = (_as_blocks(call, x, call.query_blocks) for x in (q, grad))
     ks, vs = (_as_blocks(call, x, call.key_blocks) for x in (k, v))
@@ -333,18 +376,18 @@ def _from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
 
 
 def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
+    """Reason why the backend "gather" cannot compute these inputs; None if it can."""
     return None if inputs.spec.mask is None else "the mask is a matrix"
 
 
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
-    """Attention output; scores and sums in float32, in float64 for float64 inputs."""
+    """Compute attention by the backend "gather"; scores and sums are in float32, for float64 inputs in float64."""
     call, *tensors = prepare(inputs, seed)
     return KernelAttention.apply(*tensors, call, sys.modules[__name__])
 
 
 def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
-    """Settings of a call, then q, k, v and the bias tiles."""
+    """Prepare an attention call of the backend "gather": settings, then q, k, v and bias tiles (`kernel_bias`)."""
     spec, layout, (batch, num_heads, _, key_length) = inputs.spec, inputs.spec.layout, inputs.scores_shape
     (rows, columns), block, device = layout.blocks.shape[1:], layout.block, inputs.q.device
     tiles = kernel_bias(inputs, spec.bias)

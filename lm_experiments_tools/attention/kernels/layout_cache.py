@@ -1,7 +1,7 @@
-"""Block-sparse layouts, and a cache of the lists of blocks that kernels derive from them.
+"""Block-sparse layouts for one input length, and a cache of the lists of blocks that kernels derive from them.
 
-Making these lists takes longer than attention on a short input. They are cached per layout object, length and device
-until the layout is deleted.
+A layout says which blocks of keys each block of queries attends to. Making a kernel's lists takes longer than
+attention on a short input. So they are cached for each layout object, length and device, until the layout is deleted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DENSE_BLOCK = 64  # tokens of a block where no layout is given
 
 
 class LayoutMaker(Protocol):
-    """Protocol of layouts for any input length, such as the classes in `layouts`."""
+    """Protocol of block-sparse layouts for any input length, such as `BigBirdSparsityConfig`."""
 
     block: int
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """Layout of `seq_len` tokens, int64 [heads, seq_len / block, seq_len / block].
+        """Build the block-sparse layout for `seq_len` tokens, int64 [heads, seq_len / block, seq_len / block].
 
-        Element (q, k) is 1 where query block q attends to key block k.
+        In each head, element (q, k) is 1 where query block q attends to key block k.
         """
 
 
@@ -58,7 +58,7 @@ class Layout:
             raise UserError("Layout: blocks has values besides 0 and 1.")
 
     def tokens(self, device: torch.device) -> Tensor:
-        """Expand to a mask of tokens, bool [1, heads or 1, query_blocks * block, key_blocks * block]."""
+        """Expand the blocks to a mask of tokens, bool [1, heads or 1, query_blocks * block, key_blocks * block]."""
         rows = self.blocks.to(device).repeat_interleave(self.block, 1)
         return rows.repeat_interleave(self.block, 2)[None]
 
@@ -72,7 +72,7 @@ def is_int(x: object) -> bool:
 
 
 def describe(x: object) -> str:
-    """Short description for messages: dtype and shape of a tensor, `repr` of anything else."""
+    """Describe a value briefly for an error message: dtype and shape of a tensor, `repr` of anything else."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     return f"{reprlib.repr(x)} ({type(x).__name__})"
@@ -89,7 +89,13 @@ _cache: dict[int, dict[tuple, object]] = {}  # by id of the layout; the most rec
 
 
 def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
-    """Return `make()`, cached with `owner`, for the `_MAX_CACHED` keys used last."""
+    """Return `make()`, from a cache that lives as long as the object `owner`.
+
+    Args:
+        owner: for example a layout, whose derived lists are cached.
+        key: what the value depends on besides the owner. The `_MAX_CACHED` keys used last are kept.
+        make: function that computes a missing value.
+    """
     values = _cache.get(id(owner))
     if values is None:
         values = _cache[id(owner)] = {}
@@ -104,13 +110,15 @@ def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
 
 
 def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_length: int) -> Layout:
-    """Convert any kind of layout to a `Layout` for these lengths; the last block may be partial.
+    """Convert any kind of block-sparse layout to a `Layout` for these lengths; the last block may be partial.
 
-    The block of a tensor is query_length / query_blocks, rounded up. It must be a power of two, because other sizes
-    would be ambiguous.
+    Args:
+        layout: a configuration such as `BigBirdSparsityConfig`, a `Layout`, or a tensor [heads or 1, query_blocks,
+            key_blocks]. A tensor's block is query_length / query_blocks, rounded up. It must be a power of two,
+            because other sizes would be ambiguous.
 
     Returns:
-        Layout with bool blocks [num_heads or 1, query_blocks, key_blocks] on the CPU; 1 if all heads are equal.
+        `Layout` with bool blocks [num_heads or 1, query_blocks, key_blocks] on the CPU; 1 if all heads are equal.
 
     Raises:
         UserError: not a layout, a layout for other heads or lengths, or a configuration in cross-attention.

@@ -1,8 +1,10 @@
-"""Attention as a custom operator for torch.compile: no graph break, and one graph for all lengths.
+"""Attention as a custom operator for torch.compile: it breaks no graph, and one graph serves all lengths.
 
-Inputs are validated and a backend is chosen when the operator runs. A graph refers to its layout by a number.
+Inputs are validated and a backend is chosen when the operator runs, not when it is traced. A graph refers to a
+block-sparse layout by a number, because an operator's arguments cannot be Python objects.
 
-Custom operators run without autograd. Backends with kernels have `run_backward`; torch.func differentiates the others.
+Custom operators run without autograd. In the backward pass, backends with kernels of their own call `run_backward`;
+torch.func differentiates the others.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _numbers: dict[int, int] = {}  # id of a layout -> its number, equal in all proc
 
 
 def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
-    """Compute attention while torch.compile traces, as one operator."""
+    """Compute attention while torch.compile traces a model; the graph gets it as one operator."""
     q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap) = inputs
     if softcap is not None:
         raise UserError("softcap has no operator for compiled graphs of block-sparse attention: leave the layout out.")
@@ -55,7 +57,7 @@ def attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # evaluated once a graph, which is guarded by the identity of the layout
 def number_of_layout(layout: AnyLayout) -> int:
-    """Number of a layout in compiled graphs; `attend_in_graph` accepts it instead of the layout."""
+    """Number that stands for a block-sparse layout in compiled graphs; `attend_in_graph` accepts it as the layout."""
     if id(layout) not in _numbers:
         _numbers[id(layout)] = len(_layouts)
         _layouts.append(layout)
@@ -111,7 +113,12 @@ _NUM_TENSORS, _NUM_INPUTS = 10, 18
     "lm_experiments_tools::block_sparse_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
 )
 def operator(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    """Attention output [batch, heads, query_length, v_dim], and log-sum-exp [batch, heads, query_length]."""
+    """Compute attention as a custom operator of torch.compile, by the backend that is chosen when it runs.
+
+    Returns:
+        The output [batch, heads, query_length, v_dim], and the log-sum-exp of each query's scores [batch, heads,
+        query_length].
+    """
     tensors, settings = (q, *others[: _NUM_TENSORS - 1]), others[_NUM_TENSORS - 1 :]
     with torch.set_grad_enabled(any(settings[-1])):
         inputs, module, seed = _selected(tensors, settings)
@@ -143,7 +150,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]
     schema=f"(Tensor grad, Tensor output, Tensor lse, {_INPUTS}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def operator_backward(grad: Tensor, output: Tensor, lse: Tensor, *others: object) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the bias; an empty tensor for those not in `wanted`."""
+    """Compute the gradients of the custom attention operator with respect to q, k, v and the bias.
+
+    Tensors that need no gradient (not in the argument `wanted`) get an empty tensor.
+
+    Args:
+        grad: gradient of the output.
+        output, lse: results of `operator`.
+    """
     *settings, wanted = others[_NUM_TENSORS:]
     with torch.no_grad():
         inputs, module, seed = _selected(others[:_NUM_TENSORS], settings)

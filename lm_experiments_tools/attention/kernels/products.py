@@ -1,4 +1,7 @@
-"""Attention by matrix products, for training on a CPU, where it is faster than PyTorch's own."""
+"""The attention backend "products": matrix products for training on a CPU.
+
+It is faster there than PyTorch's own attention.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
 def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
+    """Reason why the backend "products" cannot compute these inputs; None if it can."""
     q, _, _, spec = inputs
     if not q.is_cpu or q.dtype == torch.float16:
         return "it is for CPUs, and not for float16"
@@ -23,9 +26,12 @@ def refusal(inputs: AttentionInputs) -> str | None:
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
-    """Attention output; dropout draws from the default generator, not from `seed`.
+    """Compute attention by the backend "products". Queries without an allowed key give zeros.
 
-    Softmax reads and writes the dtype of q, and computes in float32. A row without any key gives zeros.
+    Softmax reads and writes the dtype of q, and computes in float32.
+
+    Args:
+        seed: ignored; dropout uses the default random generator.
     """
     q, k, v, spec = inputs
     scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale

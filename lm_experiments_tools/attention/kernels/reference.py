@@ -1,4 +1,7 @@
-"""Attention by its definition, dense and in float64: the backend that others are compared with."""
+"""The attention backend "reference": dense and in float64, written as the definition reads.
+
+Tests compare the other backends with it.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ def attention_probabilities(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention weights, float64 [batch, heads, query_length, key_length].
+    """Compute the attention weights (after softmax) in float64, [batch, heads, query_length, key_length].
 
-    Args are those of `block_sparse_attention`. Queries without an allowed key have rows of zeros.
+    The arguments are those of `block_sparse_attention`. Queries without an allowed key have rows of zeros.
 
     Raises:
-        UserError: arguments that do not fit each other.
+        UserError: arguments do not fit each other.
     """
     spec = AttentionSpec(None, key_padding_mask, segment_ids, bias, layout, causal, scale)
     return _probabilities(validate(AttentionInputs(q, k, k, spec)))
@@ -46,7 +49,11 @@ def _probabilities(inputs: AttentionInputs) -> Tensor:
 
 
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
-    """Compute the attention output in float64; autograd gives the gradients."""
+    """Compute attention by its definition in float64; autograd gives the gradients.
+
+    Args:
+        seed: seed of dropout, unused if there is none.
+    """
     weights = _probabilities(inputs)
     if inputs.spec.dropout_p:
         generator = torch.Generator(inputs.q.device).manual_seed(seed)

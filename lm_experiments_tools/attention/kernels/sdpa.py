@@ -1,4 +1,7 @@
-"""Dense attention by PyTorch's scaled_dot_product_attention, with layout, masks and bias as one matrix."""
+"""The attention backend "sdpa": PyTorch's scaled_dot_product_attention, dense.
+
+Layout, masks and bias are combined to one matrix, unless PyTorch needs none.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
 def needs_matrix(inputs: AttentionInputs) -> bool:
-    """True if a mask or bias matrix has to be materialized."""
+    """True if PyTorch's attention needs this call's masks or bias as one matrix in memory."""
     mask, key_padding_mask, segment_ids, bias, *_ = inputs.spec
     return not inputs.is_dense or any(x is not None for x in (mask, key_padding_mask, segment_ids, bias))
 
 
 def matrix_bytes(inputs: AttentionInputs) -> int:
-    """Bytes of masks, bias and scores that a call materializes."""
+    """Estimate the memory in bytes of the mask, bias and score matrices that this backend makes for a call."""
     (batch, num_heads, query_length, key_length), spec = inputs.scores_shape, inputs.spec
     scores, size = query_length * key_length * inputs.compute_dtype.itemsize, 0
     if needs_matrix(inputs):
@@ -35,7 +38,11 @@ def matrix_bytes(inputs: AttentionInputs) -> int:
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
-    """Attention output; dropout draws from the device's generator, not from `seed`."""
+    """Compute attention by PyTorch's scaled_dot_product_attention.
+
+    Args:
+        seed: ignored; dropout uses the device's random generator.
+    """
     q, k, v, spec = inputs
     # An operation on the smallest tensor takes a tenth of the time of a short call: avoid every one.
     mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, _ = spec
@@ -69,9 +76,12 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
 def masked(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """Scaled dot-product attention with a mask; queries without an allowed key give zeros and get zero gradients.
+    """Call PyTorch's attention with a mask so that queries without an allowed key give zeros and zero gradients.
 
-    Keys with a bias of -inf are masked too.
+    Args:
+        bias: added to the scores; keys with a bias of -inf are masked too.
+        allowed: bool, True where a query may attend to a key.
+        scale: factor of the scores; None for head_dim ** -0.5.
     """
     # PyTorch's CPU kernels give these zeros. GPU kernels and exported graphs do not, so such rows are unmasked first.
     if bias is not None:

@@ -21,7 +21,7 @@ _CACHED_BYTES = 1 << 22  # largest layout or causal mask that is cached for the 
 
 
 class AttentionSpec(NamedTuple):
-    """Masks, bias, layout and settings of an attention call; all layers of a stack share one.
+    """Masks, bias, layout and settings of an attention call; all layers of an encoder or decoder share one.
 
     Args:
         mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed; dense backends only.
@@ -30,12 +30,12 @@ class AttentionSpec(NamedTuple):
             attend within their document.
         bias: `T5Bias`, `AlibiBias` or a matrix [1 or batch, 1 or heads, query_length, key_length], added to the scaled
             scores.
-        layout: block-sparse layout of self-attention; None for dense attention.
+        layout: which blocks of keys each block of queries attends to, in self-attention; None for dense attention.
         causal: query i attends to keys 0..i. With a key-value cache, pass `mask` instead.
         scale: factor of the scores; head_dim ** -0.5 if None, 1.0 in T5.
         dropout_p: probability of dropping an attention weight; 0 outside training.
-        softcap: replace scaled scores s by softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118). Only the backends
-            "eager" and "reference" support it.
+        softcap: replace scaled scores s by softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None for no cap.
+            Only the backends "eager" and "reference" support it.
     """
 
     mask: Tensor | None = None
@@ -50,10 +50,10 @@ class AttentionSpec(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """Queries, keys, values and settings of an attention call.
+    """Queries, keys, values and settings of an attention call, as every backend receives them.
 
     `validate` completes the settings: the layout becomes a `Layout` for these lengths, segment IDs become a pair, the
-    scale a number. `density` and `is_dense` need validated inputs.
+    scale becomes a number. `density` and `is_dense` need validated inputs.
     """
 
     q: Tensor
@@ -63,12 +63,12 @@ class AttentionInputs(NamedTuple):
 
     @property
     def scores_shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, query_length, key_length)."""
+        """Shape of the attention scores: (batch, heads, query_length, key_length)."""
         return (*self.q.shape[:3], self.k.shape[2])
 
     @property
     def density(self) -> float:
-        """Fraction of blocks that layout and causality keep."""
+        """Fraction of the blocks of scores that layout and causality leave to compute."""
         return cached(self.spec.layout, ("density", self.spec.causal), self._density)
 
     def _density(self) -> float:
@@ -77,13 +77,13 @@ class AttentionInputs(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """True if the layout keeps every block (causality may still exclude some)."""
+        """True if the layout excludes no block (causality may still exclude some)."""
         layout = self.spec.layout
         return layout is None or cached(layout, ("dense",), lambda: bool(layout.blocks.all()))
 
     @property
     def trains_bias(self) -> bool:
-        """True if the bias requires a gradient."""
+        """True if the position bias requires a gradient."""
         return wants_gradient(self.spec.bias)
 
     @property
@@ -93,11 +93,11 @@ class AttentionInputs(NamedTuple):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of scores and sums: float32, or float64 for float64 inputs."""
+        """Dtype in which scores and sums are computed: float32, or float64 for float64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def allowed(self, ignores_padding: bool = False) -> Tensor | None:
-        """Combine layout, causality and masks to one attention mask.
+        """Combine layout, causality and masks to one attention mask, True where a query may attend to a key.
 
         Args:
             ignores_padding: leave out the padding mask.
@@ -151,7 +151,9 @@ _cached_causal_mask = lru_cache(maxsize=8)(torch.inference_mode(False)(_make_cau
 
 
 def validate(inputs: AttentionInputs) -> AttentionInputs:
-    """Check the arguments of an attention call and complete its settings.
+    """Check the arguments of an attention call, and complete its settings.
+
+    The layout becomes a `Layout` for these lengths, segment IDs become a pair, and the scale becomes a number.
 
     Raises:
         UserError: an argument has a wrong type, shape or device.
@@ -216,7 +218,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_bias(bias: Bias | None, q: Tensor, key_length: int, name: str = "bias") -> None:
-    """Raise UserError unless a bias fits q [batch, heads, query_length, head_dim]; the message calls it `name`."""
+    """Raise UserError unless a position bias fits the queries and the number of keys.
+
+    Args:
+        q: queries [batch, heads, query_length, head_dim].
+        name: the argument's name in the error message.
+    """
     batch, num_heads, query_length, _ = q.shape
     if isinstance(bias, Tensor):
         sizes = sorted({1, batch}), sorted({1, num_heads}), (query_length,), (key_length,)

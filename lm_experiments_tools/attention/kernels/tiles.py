@@ -1,7 +1,8 @@
-"""Tiles of the score matrix for the Triton kernels: their sizes, shared memory, and the lists of tiles to compute.
+"""Tiles of the attention score matrix for the Triton kernels: sizes, shared memory, and lists of tiles to compute.
 
-A tile is near the diagonal if its distances key - query have different biases, or are on both sides of 0 in causal
-attention. Other tiles are far: one bias holds for all of a tile.
+A tile is a rectangle of queries x keys that one loop step of a kernel computes. A tile counts as near the diagonal if
+its distances key - query have different position biases, or if the diagonal of causal attention passes through it. All
+other tiles count as far: one bias value holds for the whole tile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lm_experiments_tools.modules.devices import Card
 
 
 class Tile(NamedTuple):
-    """Tile size of a kernel in tokens, and the kernel's compile options."""
+    """Number of queries and keys that a Triton kernel computes at a time, and the kernel's compile options."""
 
     queries: int
     keys: int
@@ -56,14 +57,14 @@ _UNEVEN = 4  # lists this much longer than the average are started first
 
 
 def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: Card | None = None) -> Tile:
-    """Choose the tile size of a kernel.
+    """Choose how many queries and keys a Triton kernel computes at a time (its tile size).
 
     Args:
         kernel: one of `KERNELS`.
         head_dim: the larger head dimension of q and v.
-        block: tokens of a layout block, which bound the tile; None for dense attention.
+        block: tokens of a block of the block-sparse layout, which bound the tile; None for dense attention.
         itemsize: bytes of an input value.
-        card: GPU whose shared memory bounds the tile.
+        card: GPU whose shared memory bounds the tile; None for no bound.
     """
     key = kernel, head_bound(head_dim)
     tile = MEASURED.get((card.capability, itemsize), {}).get(key) if card else None
@@ -85,17 +86,26 @@ def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: 
 
 
 def micro_of(tile: Tile) -> int:
-    """Side of the blocks in which the bias gradient is summed (see `Diagonals`); a tile has 16 or more."""
+    """Side length of the small squares of scores whose bias gradients are summed together (see `Diagonals`).
+
+    It is 8 or 4, so that a tile has at least 16 squares.
+    """
     return 8 if tile.queries * tile.keys >= 1024 else 4
 
 
 def head_bound(head_dim: int) -> int:
-    """The head dimension rounded up to an entry of the tile tables."""
+    """Round a head dimension up to one for which `TILES` lists tile sizes: 64, 128 or 256."""
     return next(limit for limit in (64, 128, 256) if head_dim <= limit)
 
 
 def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
-    """Upper bound of a kernel's shared memory in bytes."""
+    """Estimate an upper bound of the GPU shared memory that a Triton attention kernel needs, in bytes.
+
+    Args:
+        kernel: one of `KERNELS`.
+        tile: number of queries and keys that the kernel computes at a time.
+        itemsize: bytes of an input value.
+    """
     size = power_of_two(head_dim) * itemsize
     queries, keys = tile.queries * size, tile.keys * size
     scores = tile.queries * tile.keys * itemsize  # given from one product to the next
@@ -116,15 +126,16 @@ def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two >= size, at least 16."""
+    """Round up to a power of two, at least 16: the sizes that Triton's matrix products support."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 class TileLists(NamedTuple):
-    """Column tiles to compute for each row tile, in ascending order; rows are queries or keys.
+    """For each row of tiles of the score matrix, the list of tiles that an attention kernel computes, left to right.
 
-    `ranges` splits each list into three runs: tiles before, near and after the diagonal. Run i is
-    tiles[ranges[i] : ranges[i + 1]]. In a dense layout these indices are the tiles.
+    Rows are queries, or keys in the kernel for their gradients. `ranges` splits each list into three runs: tiles
+    before, near and after the diagonal (tiles.py explains "near"). Run i is tiles[ranges[i] : ranges[i + 1]]. In dense
+    attention there is no list: these indices are the tiles themselves.
     """
 
     ranges: Tensor  # int32 [layout heads, row tiles, 4]
@@ -136,7 +147,7 @@ class TileLists(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout as tiles: which tiles to compute, and which layout blocks in each."""
+    """A block-sparse layout as tiles of a kernel's size: which to compute, and which layout blocks lie in each."""
 
     tile: Tile
     active: Tensor  # bool [layout heads, query tiles, key tiles]
@@ -150,10 +161,11 @@ class Cut:
 
 
 def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
-    """Cut the layout of the inputs into tiles.
+    """Convert the block-sparse layout of an attention call to tiles of a kernel's size.
 
     Args:
-        saturation: distance from which the bias is constant: tiles with smaller distances are near. None: none is.
+        saturation: distance from which the position bias is constant. Tiles with smaller distances are near the
+            diagonal, which kernels treat separately. None: no tile is near.
     """
     query_length, key_length = inputs.scores_shape[2:]
     rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)
@@ -194,7 +206,12 @@ def _parts_of_tiles(
 
 
 def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
-    """List the key tiles of each query tile or, `by_key`, the query tiles of each key tile."""
+    """List the tiles that an attention kernel computes: for each tile of queries its tiles of keys.
+
+    Args:
+        cut: the layout, converted to tiles.
+        by_key: list the tiles of queries of each tile of keys instead, for the gradients of keys and values.
+    """
     active, bits, first, last = cut.active, cut.bits, cut.left, cut.right
     if by_key:
         active, bits, first, last = active.mT, bits.mT, first.T, last.T
@@ -214,10 +231,11 @@ def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
 
 
 class Diagonals(NamedTuple):
-    """Constants for the gradient of a T5 bias from tiles near the diagonal.
+    """Constants with which a Triton kernel computes the gradient of a T5 bias from tiles near the diagonal.
 
-    The kernel cuts a tile into blocks of micro x micro scores, and sums the blocks of each block diagonal. It sums
-    SUM_ROWS diagonals at a time, a window of distances; a large bias table needs several windows.
+    The gradient sums scores at equal distances. The kernel cuts a tile into squares of micro x micro scores, and adds
+    up all squares on the same diagonal. It holds SUM_ROWS such sums at a time, which cover a window of distances. A
+    large bias table needs several windows.
     """
 
     micro: int  # scores
@@ -233,7 +251,13 @@ class Diagonals(NamedTuple):
 
 
 def diagonals_of(cut: Cut, saturation: int, ranges: Tensor, dtype: torch.dtype, device: torch.device) -> Diagonals:
-    """Windows for a bias table of distances -saturation..saturation, and their ranges in the lists of tiles."""
+    """Compute the constants for the gradient of a T5 bias (see `Diagonals`).
+
+    Args:
+        saturation: the bias table has the distances -saturation..saturation.
+        ranges: `TileLists.ranges` of the kernel for the gradient of queries.
+        dtype: dtype of the constant matrices, that of q.
+    """
     (queries, keys), (_, rows, columns), micro = cut.tile[:2], cut.active.shape, micro_of(cut.tile)
     step = min(queries, keys)
     leftmost, rightmost = -((saturation + keys - 2) // step * step), (saturation + queries - 2) // step * step

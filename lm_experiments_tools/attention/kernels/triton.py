@@ -1,6 +1,6 @@
-"""Backend that launches the Triton kernels.
+"""The attention backend "triton", which launches the Triton kernels.
 
-Triton is imported by the first call. TRITON_INTERPRET=1 runs the kernels on the CPU, for tests.
+Triton is imported by the first call. With TRITON_INTERPRET=1 the kernels run on the CPU, for tests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LARGEST = 128  # tokens of a tile, at most
 
 @dataclass
 class Call:
-    """Settings of one attention call, and its kernel launches."""
+    """Settings of one attention call of the backend "triton", with methods that launch its kernels."""
 
     inputs: AttentionInputs  # with meta tensors: autograd decides what is saved for backward
     device: torch.device
@@ -57,11 +57,11 @@ class Call:
 
     @property
     def near(self) -> int | None:
-        """Distance below which a tile is near the diagonal (see tiles.py); None if no tile is."""
+        """Distance below which a tile counts as near the diagonal (see tiles.py); None if no tile is near."""
         return self.saturation if self.bias == _T5 else 0 if self.inputs.spec.causal else None
 
     def tiles_of(self, kernel: str) -> tuple[Cut, TileLists]:
-        """Tiles of a kernel and their lists, cached with the layout."""
+        """Tiles that a kernel computes, and their lists by row; cached with the block-sparse layout."""
         tile = _tile_for(self.inputs, kernel, self.device)
 
         def make() -> tuple[Cut, TileLists]:
@@ -71,7 +71,7 @@ class Call:
         return cached(self.inputs.spec.layout, ("triton", kernel, tile, *self._key), make)
 
     def diagonals(self) -> Diagonals:
-        """Constants for the gradient of a T5 bias, cached with the layout."""
+        """Constants for the gradient of a T5 bias (see `tiles.Diagonals`), cached with the block-sparse layout."""
         (parts, lists), dtype = self.tiles_of("query_gradient"), self.inputs.q.dtype
         return cached(
             self.inputs.spec.layout,
@@ -84,7 +84,13 @@ class Call:
         return self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
 
     def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
-        """Launch a kernel with a program for each row tile of each head; `tensors` and `more` are arguments."""
+        """Launch an attention kernel, with one program for each row of tiles of each head.
+
+        Args:
+            kernel: one of `tiles.KERNELS`.
+            tensors: the kernel's tensor arguments by name; None for those that it does not read.
+            more: further arguments of the kernel.
+        """
         parts, lists = self.tiles_of(kernel)
         batch, num_heads, query_length, key_length = self.inputs.scores_shape
         query_segments, key_segments = self.segments or (None, None)
@@ -120,14 +126,14 @@ class Call:
         )
 
     def hidden(self, parts: Cut) -> Tensor | None:
-        """Additive mask of keys: -inf at masked keys and beyond the last one; None if no key is masked."""
+        """Mask of keys to add to the scores: -inf at padding and beyond the last key; None if no key is masked."""
         if self.key_mask is not None:
             return self.key_mask
         length = self.inputs.scores_shape[3]
         return None if length % parts.tile.keys == 0 else _beyond(length, self.device)
 
     def constants(self, parts: Cut) -> dict[str, object]:
-        """Compile-time arguments of all kernels."""
+        """Compile-time arguments that all attention kernels have in common."""
         (_, _, query_length, key_length), q, v = self.inputs.scores_shape, self.inputs.q, self.inputs.v
         return {
             "HEAD_DIM": q.shape[3],
@@ -171,7 +177,13 @@ def _sizes(inputs: AttentionInputs) -> tuple[int, int | None, int]:
 
 
 def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the output, with q's strides if possible, and the log-sum-exp of each row."""
+    """Compute the attention output and the log-sum-exp of each query's scores with the Triton kernel.
+
+    The output has q's memory layout if possible.
+
+    Args:
+        table: bias values as from `kernel_bias`; None without a bias.
+    """
     o = torch.empty_like(q) if q.shape[3] == v.shape[3] else v.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
@@ -190,7 +202,14 @@ def run_backward(
     do: Tensor,
     trains_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of q, k, v and, if `trains_bias`, the bias table."""
+    """Compute the gradients of q, k, v and the bias values with the Triton kernels.
+
+    Args:
+        table: bias values as from `kernel_bias`; None without a bias.
+        o, lse: results of `run_forward`.
+        do: gradient of the output.
+        trains_bias: False returns None for the bias.
+    """
     scale = call.inputs.spec.scale
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
@@ -290,7 +309,7 @@ def _interpreted() -> bool:
 
 
 def refusal(inputs: AttentionInputs) -> str | None:
-    """Why this backend cannot compute these inputs; None if it can."""
+    """Reason why the backend "triton" cannot compute these inputs; None if it can."""
     block, widest = inputs.spec.layout.block, max(inputs.q.shape[3], inputs.v.shape[3])
     if lacking := lacks_triton():
         return lacking
@@ -312,7 +331,7 @@ def refusal(inputs: AttentionInputs) -> str | None:
 
 
 def refusal_of_device(inputs: AttentionInputs) -> str | None:
-    """Why the GPU of the inputs cannot run these kernels; None if it can, or is not from NVIDIA."""
+    """Reason why the GPU of the inputs cannot run the Triton kernels; None if it can, or is not from NVIDIA."""
     card = card_of(inputs.q.device)
     if card is None:
         return None
@@ -332,20 +351,24 @@ def refusal_of_device(inputs: AttentionInputs) -> str | None:
 
 
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
-    """Compute the attention output."""
+    """Compute attention by the Triton kernels."""
     call, *tensors = prepare(inputs, seed)
     return KernelAttention.apply(*tensors, call, sys.modules[__name__])
 
 
 def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
-    """ALiBi's slopes [heads], or the table of another bias [heads, 2 * s + 1], in float32."""
+    """Convert a position bias to the float32 tensor that the Triton kernels read.
+
+    It is ALiBi's slopes [heads]. For another bias it has a value for each distance from -s to s, [heads, 2 * s + 1],
+    where s is the distance beyond which the bias is constant.
+    """
     if isinstance(bias, AlibiBias):
         return bias.slopes.float()
     return None if bias is None else bias.table(max(inputs.scores_shape[2:])).float()
 
 
 def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
-    """Settings of a call, then q, k, v and the bias table."""
+    """Prepare an attention call of the backend "triton": its settings, then q, k, v and the bias (`kernel_bias`)."""
     spec, table, is_alibi = inputs.spec, kernel_bias(inputs, inputs.spec.bias), isinstance(inputs.spec.bias, AlibiBias)
     mask, segments = spec.key_padding_mask, spec.segment_ids
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])

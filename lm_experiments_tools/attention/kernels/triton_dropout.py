@@ -1,7 +1,8 @@
-"""Dropout masks of the Triton kernels, computed from the seed and a score's position, whatever the tile size.
+"""Dropout masks of the Triton attention kernels, computed from a seed and a score's position.
 
-One random byte decides about one weight. A byte gives multiples of 1 / 256 only, which `threshold_of` corrects. The
-four bytes of a word serve two rows by two columns, 8 apart: scores that one thread holds.
+So the mask does not depend on the tile size. One random byte decides about one attention weight. A byte gives
+probabilities that are multiples of 1 / 256 only, which `threshold_of` corrects on average. The four bytes of a random
+32-bit word serve two rows by two columns, 8 apart: scores that one thread holds.
 """
 
 import triton
@@ -10,9 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def threshold_of(seed, sequence, drop_below, drop_chance):
-    """Threshold of one head in one sequence: weights whose random byte is below it are dropped.
+    """Dropout threshold of one head in one sequence: attention weights whose random byte is below it are dropped.
 
-    It is `drop_below` or, with probability drop_chance / 2^24, one more, so that the mean is the dropout probability.
+    It is `drop_below` or, with probability drop_chance / 2^24, one more, so that its mean gives the exact dropout
+    probability.
     """
     bits, _, _, _ = tl.philox(seed, sequence * 0, sequence * 0, sequence, sequence * 0 + 1, 7)
     return ((bits >> 8) < drop_chance).to(tl.uint32) + drop_below.to(tl.uint32)
@@ -20,7 +22,10 @@ def threshold_of(seed, sequence, drop_below, drop_chance):
 
 @triton.jit
 def random_bits_of(seed, sequence, first_query, first_key, M: tl.constexpr, N: tl.constexpr, BY_KEY: tl.constexpr):
-    """Random 32-bit words of a tile [M / 2, N / 2], transposed if BY_KEY; each word serves 2 x 2 scores."""
+    """Random 32-bit words for the dropout of a tile of M queries by N keys: [M / 2, N / 2], transposed if BY_KEY.
+
+    Each word serves 2 x 2 scores.
+    """
     pairs = first_query // 2 + tl.arange(0, M // 2)
     calls = first_key // 32 * 4 + tl.arange(0, (N + 31) // 32 * 4)
     if BY_KEY:
@@ -48,7 +53,7 @@ def is_kept(
     seed, sequence, drop_below, drop_chance, query_tile, key_tile, M: tl.constexpr, N: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Dropout mask of a tile [M, N], transposed if BY_KEY: True for weights that are kept."""
+    """Dropout mask of a tile of M queries by N keys, [M, N], transposed if BY_KEY: True for weights that are kept."""
     threshold = threshold_of(seed, sequence, drop_below, drop_chance)
     bits = random_bits_of(seed, sequence, query_tile * M, key_tile * N, M, N, BY_KEY)
     if BY_KEY:
@@ -73,11 +78,14 @@ def gradient_of(
     weights, dp, row_delta, grow, seed, sequence, drop_below, drop_chance, query_tile, key_tile, M: tl.constexpr,
     N: tl.constexpr, BY_KEY: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Weights after dropout, not rescaled, and the gradient of the scores.
+    """Backward pass of softmax and dropout: returns the attention weights after dropout and the scores' gradient.
+
+    The returned weights are not rescaled by `grow`.
 
     Args:
+        weights: attention weights before dropout.
         dp: gradient of the weights.
-        row_delta: sum over features of output * its gradient, for each query.
+        row_delta: for each query, the sum over features of the output times its gradient.
         grow: 1 / (1 - dropout probability).
     """
     dropped = weights

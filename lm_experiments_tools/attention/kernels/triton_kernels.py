@@ -1,7 +1,7 @@
 """Triton kernels: block-sparse flash attention with a trainable position bias, forward and backward, without atomics.
 
-A program computes one row tile (of queries or keys) and loops over a sorted list of column tiles. So every sum is
-formed by one program in a fixed order, and equal inputs give equal bits.
+A tile is a block of queries or keys. A program computes one row tile (of queries or keys) and loops over a sorted list
+of column tiles. So every sum is formed by one program in a fixed order, and equal inputs give equal bits.
 
 A T5 bias is constant beyond some distance, its saturation. Each list therefore has three runs: tiles far left of the
 diagonal, tiles near it, tiles far right. A far tile adds one number. A near tile looks its biases up in a table, and
@@ -41,7 +41,7 @@ VARYING = [
 def load_rows(
     base, tile, ROWS: tl.constexpr, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Load a tile of rows from a [length, DIM] matrix: [ROWS, BLOCK_DIM], zeros outside of the matrix."""
+    """Load a tile of rows from a [length, DIM] matrix: [ROWS, BLOCK_DIM], with zeros outside of the matrix."""
     first = tile * ROWS
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
     pointers = base + first * stride + (rows[:, None] * stride + dims[None, :])  # the sum in brackets leaves a loop
@@ -70,9 +70,9 @@ def store_by_token(base, values, rows, batch, head, num_heads, length, DIM: tl.c
 
 @triton.jit
 def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the T5 bias of a tile near the diagonal, [ROWS, COLUMNS].
+    """Load the T5 bias of a tile of scores near the diagonal, [ROWS, COLUMNS].
 
-    `table` has four copies of the values by column - row, each shifted by one. Row r reads copy r % 4, which aligns
+    `table` holds the values by column - row four times, each copy shifted by one. Row r reads copy r % 4, which aligns
     the loads.
     """
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -86,7 +86,7 @@ def score(
     BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr,
     SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Masked scores of a tile in base 2.
+    """Compute the masked attention scores of a tile, times log2(e) because softmax is computed with exp2.
 
     Args:
         product: q k^T of the tile, or its transpose.
@@ -116,7 +116,10 @@ def scores_by_query(
     HAS_BITS: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile [BLOCK_M, BLOCK_N] with bias and masks, plus `base` [BLOCK_M, 1] if HAS_BASE."""
+    """Compute the attention scores of a tile [BLOCK_M queries, BLOCK_N keys] with bias and masks.
+
+    `base` [BLOCK_M, 1] is added if HAS_BASE.
+    """
     queries, keys = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if BIAS == T5:
@@ -133,7 +136,7 @@ def scores_by_query(
 
 @triton.jit
 def tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE: tl.constexpr, HAS_BITS: tl.constexpr):
-    """Column tile at a step of a loop (see `steps_of`), and its mask bits."""
+    """Look up the tile that a kernel computes at a step of its loop (see `steps_of`), and the tile's mask bits."""
     index = step + tl.where(step < first_steps, first, second)
     tile = index if DENSE else tl.load(tiles + index)
     bits = tl.load(tile_bits + index) if HAS_BITS else 0
@@ -142,7 +145,10 @@ def tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE: tl.conste
 
 @triton.jit
 def list_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR: tl.constexpr):
-    """Indices of this program (batch * heads + head, batch, head, row tile) and the bounds of its three runs."""
+    """Find out which part of attention this program computes: its row of tiles, and the list of tiles in that row.
+
+    Returns batch * heads + head, batch, head, the number of the row, and the bounds of the three runs of the list.
+    """
     program = tl.program_id(0)
     if RANK_MAJOR:  # longest lists of all sequences first
         rank, sequence = program // sequences, program % sequences
@@ -158,9 +164,10 @@ def list_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_M
 
 @triton.jit
 def steps_of(begin, near, after, end, NEAR: tl.constexpr):
-    """Bounds of a loop over the near run of a list or, without NEAR, over both far runs.
+    """Bounds of a loop over a program's tiles near the diagonal or, without NEAR, those far to its left and right.
 
-    Returns (steps, steps in the first run, list index of step 0, offset of list indices in the second run).
+    The tiles are one or two runs of a list. Returns (number of steps, steps in the first run, list index of step 0,
+    offset of list indices in the second run).
     """
     if NEAR:
         steps, first_steps, first, second = after - near, after - near, near, near
@@ -172,7 +179,10 @@ def steps_of(begin, near, after, end, NEAR: tl.constexpr):
 
 @triton.jit
 def values_of(table, head, WIDTH: tl.constexpr, BIAS: tl.constexpr, BY_KEY: tl.constexpr):
-    """Address of this head's bias table, and the biases of far-left and far-right tiles (ALiBi: slopes)."""
+    """Address of this head's bias table, and the bias of tiles far left and far right of the diagonal.
+
+    For ALiBi, both numbers are the head's slope.
+    """
     left, right = 0.0, 0.0
     if BIAS == T5:
         table += head * (8 * WIDTH)
@@ -197,7 +207,7 @@ def forward_kernel(
     HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of one tile of queries."""
+    """Compute the attention output and the log-sum-exp of the scores for one tile of queries."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
@@ -244,10 +254,10 @@ def forward_kernel(
 
 @triton.jit
 def add_far(sums, ds, queries, key_tile, sides, BIAS: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a far tile's gradient of the scores, `ds`, to sums of the bias gradient [rows, 16].
+    """Add up the position bias's gradient from a tile far from the diagonal, in `sums` [rows, 16].
 
-    For T5, column 0 sums far-left tiles and column 1 far-right ones. For ALiBi, all columns together sum
-    -distance * ds.
+    `ds` is the gradient of the tile's scores. For T5, column 0 sums tiles left of the diagonal and column 1 those
+    right of it. For ALiBi, all columns together sum -distance * ds.
     """
     rows: tl.constexpr = ds.shape[0]
     columns: tl.constexpr = ds.shape[1]
@@ -263,11 +273,11 @@ def add_far(sums, ds, queries, key_tile, sides, BIAS: tl.constexpr, PRECISION: t
 
 @triton.jit
 def add_near(sums, ds, places, shift, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a near tile's gradient of the scores, `ds`, to sums by block diagonal [SUM_ROWS, MICRO ** 2] (see
-    `Diagonals`).
+    """Add up the T5 bias's gradient from a tile near the diagonal, in `sums` [SUM_ROWS, MICRO ** 2] (see `Diagonals`).
 
-    `places` is a matrix of 0 and 1 with a row for each diagonal and a column for each block of a tile, so the sums are
-    one product on the tensor cores. `shift` is the tile's distance from the leftmost one, in blocks.
+    `ds` is the gradient of the tile's scores. `places` is a matrix of 0 and 1 with a row for each diagonal and a
+    column for each block of a tile, so the sums are one product on the tensor cores. `shift` is the tile's distance
+    from the leftmost one, in blocks.
     """
     rows: tl.constexpr = ds.shape[0] // MICRO
     columns: tl.constexpr = ds.shape[1] // MICRO
@@ -281,9 +291,9 @@ def add_near(sums, ds, places, shift, SUM_ROWS: tl.constexpr, MICRO: tl.constexp
 
 @triton.jit
 def store_near(near_sums, sums, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRECISION: tl.constexpr):
-    """Reduce sums by block diagonal to sums by distance, and store them.
+    """Reduce the T5 bias's gradient from sums by diagonal of blocks to sums by distance, and store them.
 
-    Row d of the result has distances MICRO * d + 0..2 * MICRO - 2.
+    In row d of the result are the distances MICRO * d + 0..2 * MICRO - 2.
     """
     places, diagonals = tl.arange(0, MICRO * MICRO)[:, None], tl.arange(0, 16)[None, :]
     fold = (places % MICRO - places // MICRO + MICRO - 1 == diagonals).to(tl.float32)
@@ -296,9 +306,10 @@ def rows_of(
     o, do, lse, delta, less, sequence, tile, left, right, stride, query_length, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, EVEN_M: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Load do, compute delta = sum(o * do) and load -lse for a tile of queries.
+    """Load what the backward pass needs of a tile of queries: do, delta = sum(o * do), and -lse.
 
-    Also stores delta and -lse, for T5 with the far biases added, for `key_gradient_kernel`.
+    `do` is the gradient of the output o, and `lse` the log-sum-exp of the scores. Delta and -lse are also stored for
+    `key_gradient_kernel`; for T5 two more copies of -lse have the far biases added.
     """
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_tile = load_rows(o, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
@@ -317,7 +328,7 @@ def rows_of(
 
 @triton.jit
 def window_of(windows, of_tile, window, near, after, NUM_WINDOWS: tl.constexpr):
-    """(begin, end) in the list of one window of its near run (see `Diagonals`)."""
+    """(begin, end) of one window of distances (see `Diagonals`) in a program's list of tiles near the diagonal."""
     begin, end = near, after
     if NUM_WINDOWS > 1:
         windows += of_tile * (NUM_WINDOWS + 1) + window
@@ -333,7 +344,7 @@ def gradient_by_query(
     SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PADDING: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the scores of a tile, [BLOCK_M, BLOCK_N]."""
+    """Compute the gradient of the attention scores of a tile, [BLOCK_M queries, BLOCK_N keys]."""
     scores = scores_by_query(
         q_tile, k_tile, row_less[:, None], scale2, table, value, key_mask, tile, key_tile, bits, query_segments,
         key_segments, query_length, key_length, WIDTH, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N,
@@ -360,7 +371,7 @@ def query_gradient_kernel(
     MICRO: tl.constexpr, FOLD: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, sums of the bias gradient, and the statistics that `rows_of` stores."""
+    """Compute dq for a tile of queries, sums of the bias gradient, and the values that `rows_of` stores."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
@@ -422,7 +433,7 @@ def key_gradient_kernel(
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys. Keys are rows of the scores, so that no product transposes its left operand."""
+    """Compute dk and dv for a tile of keys. Scores are transposed, so that no product transposes its left operand."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )

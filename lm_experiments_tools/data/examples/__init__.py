@@ -1,1 +1,4 @@
-"""Examples for fine-tuning: rows, prompts, encoding, packing; depends on data, data.text and data.objectives."""
+"""Fine-tuning examples: reading rows of files, building prompts, tokenizing and packing.
+
+This package depends on `data`, `data.text` and `data.objectives`.
+"""

@@ -8,8 +8,8 @@ Example: source ids 5 6 1, target ids 7 1 and padding 0, next to a longer exampl
     encoder              input_ids  5 6 1 0      labels     2                   (number of the class, or a value)
       several labels                             labels   0. 1. 1.              (1 for each class that applies)
 
-Labels are -100 if the data has no targets or labels. `example` is the number of the example in its split. Each epoch
-is shuffled. If an example has several sources (prompts) or targets, each epoch draws one.
+Labels are -100 if the data has no targets or labels. `example` is the number of the example in its split (such as the
+training data). Each epoch is shuffled. If an example has several sources (prompts) or targets, each epoch draws one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ _32 = np.uint64(32)
 
 @dataclass
 class EncodedExamples:
-    """Token ids of all examples of a split.
+    """Token ids of all examples of a data split, such as the training or validation data.
 
     Attributes:
-        sources, first_source: example n has the sources first_source[n] to first_source[n + 1] - 1.
-        targets, first_target: likewise; None for an encoder.
-        types: `token_type_ids` of each source, if the tokenizer returns them.
-        labels: for an encoder: int64[n] classes, float32[n] values, or float32[n, labels] of 0 and 1.
+        sources: token ids of all sources (input texts), one row per source. An example may have several.
+        first_source: example n has the sources first_source[n] to first_source[n + 1] - 1.
+        targets, first_target: likewise for the target texts; None for an encoder.
+        types: `token_type_ids` of each source; None if the tokenizer does not return them.
+        labels: for an encoder, int64[n] classes, float32[n] values, or float32[n, num_labels] of 0 and 1, for n
+            examples; None for other models.
     """
 
     sources: Ragged
@@ -60,11 +62,14 @@ class EncodedExamples:
 def encode_examples(
     examples: Iterable[Example], encoder: TextEncoder, kind: Kind, *, all_targets: bool = False, num_labels: int = 0
 ) -> EncodedExamples:
-    """Tokenize examples.
+    """Tokenize the sources and targets of fine-tuning examples, and collect their labels.
 
     Args:
-        all_targets: encode all targets of an example instead of the first.
-        num_labels: number of labels if an example may have several; 0 for one label per example.
+        examples: texts with their targets or labels.
+        encoder: tokenizes and truncates the texts.
+        kind: kind of the model: an encoder gets labels, other models get targets.
+        all_targets: True to encode all targets of an example, False for the first only.
+        num_labels: number of labels if an example may have several at the same time; 0 for one label per example.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
     num_sources: list[int] = []
@@ -114,14 +119,16 @@ def _firsts(counts: list[int]) -> np.ndarray:
 
 
 class ExampleDataset:
-    """A `SizedDataset` of encoded examples.
+    """Fine-tuning examples as a `SizedDataset`: batches by sample number, shuffled anew in each epoch.
 
     Args:
-        pad_id: padding of the inputs.
-        seed: determines the order, and the choice of sources and targets.
-        limits: maximum widths of inputs and of targets.
-        multiple: batch widths are multiples of this.
-        with_prompts: for a decoder, add `prompt_ids` and `prompt_mask`.
+        encoded: token ids and labels of the examples.
+        kind: kind of the model, which determines the keys of a batch.
+        pad_id: id that fills up `input_ids`.
+        seed: determines the order, and which source and target an example with several of them uses in an epoch.
+        limits: maximum number of tokens of inputs and of targets in a batch.
+        multiple: the width of a batch is rounded up to a multiple of this.
+        with_prompts: for a decoder, add `prompt_ids` and `prompt_mask` to a batch, from which evaluation generates.
         title: description of the examples, for the log.
     """
 
@@ -164,18 +171,27 @@ class ExampleDataset:
         return digest.hexdigest()
 
     def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch int64[n] and the example int64[n] of sample numbers int64[n]."""
+        """Convert sample numbers, which count over all epochs, to epochs and examples.
+
+        Args:
+            samples: sample numbers int64[n].
+
+        Returns:
+            The epoch int64[n] and the number of the example int64[n] of each sample.
+        """
         epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
         return epochs, permute(places, len(self), self.seed, epochs)
 
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Draw a source and a target for each example.
+        """Draw one source and one target for each example, at random if an example has several of them.
 
         Args:
-            epochs, rows: epochs int64[n] and examples int64[n].
+            epochs: int64[n], the epoch of each example. Another epoch may give another source and target.
+            rows: int64[n], numbers of the examples.
 
         Returns:
-            Indices of sources and of targets (None for an encoder), int64[n] each.
+            Indices int64[n] into the sources and into the targets of `EncodedExamples`; the latter are None for an
+            encoder.
         """
         sources = self._draw("source", self.encoded.first_source, epochs, rows)
         if self.encoded.first_target is None:
@@ -190,7 +206,15 @@ class ExampleDataset:
         return firsts[rows] + (words * counts.astype(np.uint64) >> _32).astype(np.int64)
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the numbers of input and target tokens, int64[2, n]; a decoder has inputs only."""
+        """Return the lengths of the given samples in tokens, from which batches of similar lengths are made.
+
+        Args:
+            samples: sample numbers int64[n].
+
+        Returns:
+            int64[2, n]: numbers of input tokens and of target tokens. For a decoder, prompt and target are both input,
+            and the second row is 0.
+        """
         sources, targets = self.draw(*self.rows_of(samples))
         inputs = self.encoded.sources.lengths[sources]
         if targets is None:
@@ -201,14 +225,19 @@ class ExampleDataset:
         return np.stack([inputs, outputs])
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the examples with these sample numbers int64[n], which count over all epochs, see `rows`."""
+        """Return a batch of the samples with the given numbers int64[n], which count over all epochs."""
         return self.rows(*self.rows_of(samples))
 
     def rows(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Make a batch of these examples int64[n] in these epochs int64[n], as shown at the top of this file.
+        """Make a batch of the given examples, padded to the longest of them.
+
+        Args:
+            epochs: int64[n], the epoch of each example.
+            rows: int64[n], numbers of the examples.
 
         Returns:
-            int64[n, width] each, except `labels` of an encoder (int64[n] or float32[n]) and `example` (int64[n]).
+            The model's inputs by name, int64[n, width] each. Exceptions are `labels` of an encoder (int64[n],
+            float32[n] or float32[n, num_labels]) and `example`, the numbers of the examples int64[n].
         """
         sources, targets = self.draw(epochs, rows)
         if self.kind == "decoder":
@@ -228,9 +257,10 @@ class ExampleDataset:
         return {**batch, "example": rows}
 
     def width(self, lengths: np.ndarray, side: int) -> int:
-        """Return the width of a batch with these row lengths.
+        """Return the width that a batch is padded to: the longest row, rounded up to `multiple` within the limit.
 
         Args:
+            lengths: numbers of tokens of the rows.
             side: 0 for inputs, 1 for targets.
         """
         longest = max(int(lengths.max()), 1)  # 0: no example has a target

@@ -1,13 +1,14 @@
 """Make fine-tuning examples from rows of files: sources with targets, or sentences with labels.
 
-These rows are all understood (Hugging Face's translation datasets, plain pairs, several references, SCROLLS):
+A source is the input text, and a target is the text that the model learns to write. All of these formats are
+understood (Hugging Face's translation datasets, plain pairs, several references, SCROLLS):
 
     {"translation": {"s": "a long text", "t": "short"}}
     {"source": "a long text", "target": "short"}        {"source": "a long text", "targets": ["short", "brief"]}
     {"id": "q1", "pid": "q1_0", "input": "a question", "output": "an answer"}
 
-In evaluation, rows with the same id form one example, with all targets as references. In training each row is an
-example with its first target. Test data may have no targets or labels at all.
+In evaluation, rows with the same id form one example, with all their targets as references. In training, each row is
+an example with its first target. Test data may have no targets or labels at all.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ _LARGEST = float(np.finfo(np.float32).max)  # of the numbers to predict
 
 @dataclass(frozen=True)
 class Example:
-    """A source text with its targets or its label.
+    """One fine-tuning example: a source text with its targets (texts to generate) or its label.
 
     Attributes:
-        source: the text, with prefix.
-        targets: references; training uses the first.
-        pair: second sentence, for an encoder.
+        source: input text, which begins with the prefix of the task.
+        targets: reference texts; training uses the first.
+        pair: second sentence, for an encoder; None if the example is a single sentence.
         label: number of the label, numbers of several labels, or the value to predict; None in test data.
-        name: id in predictions, by default the row number.
-        group: name of the task, if a dataset has several.
-        variants: alternatives to `source`; training draws one of them.
+        name: id in the predictions, by default the row number.
+        group: name of the task, if a dataset has several tasks.
+        variants: alternatives to `source`; training draws one of them in each epoch.
     """
 
     source: str
@@ -71,7 +72,12 @@ class Example:
 
 @dataclass(frozen=True)
 class TextFields:
-    """Names of the source, target and id fields of a row (None for the usual names), and the prefix of sources."""
+    """Names of the fields of a row that hold the source text, the target text and the id.
+
+    Attributes:
+        source, target, id: field names; None for the usual names, such as "source", "target" and "id".
+        prefix: text that is put before every source.
+    """
 
     source: str | None = None
     target: str | None = None
@@ -79,12 +85,12 @@ class TextFields:
     id: str | None = None
 
     def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
-        """Return name and value of the target field of a record."""
+        """Return the name and the value of the target field of a row, given its fields as a dict."""
         key = self.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
         return key, field_of(record, key)
 
     def has_target(self, row: Row) -> bool:
-        """Return False if the target field is missing, null or an empty list."""
+        """Return True if a row has a target, False if its target field is missing, null or an empty list."""
         try:
             return self.target_of(_texts_of(row))[1] not in (None, [])
         except BadRecord:
@@ -94,12 +100,14 @@ class TextFields:
 def text_examples(
     path: str, fields: TextFields, bad: BadRows, *, merge: bool, with_targets: bool = True
 ) -> Iterator[Example]:
-    """Yield sources with their targets.
+    """Read sources with their targets from a file or dataset, for models that generate text.
 
     Args:
-        path: see `read_rows`.
-        merge: combine rows with the same id, for evaluation.
-        with_targets: False to ignore targets.
+        path: file, dataset or rows in memory, see `read_rows`.
+        fields: names of the fields to read.
+        bad: counts and logs rows that cannot be used.
+        merge: True to combine rows with the same id into one example with several targets, for evaluation.
+        with_targets: False to ignore targets, as for test data.
 
     Raises:
         UserError: there are too many bad rows.
@@ -164,11 +172,13 @@ def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
 
 @dataclass(frozen=True)
 class LabelFields:
-    """Names of the sentence, label and id fields of a row; None or empty for the names in GLUE.
+    """Names of the fields of a row that hold the sentences, the label and the id, for classification and regression.
 
     Attributes:
-        known: sentence fields that the model was trained on; they are preferred.
-        as_text: join the sentences and their names to one text.
+        texts, label, id: field names; empty or None for the names that GLUE's datasets use.
+        prefix: text that is put before the sentences.
+        known: names of the sentence fields that the model was trained on, preferred to other fields.
+        as_text: join the sentences and their names to one text, as an encoder-decoder reads them.
         several: a row may have any number of labels.
     """
 
@@ -181,7 +191,7 @@ class LabelFields:
     several: bool = False
 
     def texts_of(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the sentence fields of a record."""
+        """Return the names of the fields of a row, given as a dict, that hold its sentences."""
         if self.texts:
             return self.texts
         for names in (self.known, *PAIR_FIELDS):
@@ -190,15 +200,20 @@ class LabelFields:
         return (_found(record, SENTENCE_FIELDS, "--text_fields"),)
 
     def label_of(self, record: dict[str, Any]) -> Any:
-        """Return the value of the label field of a record."""
+        """Return the value of the label field of a row, given as a dict."""
         usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
         value = field_of(record, self.label or _found(record, usual, "--label_field"))
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
     def names_in(self, record: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the names of all labels of a record. A text is split at commas.
+        """Return the names of all labels of a row that may have several. A text is split at commas.
 
-        A list of zeros and ones with one item per `known` name is multi-hot, unless 0 or 1 is one of the names.
+        A list of zeros and ones with one item per known label marks the labels that apply, unless 0 or 1 is itself the
+        name of a label.
+
+        Args:
+            record: fields of the row.
+            known: names of all labels, in the order of their numbers; empty if they are not known yet.
         """
         value = self.label_of(record)
         if not self.several:
@@ -215,7 +230,12 @@ class LabelFields:
         return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
-        """Return False if the label field is missing, null or -1 (unless -1 is one of the label names)."""
+        """Return True if a row has a label, False if its label field is missing, null or -1.
+
+        Args:
+            row: the row to look at.
+            names: names of the labels; if -1 is one of them, it counts as a label.
+        """
         try:
             value = self.label_of(row.fields)
         except BadRecord:
@@ -226,12 +246,16 @@ class LabelFields:
 
 @dataclass
 class SentenceNames:
-    """Names of the sentence fields, fixed by the first row of a run and required in all its data.
+    """Names of a row's sentence fields, used to check that all data of a run have the same fields.
+
+    The first row of a run determines the names.
 
     Attributes:
-        where: position of the first row.
-        in_text: names must be equal, because the model reads them; otherwise only their number.
-        begun: files of which a row was read.
+        names: names of the sentence fields of the first row; empty before it is read.
+        where: position of the first row, for error messages.
+        in_text: True if the names must be equal, because they are part of the model's input. False if only the number
+            of sentences must be equal.
+        begun: paths of the files from which a row was checked.
     """
 
     names: tuple[str, ...] = ()
@@ -240,7 +264,12 @@ class SentenceNames:
     begun: set[str] = field(default_factory=set)
 
     def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
-        """The names of a row, compared with the first. Raises UserError for a whole file, else BadRecord."""
+        """Return the names of a row's sentence fields, after comparing them with those of the first row.
+
+        Raises:
+            UserError: the first row of a file has other names, so the file as a whole does not fit.
+            BadRecord: a later row of a file has other names.
+        """
         is_first = path not in self.begun
         self.begun.add(path)
         if not self.names:
@@ -254,7 +283,7 @@ class SentenceNames:
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Sort labels: numbers by value, words alphabetically. "nan" is a word."""
+    """Sort label names: numbers by value, words alphabetically. The label "nan" counts as a word."""
     labels = sorted(labels)
     try:
         numbers = {name: float(name) for name in labels}
@@ -288,22 +317,25 @@ def label_examples(
     found: dict[str, int] | None = None,
     sentences: SentenceNames | None = None,
 ) -> Iterator[Example]:
-    """Sentences, or pairs of them, with their labels.
+    """Read sentences, or pairs of sentences, with their labels from a file or dataset.
 
-    For an encoder-decoder everything is text, as in T5 (Raffel et al. 2020, appendix D): the source is
-    "sentence1: ... sentence2: ..." after the prefix, the target the word of the label; a number is rounded to the
-    nearest 0.2, as T5 did for STS-B, and written with one decimal.
+    For an encoder-decoder everything becomes text, as in T5 (Raffel et al. 2020, appendix D). The source is
+    "sentence1: ... sentence2: ..." after the prefix, and the target is the word of the label. A number is rounded to
+    the nearest 0.2, as T5 did for STS-B, and written with one decimal.
 
     Args:
         path: as `rows.read_rows`.
-        names: the labels in the order of their numbers; none: they are numbers to predict.
-        words: target text of each label for an encoder-decoder (empty for numbers); None: for an encoder.
-        with_labels: False: do not read labels.
-        found: where labels are not known yet, filled with them; the numbers of labels then mean nothing.
-        sentences: the fields that all data of the run must have.
+        fields: names of the fields to read.
+        bad: counts and logs rows that cannot be used.
+        names: the labels in the order of their numbers; empty if the labels are numbers to predict.
+        words: target text of each label for an encoder-decoder (empty for numbers); None for an encoder.
+        with_labels: False to ignore labels.
+        found: dict to fill with the labels and their numbers in order of appearance, if the labels are not known yet
+            (see `numbered`); None otherwise.
+        sentences: names of the sentence fields that all data of the run must have; None for no check.
 
     Raises:
-        UserError: too many bad rows, or other sentences than in other data.
+        UserError: there are too many bad rows, or the sentence fields differ from those of other data.
     """
     numbers = {_label_name(name): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
@@ -343,6 +375,29 @@ def _label(
     else:
         chosen = {found.setdefault(name, len(found)) for name in names}
     return tuple(sorted(chosen)) if fields.several else chosen.pop()
+
+
+def numbered(
+    examples: Iterable[Example], found: Iterable[str], names: Sequence[str], words: Sequence[str] | None
+) -> Iterator[Example]:
+    """Yield examples with final label numbers, once all labels of the data are known.
+
+    `label_examples(..., found=found)` numbers labels in the order in which it finds them. This function replaces the
+    numbers by those that the labels have in `names`.
+
+    Args:
+        examples: examples with the numbers of `found`.
+        found: the labels in the order in which they were found.
+        names: the labels in the order of their final numbers.
+        words: target text of each label for an encoder-decoder; None for an encoder.
+    """
+    numbers = [names.index(name) for name in found]
+    for example in examples:
+        if isinstance(example.label, tuple):
+            yield replace(example, label=tuple(sorted(numbers[label] for label in example.label)))
+            continue
+        label = numbers[example.label]
+        yield replace(example, label=label, targets=() if words is None else (words[label],))
 
 
 def _class_number(name: str, numbers: dict[str, int]) -> int:

@@ -42,7 +42,10 @@ _SLACK = 2  # tokens that joining may add to a text; a generous bound
 
 @dataclass(frozen=True)
 class PromptParts:
-    """Parts of a prompt. The names are those of nanoT5's and Tk-Instruct's options."""
+    """Which parts a Super-Natural-Instructions prompt has: task name, definition, and numbers of examples.
+
+    The names of the fields are those of the options of nanoT5 and Tk-Instruct.
+    """
 
     add_task_name: bool = False
     add_task_definition: bool = True
@@ -62,12 +65,13 @@ TK_INSTRUCT = (
 
 
 def prompt_text(task: dict[str, Any], task_input: str, parts: PromptParts, fits: Fits) -> str:
-    """Build the prompt of one instance.
+    """Build the prompt of one instance (a single input of a task), as Tk-Instruct does.
 
     Args:
-        task: JSON of a task, with its name as "Task".
+        task: content of the task's JSON file, with the task's name under "Task".
         task_input: input of the instance.
-        fits: function that returns True if the concatenation of texts is within the limit.
+        parts: parts of the prompt to include.
+        fits: function that returns True if the given texts, concatenated, are within the length limit.
     """
     question = _question(task_input)
     definition = _definition(task, parts)
@@ -124,7 +128,10 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
 
 
 class LengthLimit:
-    """Callable that returns True if texts have at most `limit` tokens in total. Lengths are cached."""
+    """Function object that returns True if the given texts have at most `limit` tokens in total.
+
+    Text lengths are cached, because the same definitions and examples occur in many prompts.
+    """
 
     def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
         self.num_tokens, self.limit = num_tokens, limit
@@ -138,13 +145,13 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class InstructionData:
-    """Which tasks are read, and how.
+    """Settings for reading Super-Natural-Instructions: the folder, the split and the parts of a prompt.
 
     Attributes:
-        folder: contains tasks/ and splits/.
-        split: folder in splits/.
+        folder: folder that contains tasks/ and splits/.
+        split: name of a folder in splits/, which lists the training and test tasks.
         max_instances: number of instances to read from each task; None for all.
-        parts: parts of the prompt; if there are several, training draws one of them.
+        parts: parts of the prompt. If there are several choices, training draws one of them.
     """
 
     folder: str
@@ -156,9 +163,12 @@ class InstructionData:
 def instruction_examples(
     data: InstructionData, names_file: str, bad: BadRows, num_tokens: Callable[[str], int], limit: int
 ) -> Iterator[Example]:
-    """Yield the instances of the tasks that `names_file` (train_tasks.txt or test_tasks.txt) lists, in order.
+    """Yield the instances (single inputs with targets) of Super-Natural-Instructions tasks, task by task.
 
     Args:
+        data: folder, split and prompt settings.
+        names_file: file of the split that lists the tasks, train_tasks.txt or test_tasks.txt.
+        bad: counts and logs instances that cannot be used.
         num_tokens: function that returns the number of tokens of a source.
         limit: maximum tokens per source.
 

@@ -1,4 +1,6 @@
-"""Pack several examples into one row, for models with segments.
+"""Pack several fine-tuning examples into one row, which avoids padding.
+
+The model must be able to limit attention to a segment, which is the tokens of one example.
 
 Example: sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
 
@@ -33,7 +35,14 @@ _VERSION = 1  # of the mapping (seed, examples) -> rows; part of the fingerprint
 
 
 class PackedDataset:
-    """A `SampleDataset` whose samples are rows of several examples."""
+    """Fine-tuning examples packed several to a row, which avoids padding. A sample is one such row.
+
+    Each example of a row is marked by its own segment id, or by position ids that start at 0 again for a decoder.
+    Attention does not cross from one example to another.
+
+    Args:
+        dataset: the examples to pack.
+    """
 
     def __init__(self, dataset: ExampleDataset) -> None:
         self.dataset = dataset
@@ -63,7 +72,11 @@ class PackedDataset:
         return f"{self.dataset.describe()}; packed in {len(self):,} rows, {1.0 - self._filled:.1%} padding"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the rows with these sample numbers int64[n], int64[n, width] each (see above)."""
+        """Return a batch of packed rows, int64[n, width] per key.
+
+        Args:
+            samples: int64[n], sample numbers, which count rows over all epochs.
+        """
         epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
         rows = permute(places, len(self), self.dataset.seed, epochs)
         counts = self.members.lengths[rows]
@@ -156,12 +169,14 @@ def _longest(encoded: EncodedExamples) -> np.ndarray:
 def first_fit(lengths: np.ndarray, limits: np.ndarray) -> Ragged:
     """Pack items into rows: each item goes to the first open row with enough space.
 
+    Only the last 64 rows stay open. An item is an example; it may have two lengths, of its input and of its target.
+
     Args:
-        lengths: int64[sides, n]; the sides of an item are its input and its target.
+        lengths: int64[sides, n], the lengths of n items; `sides` is 1 for inputs only, and 2 with targets.
         limits: int64[sides], maximum sum of lengths per row.
 
     Returns:
-        The items of each row, in the order in which rows were opened.
+        The numbers of the items in each row, in the order in which the rows were opened.
     """
     room = np.zeros((len(limits), _OPEN_ROWS), np.int64)  # of the open rows, oldest first
     open_rows: list[list[int]] = []

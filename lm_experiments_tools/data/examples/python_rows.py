@@ -1,6 +1,7 @@
-"""Rows in memory that can be used like the path of a file.
+"""Fine-tuning data in memory that can be passed wherever the path of a file is expected.
 
-`PythonRows` is a string (its name), so that settings and logs of a run can contain it. `read_rows` reads it.
+`PythonRows` is a subclass of `str` whose text is its name, so that the settings and logs of a run can contain it.
+`read_rows` yields its rows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from lm_experiments_tools.errors import UserError
 
 
 class PythonRows(str):
-    """Rows as dicts, or several splits of them.
+    """Fine-tuning data in memory: rows as dicts, or several splits of rows, usable in place of a path.
 
-    `rows` is an iterable that can be repeated, or maps names of splits to such iterables.
+    Args:
+        name: text that stands for the rows in settings and logs.
+        rows: iterable of dicts, or a mapping from names of splits to such iterables.
     """
 
     rows: Any
@@ -39,15 +42,15 @@ class PythonRows(str):
 
     @property
     def splits(self) -> Mapping[str, Any] | None:
-        """Rows by split, if there are several splits (as in a `datasets.DatasetDict`); else None."""
+        """Mapping from split names to rows, as in a `datasets.DatasetDict`; None if there is only one set of rows."""
         return self.rows if isinstance(self.rows, Mapping) else None
 
     def of_split(self, name: str) -> PythonRows:
-        """Return the rows of one split."""
+        """Return the rows of the split with this name, such as "train"."""
         return PythonRows(f"{self}[{name!r}]", self.splits[name])
 
     def dicts(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows. Raises UserError if one is not a dict."""
+        """Yield the rows as dicts. Raises UserError if a row is not a dict."""
         for number, row in enumerate(self.rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"{self}, row {number} is of type {type(row).__name__}, not a dict.")
@@ -59,7 +62,15 @@ def is_path(value: Any) -> bool:
 
 
 def as_source(value: Any, name: str) -> str:
-    """Convert the value of the setting `name` (a path or rows) to a string. Raises UserError for other types."""
+    """Convert a data setting, given as a path or as Python rows, to a string that `read_rows` accepts.
+
+    Args:
+        value: a path, a `PythonRows`, or rows in memory.
+        name: name of the setting, for error messages.
+
+    Raises:
+        UserError: the value has another type.
+    """
     if isinstance(value, PythonRows):
         return value
     if is_path(value):
@@ -70,7 +81,15 @@ def as_source(value: Any, name: str) -> str:
 
 
 def as_sources(value: Any, name: str) -> tuple[str, ...]:
-    """Convert the value of the setting `name` (one or several paths, or rows) to strings. Raises as `as_source`."""
+    """Convert a data setting with one or several paths, or rows in memory, to a tuple of strings.
+
+    Args:
+        value: a path, a sequence of paths, or rows in memory.
+        name: name of the setting, for error messages.
+
+    Raises:
+        UserError: a value has another type.
+    """
     if is_path(value) or not isinstance(value, list | tuple) or any(isinstance(item, Mapping) for item in value):
         return (as_source(value, name),)
     several = len(value) > 1

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one flat array."""
+"""Compact storage of token id lists of different lengths: all in one flat array."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 
 class Ragged:
-    """Integer rows of different lengths in one flat array.
+    """Rows of integers, such as token ids, of different lengths, stored in one flat array.
 
-    Memory: 4 bytes per ID (2 if all IDs fit), 8 bytes per row.
+    A row needs 8 bytes, and an integer 4 bytes, or 2 if all integers fit.
 
     Args:
-        values: integer[total].
-        lengths: int64[rows].
+        values: the integers of all rows, one row after the other.
+        lengths: int64[number of rows], number of integers in each row.
     """
 
     def __init__(self, values: np.ndarray, lengths: np.ndarray) -> None:
@@ -26,19 +26,22 @@ class Ragged:
         return len(self.lengths)
 
     def flat(self, rows: np.ndarray) -> np.ndarray:
-        """Concatenate the values of these rows int64[n]."""
+        """Return the values of the rows with the given numbers int64[n], concatenated."""
         lengths = self.lengths[rows]
         shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
         return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
 
     def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Pad these rows int64[n] to `width`.
+        """Return the selected rows as a matrix, padded to the same width.
 
         Args:
-            left: pad on the left instead of the right.
+            rows: int64[n], numbers of the rows.
+            width: number of columns.
+            fill: value of the padding.
+            left: True to pad on the left, False to pad on the right.
 
         Returns:
-            Values int64[n, width], and mask bool[n, width], False for padding.
+            Values int64[n, width], and a mask bool[n, width] that is False for padding.
         """
         columns, lengths = np.arange(width), self.lengths[rows][:, None]
         real = columns >= width - lengths if left else columns < lengths
@@ -48,7 +51,7 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """Builds a `Ragged` row by row, in about the memory of the result."""
+    """Builds a `Ragged` row by row, with little more memory than the result needs."""
 
     def __init__(self, dtype: type[np.integer] = np.int32) -> None:
         self.dtype = dtype
@@ -56,7 +59,7 @@ class RaggedBuilder:
         self._lengths: list[np.ndarray] = []
 
     def extend(self, rows: Iterable[Sequence[int]]) -> None:
-        """Append rows."""
+        """Append rows of integers to the `Ragged` that is being built."""
         rows = list(rows)
         lengths = np.array([len(row) for row in rows], np.int64)
         flat = np.fromiter(chain.from_iterable(rows), self.dtype, int(lengths.sum()))
@@ -64,7 +67,7 @@ class RaggedBuilder:
         self._lengths.append(lengths)
 
     def build(self) -> Ragged:
-        """Return all appended rows."""
+        """Return a `Ragged` with all appended rows."""
         return Ragged(
             np.concatenate([np.empty(0, self.dtype), *self._values]),
             np.concatenate([np.empty(0, np.int64), *self._lengths]),

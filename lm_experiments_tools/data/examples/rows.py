@@ -1,4 +1,4 @@
-"""Read rows of fine-tuning data as dicts with their position.
+"""Read rows of fine-tuning data from files and datasets, as dicts with their position for error messages.
 
 | input | a row is |
 |---|---|
@@ -67,18 +67,21 @@ _LOGGED = 10  # bad rows that are named one by one
 
 @dataclass(frozen=True)
 class Row:
-    """Fields of a row, and its position (`file:line`)."""
+    """One row of fine-tuning data: its fields as a dict, and its position (`file:line`) for error messages."""
 
     where: str
     fields: dict[str, Any]
 
     def rejected(self, error: BadRecord) -> Rejected:
-        """Return the row as rejected, with the reason."""
+        """Return the record that reports this row as rejected, with the error as its reason."""
         return Rejected(self.where, 0, str(error))
 
 
 class NamedClass(int):
-    """A value of a `ClassLabel` column: number and name of the class."""
+    """A class number, as an int that also knows the name of its class.
+
+    It represents a value of a `ClassLabel` column of a Hugging Face dataset.
+    """
 
     name: str
 
@@ -102,11 +105,11 @@ def _named_class(value: Any, names: Sequence[str]) -> Any:
 
 
 class BadRows(RejectedRecords):
-    """Counts and logs bad rows.
+    """Counter of rows that cannot be used. It logs them, and raises UserError if there are too many.
 
     Args:
-        limit: maximum number of bad rows; None: see `RejectedRecords`.
-        quiet: do not log them, because the data was read before.
+        limit: maximum number of bad rows; None for 100, or 0.1 % of the rows if that is more.
+        quiet: True to count without logging, because an earlier reading of the same data has logged them.
     """
 
     names_key_flag = False
@@ -126,12 +129,20 @@ class BadRows(RejectedRecords):
 
     def report(self) -> None:
         """Log the number of bad rows, after all rows are read."""
-        if self.count > _LOGGED and not self.quiet:
+        if self.count > _LOGGED:
             logger.warning("%d bad rows left out in all, the first is %s", self.count, self.first)
 
 
 def resolve(path: str, split: str) -> str:
-    """Return `path`, or for a folder the file of the split. Raises UserError if it cannot be read."""
+    """Return the path of the data of one split. For a folder, this is the file that is named after the split.
+
+    Args:
+        path: file, folder or dataset.
+        split: name of the split, such as "train".
+
+    Raises:
+        UserError: the data cannot be read.
+    """
     if isinstance(path, PythonRows):
         return _split_of_rows(path, split)
     if os.path.isdir(path):
@@ -177,7 +188,15 @@ def _file_in(folder: str, split: str) -> str:
 
 
 def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
-    """Yield all rows of a path that `resolve` returned. Bad rows go to `bad`. Raises UserError for a damaged file."""
+    """Yield all rows of a fine-tuning data file or dataset.
+
+    Args:
+        path: a path that `resolve` returned.
+        bad: counts and logs rows that cannot be used.
+
+    Raises:
+        UserError: a file is damaged, or there are too many bad rows.
+    """
     if isinstance(path, PythonRows):
         classes = hf_datasets.class_names(getattr(path.rows, "features", None))
         for number, fields in enumerate(path.dicts()):

@@ -1,4 +1,4 @@
-"""Summaries of encoded examples for the log: labels, lengths, first example."""
+"""Summaries of fine-tuning examples for the log: counts of labels, lengths in tokens, and the first example."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ _TOKENS = 48  # shown of an example
 def summary(
     encoded: EncodedExamples, label_names: Sequence[str] = (), counts: Mapping[int, int] | None = None
 ) -> list[str]:
-    """Return lines with the counts of labels (for classification) and percentiles of lengths in tokens.
+    """Summarize tokenized fine-tuning examples for the log, as lines of text.
+
+    The lines show the number of examples per label (for classification) and percentiles of the lengths in tokens.
 
     Args:
-        counts: number of examples of each label, by index in `label_names`.
+        encoded: the tokenized examples.
+        label_names: names of the labels in the order of their numbers; empty if there are none.
+        counts: number of examples of each label, by its number; None to omit.
     """
     sides = {"sources": encoded.sources, "targets": encoded.targets}
     parts = [f"{side} {_lengths(ragged.lengths)}" for side, ragged in sides.items() if ragged is not None]
@@ -32,7 +36,13 @@ def summary(
 
 
 def first_example(encoded: EncodedExamples, tokenizer: Any, label_names: Sequence[str] = ()) -> str:
-    """Return a line with the tokens of the first example, and its target or label."""
+    """Return a log line that shows the tokens of the first example, and its target or label.
+
+    Args:
+        encoded: the tokenized examples.
+        tokenizer: converts ids to tokens.
+        label_names: names of the labels in the order of their numbers; empty if there are none.
+    """
     if encoded.labels is None:
         target = _first(encoded.targets, tokenizer)
     else:
@@ -41,7 +51,12 @@ def first_example(encoded: EncodedExamples, tokenizer: Any, label_names: Sequenc
 
 
 def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Example]:
-    """Yield the examples and add their labels to `counts`."""
+    """Yield the given examples unchanged, and count how often each label occurs.
+
+    Args:
+        examples: fine-tuning examples.
+        counts: number of examples by label, updated in place.
+    """
     for example in examples:
         for label in example.label if isinstance(example.label, tuple) else (example.label,):
             counts[label] = counts.get(label, 0) + 1
@@ -49,14 +64,22 @@ def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Exa
 
 
 def label_text(label: Any, names: Sequence[str]) -> str:
-    """Return the names of the labels in a value of `EncodedExamples.labels`, or the number itself without `names`."""
+    """Return readable text for the label of one example: the names of its labels, or the plain number.
+
+    Args:
+        label: an item of `EncodedExamples.labels`.
+        names: names of the labels in the order of their numbers; empty for values to predict.
+    """
     if np.ndim(label):
         return ", ".join(names[number] for number in np.flatnonzero(label > 0)) or "none"
     return names[int(label)] if names else f"{label:g}"
 
 
 def alike(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Groups of labels that differ only in case, white space or Unicode normalization (NFKC)."""
+    """Group label names that differ only in case, white space or Unicode normalization (NFKC).
+
+    Such labels are probably the same label, spelled in several ways.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(" ".join(normalize("NFKC", name).split()).casefold(), []).append(name)

@@ -24,7 +24,12 @@ MANY_UNKNOWN = 0.05  # of the tokens; SciTLDR has 0.009 in an English vocabulary
 
 
 class TokenCounts:
-    """Counts truncated and unknown tokens of texts with at most `limit` tokens."""
+    """Counts the truncated and unknown tokens of texts, to report them in the log.
+
+    Args:
+        tokenizer: the tokenizer that encodes the texts.
+        limit: maximum number of tokens per text, above which a text is truncated.
+    """
 
     def __init__(self, tokenizer: Any, limit: int = 0) -> None:
         self.limit = limit
@@ -36,11 +41,11 @@ class TokenCounts:
         self._unknown_token = tokenizer.unk_token
 
     def add(self, rows: Sequence[Sequence[int]], lengths: Sequence[tuple[int, int]] = ()) -> None:
-        """Count encoded texts.
+        """Add tokenized texts to the counts of truncated and unknown tokens.
 
         Args:
-            rows: ids of each text.
-            lengths: for each text, number of tokens before and after truncation.
+            rows: token ids of each text.
+            lengths: for each text, its number of tokens before and after truncation; empty if texts are not truncated.
         """
         self.tokens += sum(map(len, rows))
         self.unknown += sum(row.count(self._unknown_id) for row in rows)
@@ -58,14 +63,23 @@ class TokenCounts:
         return self.unknown > MANY_UNKNOWN * self.tokens
 
     def describe_unknown(self, what: str) -> str:
-        """Describe the unknown tokens of `what` ("sources" or "targets"); "" if there are none."""
+        """Describe the unknown tokens for the log; "" if there are none.
+
+        Args:
+            what: the kind of text, "sources" or "targets".
+        """
         if not self.unknown:
             return ""
         advice = "; is it the tokenizer of these weights and this language?" if self.has_many_unknown else ""
         return f"{self.unknown / self.tokens:.2%} of the tokens of {what} are {self._unknown_token}, unknown{advice}"
 
     def describe(self, what: str, flag: str) -> str:
-        """Describe truncated and unknown tokens of `what` ("sources" or "targets"), which `flag` limits."""
+        """Describe the truncated and unknown tokens for the log.
+
+        Args:
+            what: the kind of text, "sources" or "targets".
+            flag: name of the command-line flag that limits the length.
+        """
         unknown = f", {self.describe_unknown(what)}" if self.unknown else ""
         if not self.num_truncated:
             return (
@@ -83,14 +97,15 @@ class TokenCounts:
 
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.ndarray:
-    """Tokenize documents and append the end-of-text token to each.
+    """Tokenize documents with a Hugging Face tokenizer and append the end-of-text token to each.
 
     Args:
         inputs: files, folders and datasets (see data/text/sources.py).
-        bad: receives rejected records.
+        tokenizer: the tokenizer.
+        bad: counts records that cannot be used.
 
     Returns:
-        int32[total], all documents concatenated.
+        int32[number of tokens], all documents concatenated.
 
     Raises:
         UserError: there is no text.
@@ -113,9 +128,10 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.nda
 
 
 class TextEncoder:
-    """Encodes sources and targets as the tokenizer itself does with `truncation=True`.
+    """Tokenizes sources and targets for fine-tuning, as the tokenizer itself does with `truncation=True`.
 
     Args:
+        tokenizer: a Hugging Face tokenizer.
         source_limit: maximum tokens per source, with special tokens.
         target_limit: maximum tokens per target, with special tokens; None without targets.
         decoder: True if the target continues the source, so that no special tokens separate them.
@@ -142,7 +158,15 @@ class TextEncoder:
         self._target_end = [] if ends[-1:] == end and not decoder else end
 
     def encode_sources(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, list[list[int]]]:
-        """Return `input_ids` and, if the tokenizer returns them, `token_type_ids`."""
+        """Tokenize and truncate source texts.
+
+        Args:
+            texts: the sources.
+            pairs: second sentence of each source; None for single texts.
+
+        Returns:
+            `input_ids` and, if the tokenizer returns them, `token_type_ids`: a list of ids per source.
+        """
         drop = self._cut - len(self._put)
         entries = self._call(texts, pairs, self.sources.limit + drop, self.sources, drop=drop)
         for name, rows in entries.items() if self._cut or self._put else ():
@@ -151,7 +175,7 @@ class TextEncoder:
         return entries
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return ids that end with the end-of-text token."""
+        """Tokenize and truncate target texts. The ids of each target end with the end-of-text token."""
         added = len(self._target_end)
         options = {"add_special_tokens": not self.decoder}
         rows = self._call(texts, None, self.targets.limit - added, self.targets, drop=-added, target=True, **options)
@@ -193,14 +217,19 @@ class TextEncoder:
         return len(self.tokenizer(source, verbose=False)["input_ids"]) - self._cut + len(self._put)
 
     def check_prefix(self, prefix: str, what: str) -> None:
-        """Raise UserError if the prefix is as long as the maximum length of a source."""
+        """Raise UserError if a prefix leaves no space for the source text within the maximum length.
+
+        Args:
+            prefix: text before every source.
+            what: name of the prefix in the error message.
+        """
         length = self.num_tokens(prefix)
         if length >= self.sources.limit:
             raise UserError(f"{what} has {length} tokens: shorten it, or raise --input_seq_len.")
 
 
 def added_end(tokenizer: Any) -> list[int]:
-    """Return the ids that the tokenizer appends to a text, such as eos (T5) or sep (BERT)."""
+    """Return the ids that a tokenizer appends to every text, such as eos (T5) or sep (BERT)."""
     text = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     whole = tokenizer("a", verbose=False)["input_ids"]
     before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
@@ -208,7 +237,7 @@ def added_end(tokenizer: Any) -> list[int]:
 
 
 def end_id(tokenizer: Any) -> int:
-    """Return the id of the end-of-text token: eos, else sep (BERT)."""
+    """Return a tokenizer's end-of-text id: that of its eos token, or of its sep token if it has no eos (BERT)."""
     for token_id in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token_id is not None:
             return token_id
@@ -216,5 +245,5 @@ def end_id(tokenizer: Any) -> int:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """Return the padding id: pad, else the end-of-text token (GPT-2)."""
+    """Return a tokenizer's padding id: that of its pad token, or else of its end-of-text token (GPT-2)."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_id(tokenizer)

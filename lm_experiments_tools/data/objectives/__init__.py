@@ -1,1 +1,5 @@
-"""Training objectives: from a token stream to numbered examples; imports data, data.text and config."""
+"""Training objectives, such as span corruption: they make numbered examples from a token stream.
+
+A token stream is the tokens of all documents, one document after the other. This package imports `data`, `data.text`
+and `config`.
+"""

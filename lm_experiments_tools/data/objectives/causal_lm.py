@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> CausalLMDataset:
-    """Build the dataset of `--task causal_lm`."""
+    """Build the training or validation dataset of `--task causal_lm` from tokenized text."""
     return CausalLMDataset(
         tokens,
         context.args.input_seq_len,
@@ -40,9 +40,10 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
 
 
 class CausalLMDataset(TokenStreamDataset):
-    """Causal LM examples: blocks of `length` tokens of the token stream.
+    """Causal LM examples: blocks of `length` tokens, cut from the documents' tokens one after the other.
 
-    Document boundaries are visible only if the documents were tokenized with `append_eos`.
+    A block may contain the end of one document and the beginning of the next. The model sees this boundary only if the
+    documents were tokenized with `append_eos`.
 
     Args:
         tokens, vocab_size, seed: see `TokenStreamDataset`.
@@ -79,7 +80,7 @@ class CausalLMDataset(TokenStreamDataset):
         return {"task": "causal_lm", "length": self.length, "encoder_decoder": self.encoder_decoder, "ids": ids}
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make the examples with these sample numbers int64[n], which count over all epochs.
+        """Make a batch of examples from their sample numbers int64[n], which count over all epochs.
 
         Returns:
             `input_ids`, `attention_mask` and `labels`, int64[n, length]; the first two are int64[n, 1] for an

@@ -36,7 +36,7 @@ _POSITIONS = np.arange(1 << 16, dtype=np.int32)  # 0, 1, 2, ...: as many as a bl
 
 @dataclass(frozen=True)
 class SpanCounts:
-    """Numbers of tokens, noise tokens and noise spans in a row. They are equal for rows of equal length."""
+    """Numbers of tokens, noise tokens and noise spans in a row. Rows of equal length have equal numbers."""
 
     tokens_length: int
     num_noise_tokens: int
@@ -63,7 +63,7 @@ class SpanCounts:
 def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length: float) -> SpanCounts:
     """Compute the numbers of noise tokens and noise spans in a row of `tokens_length` tokens.
 
-    Rounds to even in float32, as t5's `random_spans_noise_mask`. There are never more spans than non-noise tokens.
+    Numbers are rounded in float32, halves to even, as in t5. There are never more spans than non-noise tokens.
 
     Raises:
         UserError: `noise_density` is outside (0, 1), or `mean_noise_span_length` is below 1.
@@ -86,8 +86,8 @@ def random_spans_lengths(
     """Find the longest row whose inputs fit into `inputs_length`; the result is that of t5's `random_spans_helper`.
 
     Returns:
-        (tokens_length, targets_length, num_spans): tokens per row, tokens per target with sentinels and EOS, and
-        noise spans per row; (568, 114, 28) for (512, 0.15, 3.0).
+        (tokens_length, targets_length, num_spans): tokens per row, tokens per target with sentinels and EOS, and noise
+        spans per row; (568, 114, 28) for (512, 0.15, 3.0).
 
     Raises:
         UserError: `inputs_length` is below 3, the noise settings are invalid, or spans outnumber the other tokens.
@@ -120,7 +120,7 @@ def random_spans_lengths(
 def plan_spans(
     inputs_length: int, noise_density: float, mean_noise_span_length: float, num_sentinels: int
 ) -> SpanCounts:
-    """Compute the counts of the longest row whose inputs fit into `inputs_length`.
+    """Compute the numbers of tokens and spans of the longest row whose inputs fit into `inputs_length`.
 
     The row is one token shorter than t5's in the few settings where t5 would truncate the inputs.
 
@@ -148,7 +148,7 @@ def random_span_lengths(counts: SpanCounts, random_bits: np.ndarray) -> np.ndarr
 
     Args:
         counts: numbers of tokens and spans of a row.
-        random_bits: uint64[counts.words_per_sample, n], uniform on [0, 2**32).
+        random_bits: uint64[counts.words_per_sample, n], uniform on [0, 2**32), for n rows.
 
     Returns:
         int64[n, num_spans, 2]: `[i, k]` has the lengths of non-noise span k of row i and of the noise span after it.
@@ -172,10 +172,10 @@ def random_span_lengths(counts: SpanCounts, random_bits: np.ndarray) -> np.ndarr
 def corrupt(
     tokens: np.ndarray, span_lengths: np.ndarray, sentinel_ids: np.ndarray, eos_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Replace each noise span by one sentinel in the inputs, and each non-noise span by one in the targets.
+    """Replace each noise span by one sentinel token in the inputs, and each non-noise span by one in the targets.
 
     Args:
-        tokens: int64[n, length].
+        tokens: int64[n, length], n rows of equal length.
         span_lengths: int64[n, num_spans, 2] from `random_span_lengths`. All rows have the same number of noise tokens.
         sentinel_ids: at least `num_spans` ids.
         eos_id: appended to inputs and targets.
@@ -228,10 +228,10 @@ def _copy_runs(
 
 
 class Denoiser(Protocol):
-    """Makes inputs and targets from rows of `tokens_length` tokens.
+    """Interface of denoising objectives: makes an input and a target from a row of `tokens_length` tokens.
 
     Attributes:
-        inputs_length, targets_length: maximum lengths, with EOS and mode token.
+        inputs_length, targets_length: maximum lengths, with EOS and mode token (which names the denoiser in UL2).
         words_per_sample: number of random integers that `draw` needs per row.
         varies: True if inputs or targets differ in length between rows.
     """
@@ -252,13 +252,13 @@ class Denoiser(Protocol):
     def varies(self) -> bool: ...
 
     def for_length(self, tokens_length: int) -> Denoiser:
-        """Return the denoiser with the same settings for rows of another length."""
+        """Return a denoiser with the same settings for rows of `tokens_length` tokens."""
 
     def draw(self, random_bits: np.ndarray) -> np.ndarray:
-        """Choose the noise of n rows from uint64[words_per_sample, n], uniform on [0, 2**32)."""
+        """Choose the noise of n rows from random integers uint64[words_per_sample, n], uniform on [0, 2**32)."""
 
     def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lengths of inputs and of targets, int64[n] each, for the noise that `draw` chose."""
+        """Return the lengths of inputs and of targets, int64[n] each, for the noise that `draw` chose for n rows."""
 
     def write(
         self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
@@ -268,7 +268,7 @@ class Denoiser(Protocol):
 
 @dataclass(frozen=True)
 class SpanDenoiser:
-    """A `Denoiser` for span corruption.
+    """Span corruption as a `Denoiser`: each noise span of the input is replaced by a sentinel token.
 
     Attributes:
         counts: tokens, noise tokens and spans of a row.
@@ -327,7 +327,7 @@ class SpanDenoiser:
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> SpanCorruptionDataset:
-    """Build the dataset of `--task span_corruption`."""
+    """Build the training or validation dataset of `--task span_corruption` from tokenized text."""
     args, vocabulary = context.args, context.vocabulary
     return SpanCorruptionDataset(
         tokens,
@@ -343,7 +343,7 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
 
 
 class DenoisingDataset(TokenStreamDataset):
-    """Examples that one or several denoisers make from rows of the token stream.
+    """Denoising examples: one or several denoisers make inputs and targets from rows of tokenized text.
 
     The noise depends only on (seed, epoch, row).
 
@@ -389,7 +389,7 @@ class DenoisingDataset(TokenStreamDataset):
         return parts
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the numbers of input and target tokens, int64[2, n], of the samples with these numbers."""
+        """Return the numbers of input and target tokens, int64[2, n], of the n samples with the given numbers."""
         epochs, rows = self.rows_of(samples)
         lengths = np.empty((2, len(rows)), np.int64)
         for denoiser, part in self._parts(rows):
@@ -401,7 +401,7 @@ class DenoisingDataset(TokenStreamDataset):
         return lengths
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make the examples with these sample numbers int64[n], which count over all epochs.
+        """Make a batch of examples from their sample numbers int64[n], which count over all epochs.
 
         Returns:
             `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].

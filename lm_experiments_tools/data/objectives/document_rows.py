@@ -1,4 +1,4 @@
-"""Rows for encoders that contain whole documents, several documents per row if packed.
+"""Training rows of whole documents for encoders such as BERT, with several documents per row if packed.
 
 Example with rows of 8 tokens, [CLS] 1, [SEP] 2, padding 0, and the documents 11 ... 19, 21 22, 31 and 41 42 43. A row
 has 6 tokens besides [CLS] and [SEP], so the first document is cut into two chunks:
@@ -33,12 +33,14 @@ _VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
 
 
 class Patterns(NamedTuple):
-    """Result of packing. A pattern is a combination of chunk lengths in one row.
+    """Result of packing documents into rows. A pattern is a combination of chunk lengths that fill one row.
+
+    A chunk is a document, or a part of a document that is longer than a row.
 
     Attributes:
         lengths: int64, the chunk lengths of all patterns, one pattern after the other.
-        sizes: int64[patterns], number of chunks of each pattern.
-        counts: int64[patterns], number of rows of each pattern.
+        sizes: int64[number of patterns], number of chunks of each pattern.
+        counts: int64[number of patterns], number of rows that have each pattern.
     """
 
     lengths: np.ndarray
@@ -47,11 +49,16 @@ class Patterns(NamedTuple):
 
 
 def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
-    """Pack chunks into rows by best-fit decreasing: long chunks first, each into the fullest row with enough space.
+    """Pack documents into rows by best-fit decreasing: long ones first, each into the fullest row with enough space.
+
+    Documents longer than a row are cut into chunks before.
 
     Args:
         counts: int64[width + 1], number of chunks of each length.
         width: tokens per row.
+
+    Returns:
+        The combinations of lengths that share a row, and the number of rows of each.
     """
     open_rows: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(width + 1)]  # by free tokens
     for length in range(width, 0, -1):
@@ -77,18 +84,18 @@ def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
 
 
 class DocumentRows:
-    """Rows of documents between [CLS] and [SEP], with random access by sample number.
+    """Rows of whole documents for BERT-like encoders, as a `SampleDataset`: each between [CLS] and [SEP].
 
     Each epoch reads the documents in another order, and each token once. Documents longer than a row are cut.
 
     Args:
-        tokens: token file; the sequences of a document are read as one text.
+        tokens: token file; the sequences of a document (such as its sentences) are read as one text.
         width: tokens per row, with special tokens.
         cls_id, sep_id, pad_id: ids of special tokens.
-        vocab_size: larger ids are refused.
+        vocab_size: number of ids; larger ids in `tokens` are an error.
         packed: True to put several documents into a row.
         min_length: shorter documents are dropped, in tokens.
-        has_end: documents end with an EOS token, which is dropped.
+        has_end: True if documents end with an EOS token, which is then dropped.
         seed: determines the order.
 
     Attributes:
@@ -162,10 +169,11 @@ class DocumentRows:
         )
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make the rows with these sample numbers int64[n], which count over all epochs.
+        """Make a batch of rows from their sample numbers int64[n], which count over all epochs.
 
         Returns:
-            int64[n, width]: `input_ids`, `attention_mask` and, if packed, `segment_ids` (1, 2, ...; 0 for padding).
+            int64[n, width]: `input_ids`, `attention_mask` and, if packed, `segment_ids` (1, 2, ... for the documents
+            of a row; 0 for padding).
 
         Raises:
             UserError: a token id is outside the vocabulary.
@@ -189,11 +197,11 @@ class DocumentRows:
         return {**batch, "segment_ids": segments.reshape(shape)} if self.packed else batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the memory-mapped arrays that samples are read from."""
+        """Return the memory-mapped arrays that the rows are read from."""
         return self.tokens.maps()
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch these samples from the disk."""
+        """Prefetch the samples with the given numbers from the disk."""
         _, begins, lengths = self._chunks_of(samples)
         self.tokens.will_need(begins, begins + lengths - 2)
 

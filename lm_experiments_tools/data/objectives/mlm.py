@@ -56,7 +56,11 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
 
 
 def mask_id(vocabulary: Vocabulary) -> int:
-    """Return the id of the mask token, else of sentinel 0. Raises UserError if the vocabulary has neither."""
+    """Return the id of a vocabulary's mask token, or of its first sentinel token if it has no mask token.
+
+    Raises:
+        UserError: the vocabulary has neither.
+    """
     if vocabulary.mask_id is not None:
         return vocabulary.mask_id
     if vocabulary.num_sentinels == 0:
@@ -68,10 +72,10 @@ def mask_id(vocabulary: Vocabulary) -> int:
 
 
 def special_and_ordinary(special_ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split a vocabulary into special and ordinary ids, as `mask_tokens` takes them.
+    """Split a vocabulary into special and ordinary ids, the arguments that `mask_tokens` takes.
 
     Returns:
-        bool[vocab_size], True for special ids, and int64[m], all other ids.
+        bool[vocab_size], True for special ids, and int64[number of ordinary ids], all other ids.
     """
     special = np.zeros(vocab_size, bool)
     special[special_ids] = True
@@ -88,20 +92,21 @@ def mask_tokens(
     replace: Sequence[float] = REPLACE,
     starts: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask random tokens and return inputs and labels.
+    """Mask random tokens for masked language modelling, and return inputs and labels.
 
     Args:
-        tokens: int64[...].
-        random_bits: uint64[...], one number per token, uniform on [0, 2**32).
-        probability: masking rate; a number, or an array [rows, 1].
+        tokens: int64 token ids of any shape.
+        random_bits: uint64 of the shape of `tokens`, one number per token, uniform on [0, 2**32).
+        probability: masking rate; a number, or an array [rows, 1] with a rate per row.
         mask_id: id of the mask token.
-        ordinary_ids: int64[m], candidates for a random token.
-        special: bool[vocabulary], ids that are never masked.
+        ordinary_ids: int64 ids from which random tokens are drawn.
+        special: bool[vocab_size], True for ids that are never masked.
         replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
-        starts: bool[...], True at the first token of each word, to mask whole words; None masks single tokens.
+        starts: bool of the shape of `tokens`, True at the first token of each word, to mask whole words; None masks
+            single tokens.
 
     Returns:
-        inputs and labels int64[...]; the label of a token that was not chosen is -100.
+        inputs and labels, int64 of the shape of `tokens`; the label of a token that was not chosen is -100.
     """
     parts = (replace[0], replace[0] + replace[1], 1.0)
     bounds = [np.rint(np.multiply(part, probability) * 2**32).astype(np.uint64) for part in parts]
@@ -131,9 +136,9 @@ def _by_words(random_bits: np.ndarray, starts: np.ndarray, bound: np.ndarray) ->
 
 @dataclass(frozen=True)
 class MaskingRate:
-    """Masking rate that changes linearly from `start` to `end` over the first `num_samples` samples.
+    """Masking rate that changes linearly from `start` to `end` over the first `num_samples` samples of a run.
 
-    With `end=None` the rate is constant.
+    With `end=None` the rate stays `start`.
     """
 
     start: float
@@ -141,18 +146,18 @@ class MaskingRate:
     num_samples: int = 1
 
     def at(self, samples: np.ndarray) -> np.ndarray:
-        """Return the rates float64[n] for sample numbers int64[n]."""
+        """Return the masking rates float64[n] of the samples with the given numbers int64[n]."""
         end = self.start if self.end is None else self.end
         return self.start + (end - self.start) * np.minimum(samples / self.num_samples, 1.0)
 
 
 class MaskedRows:
-    """A `SampleDataset` that masks tokens in the rows of another dataset.
+    """Masked LM samples: masks tokens in the rows of another dataset, for encoders such as BERT.
 
     The mask depends only on (seed, sample number).
 
     Args:
-        rows: dataset whose batches have `input_ids` [n, length].
+        rows: dataset whose batches have `input_ids` int64[number of rows, length of a row].
         rate: masking rate.
         mask_id: id of the mask token.
         special_ids: ids that are never masked and never used as random tokens, with padding.
@@ -183,7 +188,7 @@ class MaskedRows:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over data and settings; equal fingerprints mean equal samples."""
+        """sha256 over data and masking settings; equal fingerprints mean equal samples."""
         words = None if self.starts_word is None else np.flatnonzero(self.starts_word).tolist()
         special = np.flatnonzero(self._special).tolist()
         ids = [self.mask_id, special, words, len(self._special)]
@@ -192,14 +197,15 @@ class MaskedRows:
 
     @property
     def order(self) -> str | None:
-        """sha256 over data and row order, without the masks; None if the rows have none."""
+        """sha256 over the data and the order of the rows, without the masks; None if `rows` has no such hash."""
         return getattr(self.rows, "order", None)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make the masked rows with these sample numbers int64[n], which count over all epochs.
+        """Make a batch of masked rows from their sample numbers int64[n], which count over all epochs.
 
         Returns:
-            The batch of `rows` with masked `input_ids`, and `labels` int64[n, length], -100 for tokens not chosen.
+            The batch of the dataset `rows` with masked `input_ids`, and `labels` int64[n, length], -100 for tokens
+            that were not chosen.
         """
         samples = np.asarray(samples, np.int64)
         epochs, numbers, batch = self._keyed_rows(samples)
@@ -212,7 +218,7 @@ class MaskedRows:
         return {**batch, "labels": labels}
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch these samples from the disk."""
+        """Prefetch the samples with the given numbers from the disk."""
         self.rows.will_need(samples)
 
     def _keyed_rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
@@ -231,7 +237,10 @@ class MaskedRows:
 
 
 class TokenBlocks(TokenStreamDataset):
-    """Blocks of `length` tokens of the token stream, without special tokens. `pad_id` fills the short last block."""
+    """Blocks of `length` tokens for an encoder, cut from the documents' tokens one after the other.
+
+    No special tokens are added. `pad_id` fills the short last block of an epoch.
+    """
 
     def __init__(
         self, tokens: TokenSource | Sequence[TokenSource], length: int, *, pad_id: int, vocab_size: int, seed: int = 0
@@ -247,15 +256,23 @@ class TokenBlocks(TokenStreamDataset):
         return {"length": self.length, "pad_id": self.pad_id}
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the arrays, possibly memory-mapped, that samples are read from."""
+        """Return the arrays, possibly memory-mapped, that the tokens are read from."""
         return tuple(source.tokens for source in self.sources)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make `input_ids` and `attention_mask`, int64[n, length], of sample numbers int64[n]."""
+        """Return `input_ids` and `attention_mask`, int64[n, length], of the n samples with the given numbers."""
         return self.blocks(*self.rows_of(samples))
 
     def blocks(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Make `input_ids` and `attention_mask`, int64[n, length], of epochs int64[n] and rows int64[n] in them."""
+        """Return the blocks of text with the given numbers, before any masking.
+
+        Args:
+            epochs: int64[n], the epoch of each block.
+            rows: int64[n], number of each block in its epoch.
+
+        Returns:
+            `input_ids` and `attention_mask`, int64[n, length].
+        """
         ids = self.read(self.starts_of(epochs, rows), self.length)
         mask = np.ones_like(ids)
         mask[self.is_short(rows), self.last_row_length :] = 0
@@ -263,7 +280,9 @@ class TokenBlocks(TokenStreamDataset):
 
 
 class MaskedLMDataset(MaskedRows):
-    """Masked LM examples from the token stream. The mask depends only on (seed, epoch, row).
+    """Masked LM examples: blocks of tokenized text in which random tokens are masked.
+
+    The mask depends only on (seed, epoch, row).
 
     Args:
         tokens, vocab_size, seed: see `TokenStreamDataset`.

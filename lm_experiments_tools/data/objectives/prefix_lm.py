@@ -29,18 +29,20 @@ _32 = np.uint64(32)
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> PrefixLMDataset:
-    """Build the dataset of `--task prefix_lm`."""
+    """Build the training or validation dataset of `--task prefix_lm` from tokenized text."""
     lengths = context.args.input_seq_len, context.args.target_seq_len
     return PrefixLMDataset(tokens, *lengths, eos_id=context.vocabulary.eos_id, **context.stream_options())
 
 
 @dataclass(frozen=True)
 class PrefixDenoiser:
-    """A `Denoiser` for prefix LM and for UL2's S-denoiser.
+    """Prefix LM as a `Denoiser`: the beginning of a row is the input, the rest is the target.
 
-    The prefix length is uniform on [shortest, tokens_length - 1]. The minimum follows t5's `random_prefix_noise_mask`.
+    UL2's S-denoiser is of this kind. The prefix length is uniform on [shortest, tokens_length - 1]. The minimum
+    follows t5's `random_prefix_noise_mask`.
 
     Attributes:
+        tokens_length: tokens per row.
         noise_density: average fraction of tokens in the target, in (0, 0.5]; 0.5 for prefix LM.
         max_targets: maximum tokens per target, with EOS.
         mode_id: UL2's mode token, prepended to the inputs; None for none.
@@ -74,7 +76,7 @@ class PrefixDenoiser:
         return replace(self, tokens_length=tokens_length)
 
     def draw(self, random_bits: np.ndarray) -> np.ndarray:
-        """Return prefix lengths int64[n]."""
+        """Draw the prefix lengths int64[n] of n rows from random integers uint64[words_per_sample, n]."""
         choices = np.uint64(self.tokens_length - self.shortest)
         return self.shortest + (random_bits[0] * choices >> _32).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Build the dataset of `--task` with the builder that `OBJECTIVES` names."""
+"""Registry of training objectives: builds the dataset of `--task` with the builder that `OBJECTIVES` lists for it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectiveContext:
-    """Arguments of an objective's builder, in addition to the tokens.
+    """Everything that an objective's builder needs to make a dataset, except for the tokens.
 
     Attributes:
         args: arguments of the run.
         vocabulary: vocabulary of the tokens.
         model_kind: kind of the model, such as "encoder-decoder".
         seed: determines order and noise.
-        quiet: do not log the lengths that follow from the settings.
+        quiet: True to omit the log lines about lengths that follow from the settings.
     """
 
     args: T5PretrainingArgs
@@ -40,12 +40,16 @@ class ObjectiveContext:
     quiet: bool = False
 
     def stream_options(self) -> dict[str, int]:
-        """Return `pad_id`, `vocab_size` and `seed`, the arguments common to all datasets over a token stream."""
+        """Return `pad_id`, `vocab_size` and `seed`, the arguments common to the datasets of all objectives."""
         return {"pad_id": self.vocabulary.pad_id, "vocab_size": self.vocabulary.size, "seed": self.seed}
 
 
 def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> SampleDataset:
-    """Build the dataset of `--task` over these tokens, without length grouping.
+    """Build the dataset of the objective `--task` from tokenized text, without length grouping.
+
+    Args:
+        context: settings of the objective.
+        tokens: a token file, or several that are read as one.
 
     Raises:
         UserError: the objective refuses the settings, or the tokens have ids outside the vocabulary.
@@ -55,7 +59,10 @@ def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[To
 
 
 def check_objective(context: ObjectiveContext) -> None:
-    """Raise UserError if an objective refuses the settings or the vocabulary. This needs no training data."""
+    """Raise UserError if the objective `--task` refuses the settings or the vocabulary.
+
+    No training data are needed, so that a run can fail before it tokenizes any text.
+    """
     if context.args.objective().builder.startswith(f"{__package__}."):
         example_dataset(replace(context, quiet=True), TokensInMemory(np.broadcast_to(np.uint16(0), 1 << 20)))
 
@@ -63,10 +70,13 @@ def check_objective(context: ObjectiveContext) -> None:
 def mixed_dataset(
     context: ObjectiveContext, tokens: Sequence[TokenSource | Sequence[TokenSource]], world_size: int = 1
 ) -> SampleDataset:
-    """Mix several token data sets by `--data_weights` and group the samples by length if they differ in length.
+    """Build the dataset of `--task` from one or several data sets, mixed by `--data_weights`.
+
+    Samples are grouped by length if they differ in length.
 
     Args:
-        tokens: one item per member of the mixture: a token file, or several that are read as one.
+        context: settings of the objective.
+        tokens: one item per data set of the mixture: a token file, or several that are read as one.
         world_size: number of workers.
     """
     if len(tokens) == 1:
@@ -83,11 +93,16 @@ def mixed_dataset(
 def grouped_by_length(
     context: ObjectiveContext, dataset: SampleDataset, world_size: int, stream: int = 0, num_streams: int = 1
 ) -> SampleDataset:
-    """Group the samples by length if the examples of `--task` differ in length; else return the dataset unchanged.
+    """Group samples by length to reduce padding, if the examples of `--task` differ in length.
+
+    Otherwise the dataset is returned unchanged.
 
     Args:
+        context: settings of the objective.
+        dataset: the samples.
         world_size: number of workers; the size of a group depends on it.
-        stream, num_streams: index of this stream and number of streams, for `--streaming`.
+        stream, num_streams: for `--streaming`, which divides the text into streams: the number of the stream that the
+            dataset belongs to, and the number of streams.
     """
     args = context.args
     if not args.objective().varies_in_length:
@@ -98,5 +113,5 @@ def grouped_by_length(
 
 
 def mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
-    """Return `--mix_rows`, by default the rows of one step over all workers."""
+    """Return the rows per length-balanced step: `--mix_rows`, by default those of a training step over all workers."""
     return args.mix_rows or args.global_batch_size(world_size)

@@ -1,6 +1,7 @@
-"""One endless token stream, cut into rows. All objectives number, shuffle and read the rows in the same way.
+"""Token streams: the tokens of all documents, one document after the other, cut into rows for training.
 
-Example with eight tokens and rows of 3 tokens, in an epoch that starts at token 5 (see `epoch_shift`):
+All objectives number, shuffle and read the rows in the same way. Example with eight tokens and rows of 3 tokens, in an
+epoch that starts at token 5 (see `epoch_shift`):
 
     stream   0 1 2 3 4 5 6 7 | 0 1 2 ...        continues at the beginning
     row 0    5 6 7
@@ -8,7 +9,7 @@ Example with eight tokens and rows of 3 tokens, in an epoch that starts at token
     row 2    3 4                                the short last row is not dropped
 
 Several row lengths alternate: with lengths (3, 1) the rows are 5 6 7, 0, 1 2 3, 4. Samples are numbered over all
-epochs: with R rows per epoch, sample g is a row of epoch g // R, and `permute` maps g % R to its number.
+epochs: with R rows per epoch, sample g is a row of epoch g // R, and `permute` maps g % R to its row number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprin
 
 
 class TokenSource(Protocol):
-    """Token ids that a token stream reads, such as an `IndexedDataset`."""
+    """Interface of tokenized text: an array of the token ids of all documents, such as an `IndexedDataset`."""
 
     tokens: np.ndarray
     fingerprint: str
@@ -39,24 +40,25 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True)
 class TokensInMemory:
-    """A `TokenSource` of an array in memory."""
+    """Tokenized text in memory: a `TokenSource` whose token ids are a NumPy array."""
 
     tokens: np.ndarray
     fingerprint: str = ""
 
     def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Do nothing: the tokens are in memory."""
+        """Do nothing. The method belongs to the interface, but tokens in memory need no prefetching."""
 
 
 class TokenStreamDataset:
-    """Base class of objectives: rows of a token stream with random access by sample number.
+    """Base class of objectives: rows of consecutive tokens that can be read by sample number, in any order.
 
-    Every token is read once per epoch. Each epoch starts at a random token, so that rows differ between epochs.
-    Subclasses make an example of each row. Their noise must depend only on (seed, epoch, row).
+    The rows are cut from a token stream, the tokens of all documents one after the other. Every token is read once per
+    epoch. Each epoch starts at a random token, so that rows differ between epochs. Subclasses make an example of each
+    row. Their noise must depend only on (seed, epoch, row).
 
     Args:
         tokens: an `IndexedDataset`, or several that are read one after the other.
-        vocab_size: larger ids are refused.
+        vocab_size: number of ids; larger ids in `tokens` are an error.
         row_lengths: tokens per row; several lengths alternate.
         seed: determines order, row boundaries and noise.
 
@@ -106,30 +108,46 @@ class TokenStreamDataset:
 
     @property
     def order(self) -> str:
-        """sha256 over data, row lengths and seed, which determine the tokens of each sample before noise."""
+        """sha256 over data, row lengths and seed, which determine the tokens of each sample before noise is added."""
         parts = [_VERSION, [s.fingerprint for s in self.sources], self.seed, self._row_ends.tolist()]
         return json_sha256(parts)
 
     def settings(self) -> dict[str, Any]:
-        """Return the objective's settings that determine a sample, as JSON values, without data and seed."""
+        """Return the settings of the objective that determine its samples, as JSON values.
+
+        The data and the seed are not included. `fingerprint` hashes the result together with them.
+        """
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch int64[n] and the row in that epoch int64[n] of each sample number int64[n]."""
+        """Convert sample numbers int64[n], which count over all epochs, to epochs and rows.
+
+        Returns:
+            The epoch int64[n] of each sample, and the number int64[n] of its row in that epoch.
+        """
         epochs, indices = np.divmod(np.asarray(samples, np.int64), self._num_samples)
         return epochs, permute(indices, self._num_samples, self.seed, epochs)
 
     def starts_of(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the index of the first token of each row, int64[n]."""
+        """Return the index int64[n] of the first token of each row in the token stream.
+
+        Args:
+            epochs: int64[n], the epoch of each row.
+            rows: int64[n], the number of each row in its epoch.
+        """
         shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
         return (shifts + self._offsets(rows)) % self.num_tokens
 
     def is_short(self, rows: np.ndarray) -> np.ndarray:
-        """Return bool[n]: True for the last row of an epoch if it is shorter than the others."""
+        """Return bool[n]: True for each row that is the last of an epoch and shorter than the others.
+
+        Args:
+            rows: int64[n], numbers of the rows in their epochs.
+        """
         return (rows == self._num_samples - 1) & self.last_row_is_short
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Read `length` tokens from each start index int64[n]; the stream continues at its beginning.
+        """Read `length` tokens from each start index int64[n]. After the last token, reading continues at the first.
 
         Returns:
             int64[n, length].
@@ -156,7 +174,7 @@ class TokenStreamDataset:
         return tokens
 
     def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch these samples from the disk."""
+        """Prefetch the samples with the given numbers from the disk."""
         epochs, rows = self.rows_of(samples)
         starts = self.starts_of(epochs, rows)
         lengths = (self._row_ends - self._row_begins)[rows % len(self._row_ends)]
@@ -176,7 +194,7 @@ class TokenStreamDataset:
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise UserError if a token id is outside [0, vocab_size)."""
+    """Raise UserError if a token id is outside the vocabulary, [0, vocab_size)."""
     worst = int(tokens.max())
     if worst < vocab_size and tokens.dtype.kind == "i":
         worst = min(worst, int(tokens.min()))

@@ -49,7 +49,7 @@ _LONGEST_SCHEDULE = 10_000  # rows
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> UL2Dataset:
-    """Build the dataset of `--task ul2`. Sentinels that serve as mode tokens are not used for spans."""
+    """Build the dataset of `--task ul2`. Sentinel tokens that serve as UL2's mode tokens are not used for spans."""
     args, vocabulary = context.args, context.vocabulary
     modes = mode_ids(vocabulary) if args.mode_tokens else {}
     return UL2Dataset(
@@ -66,7 +66,9 @@ def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
 
 
 def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the ids of the mode tokens of R, X and S: [NLU], [NLG] and [S2S], or else the last three sentinels.
+    """Return the ids of UL2's mode tokens, which name the denoiser R, X or S at the start of the input.
+
+    These are [NLU], [NLG] and [S2S] if the vocabulary has them, or else the last three sentinels.
 
     Raises:
         UserError: the vocabulary has neither these tokens nor four sentinels.
@@ -83,16 +85,17 @@ def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def build_schedule(weights: Sequence[Any]) -> np.ndarray:
-    """Assign denoisers to rows in proportion to their weights, evenly spread.
+    """Assign UL2's denoisers to rows in proportion to their weights, evenly spread.
 
     Args:
-        weights: fractions.
+        weights: weight of each denoiser, as fractions.
 
     Returns:
-        int64[rows], the index of the denoiser of each row in one period: 0 1 2 0 1 for the weights (1, 1, 1/2).
+        The index of the denoiser of each row, int64[number of rows until the schedule repeats]: 0 1 2 0 1 for the
+        weights (1, 1, 1/2).
 
     Raises:
-        UserError: the period is longer than 10,000 rows.
+        UserError: the schedule repeats only after more than 10,000 rows.
     """
     common = lcm(*(weight.denominator for weight in weights))
     counts = np.array([int(weight * common) for weight in weights], np.int64)
@@ -106,10 +109,15 @@ def build_schedule(weights: Sequence[Any]) -> np.ndarray:
 def fit_span_denoiser(
     name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
 ) -> SpanDenoiser:
-    """Return `denoiser` for the longest rows that it can read.
+    """Return a span denoiser for the longest rows whose inputs and targets fit into their maximum lengths.
 
-    The inputs and targets, with EOS and mode token, must fit into their maximum lengths. The denoiser must have a
-    sentinel for each span.
+    Inputs and targets are counted with EOS and mode token. The denoiser must have a sentinel for each span.
+
+    Args:
+        name: name of the denoiser, for messages.
+        inputs_length, targets_length: maximum tokens per input and per target.
+        denoiser: the denoiser with its noise settings, for rows of any length.
+        quiet: True to omit the log line about the resulting lengths.
 
     Raises:
         UserError: even a row of 2 tokens does not fit.
@@ -131,17 +139,17 @@ def fit_span_denoiser(
 
 
 class UL2Dataset(DenoisingDataset):
-    """Examples of UL2's denoisers.
+    """UL2 pre-training examples, made by a weighted mixture of denoisers.
 
     Args:
         tokens, vocab_size, seed: see `TokenStreamDataset`.
         inputs_length, targets_length: maximum tokens per input and target, with EOS and mode token.
         specs: the denoisers with their weights.
-        modes: id of the mode token of "R", "X" and "S"; empty for none.
+        modes: id of the mode token of "R", "X" and "S", the three kinds of denoisers; empty for no mode tokens.
         sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., without mode tokens.
         eos_id: appended to inputs and targets.
         pad_id: padding of the inputs; labels are padded with -100.
-        quiet: do not log the lengths that follow from the settings.
+        quiet: True to omit the log lines about lengths that follow from the settings.
     """
 
     def __init__(

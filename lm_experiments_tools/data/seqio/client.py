@@ -1,7 +1,8 @@
 """The training side of seqio: starts a process that runs TensorFlow, and reads batches from it.
 
-One worker process (worker.py) serves all training processes of a machine, so that text is tokenized once. Each
-training process reads rows k * world_size + rank of a global stream, which depends only on the seed.
+One worker process (worker.py) serves all training processes of a machine, so that text is tokenized once. All machines
+make the same sequence of rows, which depends only on the seed. The training process with number `rank` of `world_size`
+uses the rows k * world_size + rank for k = 0, 1, ...
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
 def seqio_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[SeqioLoader, ValidSource | None, str]:
-    """Build training and validation data of `--task` with seqio. All ranks must call it.
+    """Build training and validation data of `--task` with seqio. All ranks (training processes) must call it.
 
     Returns:
         Training batches of this rank, validation data of a registered task (or None), and a description for the log.
@@ -89,7 +90,7 @@ def seqio_data(
 
 
 def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
-    """Raise UserError for settings that cannot work, before TensorFlow is started."""
+    """Raise UserError for settings that cannot work with seqio, before TensorFlow is started."""
     if ":" not in args.task and not isinstance(vocabulary, SentencePieceVocabulary):
         raise UserError(f"--data_pipeline seqio needs a SentencePiece .model file, not --vocab {vocabulary.path}.")
     for path in args.data_path:
@@ -101,7 +102,7 @@ def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
                 f"--task {args.task} through seqio needs the package {package}: "
                 'pip install "lm_experiments_tools[seqio]"'
             )
-    if ":" not in args.task:
+    if ":" not in args.task and args.data_path:
         find_files(args.data_path)
 
 
@@ -152,13 +153,15 @@ def _job(
 
 
 class WorkerProcess:
-    """Parent's handle of the process that runs TensorFlow.
+    """Handle of the process that runs TensorFlow and seqio, held by the training process that started it.
 
     Args:
+        job: the work of the process.
         log_file: file for the output of TensorFlow and of the user's module.
 
     Attributes:
-        answer: the worker's first message: `fingerprint`, `title` and `validation` (number of rows, or None).
+        answer: the worker's first message: `fingerprint`, `title` and `validation` (number of validation examples, or
+            None).
 
     Raises:
         UserError: the worker refuses the job.
@@ -181,7 +184,10 @@ class WorkerProcess:
         self.answer = message
 
     def failure(self) -> RunError:
-        """The error for a process that has closed its connections; waits for its end."""
+        """Build the error that reports an unexpected end of the worker, with its exit code.
+
+        The method is called when the worker has closed its connections. It waits some seconds for the process to end.
+        """
         code = None
         with suppress(subprocess.TimeoutExpired):
             code = self._worker.process.wait(_SECONDS_TO_END)
@@ -194,21 +200,23 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the worker."""
         return self._worker.process.pid
 
     def close(self) -> None:
-        """End the process and remove its folder."""
+        """End the worker process and remove its temporary folder."""
         self._worker.kill()
         self._worker.close()
         shutil.rmtree(self.job.folder, ignore_errors=True)
 
 
 def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
-    """Convert rows of the worker to a batch of the model.
+    """Convert examples that the seqio worker has made to a batch of the model.
 
     Args:
-        rows: int32[n, inputs_length + targets_length], padded with `PADDING`.
+        rows: int32[n, inputs_length + targets_length], inputs and targets of n examples, padded with `PADDING`.
+        inputs_length: tokens per input.
+        pad_id: id that fills up `input_ids`; labels are filled up with -100.
 
     Returns:
         `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
@@ -222,16 +230,17 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
 
 
 class SeqioLoader(TrainSource):
-    """Training batches that the worker process makes ahead of time.
+    """Endless training batches of a seqio task, which the TensorFlow process makes ahead of time.
 
-    `seek` makes all earlier batches again. All training processes of a machine must seek to the same position.
+    Seeking to a position makes all earlier batches again. All training processes of a machine must seek to the same
+    position.
 
     Args:
-        folder: folder of the worker process.
+        folder: folder of the TensorFlow process, with the socket to connect to.
         fingerprint: hash of data, task and seed.
-        lengths: (inputs_length, targets_length).
+        lengths: (inputs_length, targets_length), tokens per input and per target.
         rows_per_worker, rank, world_size: see `TrainSource`.
-        worker: the worker process, in the training process that started it; None in others.
+        worker: the TensorFlow process, in the training process that started it; None in others.
     """
 
     def __init__(
@@ -280,14 +289,17 @@ class SeqioLoader(TrainSource):
             self._connection = None
 
     def close(self) -> None:
-        """End the worker process if this process started it."""
+        """End the TensorFlow process if this training process started it."""
         self._disconnect()
         if self._worker is not None:
             self._worker.close()
 
 
 class WrittenExamples:
-    """A `SampleDataset` of examples that the worker wrote to a file. All epochs are equal."""
+    """Validation examples that the seqio worker has written to a file, as a `SampleDataset`.
+
+    Every epoch has the same examples in the same order.
+    """
 
     def __init__(self, path: Path, fingerprint: str, lengths: tuple[int, int], pad_id: int) -> None:
         if not path.stat().st_size:
@@ -299,7 +311,7 @@ class WrittenExamples:
         return len(self._rows)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the examples with these numbers int64[n], as `to_batch`."""
+        """Return a batch of the examples with the given numbers int64[n], with the keys that `to_batch` returns."""
         return to_batch(self._rows[samples], self._lengths[0], self._pad_id)
 
     def describe(self) -> str:

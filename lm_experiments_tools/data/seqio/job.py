@@ -1,4 +1,4 @@
-"""The job of the worker that owns TensorFlow, and its files."""
+"""The job of the seqio worker, which is the process that runs TensorFlow, and the names of its files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ SOCKET, VALIDATION = "socket", "validation.int32"  # files in the job's folder
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Work of the process that runs TensorFlow.
+    """Settings of the process that runs TensorFlow: the seqio task to build, and whom to send its examples to.
 
     Attributes:
         task: "span_corruption" or "prefix_lm" over `data_path`, or "module:name" of a registered task.
         inputs_length, targets_length: seqio's `task_feature_lengths`.
-        rejected_path: file that lists rejected records.
-        validation: make the validation examples too, at most `valid_samples`.
+        rejected_path: file that lists records of the text that cannot be used.
+        validation: True to make validation examples too, at most `valid_samples`.
         threads: number of TensorFlow's threads.
         clients: number of training processes on this machine.
-        folder: temporary folder of the worker; the worker deletes it.
+        folder: temporary folder of the process, which deletes it at its end.
     """
 
     task: str

@@ -1,4 +1,4 @@
-"""seqio Tasks and Mixtures, and their stream of examples. Imports TensorFlow.
+"""seqio Tasks and Mixtures, and the training examples that they give. This module imports TensorFlow.
 
 A task is t5's `span_corruption` or `prefix_lm` over the user's raw text, or is registered by the user's module. Its
 examples are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`, for any number of
@@ -54,13 +54,17 @@ Log = Callable[[int, str], None]
 
 
 def limit_threads(num_threads: int) -> None:
-    """Limit the number of TensorFlow's threads. Must be called before TensorFlow computes anything."""
+    """Limit the number of TensorFlow's threads. This must be called before TensorFlow computes anything."""
     tf.config.threading.set_inter_op_parallelism_threads(num_threads)
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
 
 
 class TaskExamples:
-    """Training and validation examples of a job.
+    """Training and validation examples of the seqio task that a job names.
+
+    Args:
+        job: settings of the TensorFlow process.
+        log: function that sends a line to the log, given its level and text.
 
     Raises:
         UserError: the task does not exist, has no examples, or has other features or another vocabulary than the run.
@@ -91,9 +95,16 @@ class TaskExamples:
         return f"seqio {type(self.task).__name__} {self.task.name}"
 
     def batches(self, start: int, rows: int) -> Iterator[np.ndarray]:
-        """Yield endless global batches int32[rows, inputs_length + targets_length], beginning with example `start`.
+        """Yield endless training batches, for all training processes together.
 
         Earlier examples are made and skipped, because seqio's shuffle buffers depend on them.
+
+        Args:
+            start: number of the example to begin with.
+            rows: examples per batch.
+
+        Yields:
+            int32[rows, inputs_length + targets_length], inputs and targets padded to their maximum lengths.
         """
         used, rest = divmod(start, rows)
         batches = self._padded(self._dataset("train", num_epochs=None).skip(rest), rows)
@@ -108,7 +119,7 @@ class TaskExamples:
         yield from batches
 
     def validation(self) -> Iterator[np.ndarray]:
-        """Yield the validation examples once, at most `valid_samples`, in batches as `batches` does."""
+        """Yield the validation examples of the task once, at most `valid_samples`, in batches like `batches` does."""
         with self._user_errors():
             dataset = self._dataset("validation", num_epochs=1)
             if self.job.valid_samples is not None:
@@ -116,7 +127,10 @@ class TaskExamples:
             yield from self._padded(dataset, _VALIDATION_ROWS)
 
     def fingerprint(self) -> str:
-        """sha256 over data, task (without the code of its steps), lengths, vocabulary, seed and versions."""
+        """sha256 over data, task, lengths, vocabulary, seed and versions of the packages.
+
+        The code of the task's preprocessing steps is not included, only their names and plain arguments.
+        """
         job = self.job
         parts = {
             "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
@@ -229,7 +243,10 @@ def _token_ids(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def registered_task(name: str) -> seqio.Task | seqio.Mixture:
-    """Import `module` and return its registered Task or Mixture, for a name "module:task".
+    """Return the seqio Task or Mixture that a user's module registers, after importing the module.
+
+    Args:
+        name: "module:task", the importable module and the name under which it registers the task.
 
     Raises:
         UserError: the module cannot be imported, or does not register this task.
@@ -271,7 +288,13 @@ def _accept_seed(source: seqio.FunctionDataSource) -> None:
 
 
 def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seqio.Task:
-    """Build t5's span corruption or prefix LM task over `source`, with the steps of t5's own tasks for C4."""
+    """Build t5's span corruption or prefix LM task over the user's text, with the steps of t5's own tasks for C4.
+
+    Args:
+        job: settings, which name the task.
+        source: the documents.
+        vocabulary: vocabulary of the run.
+    """
     from t5.data import preprocessors
 
     objectives = {
@@ -298,7 +321,11 @@ def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seq
 
 
 def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePieceVocabulary:
-    """Convert a vocabulary to seqio's class. Ids are the same, and text cannot contain sentinels.
+    """Convert a vocabulary to seqio's class. Ids are the same, and text cannot contain sentinel tokens.
+
+    Args:
+        vocabulary: vocabulary of the run.
+        folder: folder for the files that seqio reads.
 
     Raises:
         UserError: the padding id is not 0, or the sentinels are not the last ids. t5 requires both.
@@ -323,10 +350,10 @@ def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePiec
 
 
 class TextSource:
-    """The documents of raw text as a seqio data source.
+    """The documents of the user's raw text as a seqio data source.
 
     Attributes:
-        failure: the error that stopped reading, or None.
+        failure: the error that stopped the reading of the text; None if there was none.
     """
 
     def __init__(self, job: Job, log: Log) -> None:
@@ -341,7 +368,7 @@ class TextSource:
         return no_documents(self._job.data_path, self._rejected)
 
     def source(self) -> seqio.FileDataSource:
-        """Build the seqio source. A small text is kept in memory, since TensorFlow is slow to start an epoch."""
+        """Build the seqio data source. A small text is kept in memory, since TensorFlow is slow to start an epoch."""
         files = {"train": [str(k) for k in range(len(self.shards))]}
         size = sum(shard.num_bytes * (_COMPRESSION if shard.end is None else 1) for shard in self.shards)
         if size > _SMALL_TEXT or any(shard.kind == "dataset" for shard in self.shards):
@@ -385,7 +412,7 @@ class TextSource:
 
 
 def step_name(step: Any) -> list[str]:
-    """Return a preprocessor's name and, for a `functools.partial`, its plain arguments."""
+    """Return the name of a task's preprocessing step and, for a `functools.partial`, its plain arguments."""
     bound: list[str] = []
     while isinstance(step, functools.partial):
         values = [*enumerate(step.args), *sorted(step.keywords.items())]

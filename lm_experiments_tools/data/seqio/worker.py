@@ -31,12 +31,12 @@ from lm_experiments_tools.errors import UserError
 
 
 class Hub:
-    """The worker's connections to its parent and to its clients.
+    """Connections of the TensorFlow process to its parent and to its clients, the training processes of a machine.
 
-    A client connects for each start position and sends `start` (a global sample number), `rows` (of a step, per
-    worker), `rank` and `world_size`. When all clients have sent the same request, each gets batch after batch: row k
-    of rank r is row k * world_size + r of the global batch. When one disconnects to seek, all are expected to connect
-    again.
+    A client connects once for each position at which it starts to read. It sends `start` (the number of the first
+    example), `rows` (examples per step and client), `rank` and `world_size` (its number, and the number of training
+    processes). When all clients have sent the same request, each gets batch after batch: row k of rank r is row k *
+    world_size + r of the global batch. When one client disconnects to seek, all are expected to connect again.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -45,13 +45,13 @@ class Hub:
         self._is_ready = False
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Tell the parent that the task is built. It reads no further message."""
+        """Tell the parent process that the task is built. The parent reads no further message."""
         with self._lock:
             self._caller.send(message)
             self._is_ready = True
 
     def tell(self, message: Any) -> None:
-        """Send a message to all clients, or to the parent while the task is being built."""
+        """Send a message, such as a log line, to all clients, or to the parent while the task is being built."""
         with self._lock:
             receivers = [client for client, _ in self._clients] if self._is_ready else [self._caller]
             for receiver in receivers:
@@ -59,7 +59,14 @@ class Hub:
                     receiver.send(message)
 
     def accept(self, listener: Listener, clients: int) -> dict[str, int]:
-        """Wait for `clients` clients and return their request. All must send the same request, except for the rank."""
+        """Wait until all training processes of the machine have connected, and return their common request.
+
+        All must send the same request, except for the rank.
+
+        Args:
+            listener: the socket that clients connect to.
+            clients: number of clients to wait for.
+        """
         with self._lock:
             for client, _ in self._clients:
                 client.close()
@@ -74,14 +81,14 @@ class Hub:
         return requests[0]
 
     def send(self, batch: np.ndarray) -> None:
-        """Send each client its rows. Raises ConnectionError if a client has disconnected."""
+        """Send each client its rows of a global batch. Raises ConnectionError if a client has disconnected."""
         with self._lock:
             for client, request in self._clients:
                 client.send(batch[request["rank"] :: request["world_size"]])
 
 
 def import_triton() -> None:
-    """Import triton, if it works. It aborts the process if imported after TensorFlow."""
+    """Import triton before TensorFlow, if it is installed. Importing it later would abort the process."""
     if not importlib.util.find_spec("triton"):
         return
     try:
@@ -91,7 +98,7 @@ def import_triton() -> None:
 
 
 def serve(job: Job, hub: Hub) -> None:
-    """Build the task, then serve endless batches."""
+    """Build the seqio task of a job, then send endless batches to the training processes."""
     import_triton()
     from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 
@@ -108,7 +115,12 @@ def serve(job: Job, hub: Hub) -> None:
 
 
 def write_validation(examples: Any, path: Path) -> int:
-    """Write the validation examples as int32[n, inputs_length + targets_length]. Returns n."""
+    """Write the validation examples to a file and return their number.
+
+    Args:
+        examples: the seqio task's examples.
+        path: file for int32[n, inputs_length + targets_length], inputs and targets of n examples.
+    """
     rows = 0
     with open(path, "wb") as file:
         for batch in examples.validation():
@@ -118,7 +130,7 @@ def write_validation(examples: Any, path: Path) -> int:
 
 
 def end_with_caller(caller: Caller, folder: str) -> None:
-    """End this process when its parent process has ended."""
+    """End this worker process, and remove its folder, when the parent process has ended."""
     for _ in caller:
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -126,7 +138,7 @@ def end_with_caller(caller: Caller, folder: str) -> None:
 
 
 def work(caller: Caller) -> None:
-    """Main function of the worker process."""
+    """Run the seqio worker process: the function that the parent process starts it with."""
     job, hub = caller.settings, Hub(caller)
     threading.Thread(target=end_with_caller, args=(caller, job.folder), daemon=True).start()
     sys.path.insert(0, os.getcwd())  # where the user's module may lie

@@ -1,1 +1,4 @@
-"""Training while the text is still being tokenized; depends on data, data.text, data.tokens and data.objectives."""
+"""Training on text that is tokenized during the run (`--streaming`), without token files.
+
+This package depends on `data`, `data.text`, `data.tokens` and `data.objectives`.
+"""

@@ -1,8 +1,9 @@
-"""Examples of a stream of text. Worker processes tokenize the text in chunks, ahead of training.
+"""Training examples for `--streaming`: worker processes tokenize the text in chunks, ahead of training.
 
-The examples of a stream are numbered from 0, chunk after chunk. The file `stream-00003.jsonl` records the number of
-examples and the end position of each chunk of stream 3, so that a resumed run does not read the text again. Without
-this file the stream is read from its beginning and gives the same examples.
+The text is divided into streams, which are endless sequences of documents. A chunk is some consecutive documents of a
+stream. The examples of a stream are numbered from 0, chunk after chunk. The file `stream-00003.jsonl` records the
+number of examples and the end position of each chunk of stream 3, so that a resumed run does not read the text again.
+Without this file the stream is read from its beginning and gives the same examples.
 """
 
 import json
@@ -35,7 +36,12 @@ BuildFunction = Callable[[Chunk, int, int], SampleDataset]
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Examples and tokens of a chunk, and the `MixedPosition` of its end."""
+    """Record of a chunk of streamed text that was tokenized, from which a resumed run finds its place in the text.
+
+    Attributes:
+        num_samples, num_tokens: examples and tokens of the chunk.
+        end: position in the text where the chunk ends, a `MixedPosition` as JSON.
+    """
 
     num_samples: int
     num_tokens: int
@@ -43,14 +49,14 @@ class ChunkRecord:
 
 
 class ExampleStream:
-    """The examples of one stream, an endless dataset with access by number.
+    """The training examples of one stream of documents: an endless dataset with access by number.
 
     Args:
-        folder: contains the indices of all streams.
+        folder: folder of the files that record the chunks of all streams.
         number: index of this stream.
 
     Attributes:
-        pending: chunks that are being made, by their numbers.
+        pending: chunks (groups of documents) that workers are tokenizing, by their numbers.
     """
 
     def __init__(self, folder: Path, number: int):
@@ -84,7 +90,7 @@ class ExampleStream:
         return 1 << 62
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the numbers of input and target tokens, int64[2, n], of these examples, which must be in memory."""
+        """Return the numbers of input and target tokens, int64[2, n], of n examples, which must be in memory."""
         lengths = np.empty((2, len(samples)), np.int64)
         for here, dataset, numbers in self.locate(samples):
             lengths[:, here] = dataset.lengths(numbers)
@@ -92,39 +98,58 @@ class ExampleStream:
 
     @property
     def num_known(self) -> int:
-        """Number of examples in all chunks so far."""
+        """Number of examples in all text that has been tokenized so far."""
         return self._begins[-1]
 
     @property
     def rejected_and_lines(self) -> tuple[int, int]:
-        """Number of rejected records and of all records read so far, without repetitions."""
+        """Number of records that could not be used, and of all records read so far. Each record counts once."""
         end = self._records[-1].end if self._records else {"rejected": 0, "lines": 0}
         return end["rejected"], end["lines"]
 
     def drop_before(self, sample: int) -> None:
-        """Free the memory of all chunks before the one that contains example `sample`."""
+        """Free the memory of examples that were used: all chunks before the one that contains example `sample`."""
         with self._lock:
             self._low, first = sample, self.chunk_of(sample)
             self._open = {number: dataset for number, dataset in self._open.items() if number >= first}
 
     def chunk_of(self, sample: int) -> int:
-        """Return the number of the chunk with this example, or of the next chunk to make if no chunk has it yet."""
+        """Return the number of the chunk (group of documents) with this example.
+
+        If no chunk has the example yet, this is the number of the next chunk to make.
+        """
         return bisect_right(self._begins, sample) - 1
 
     def missing(self, low: int, high: int) -> int | None:
-        """Return the number of the next chunk to make for examples `low` to `high`, or None if all are in memory."""
+        """Return the number of the next chunk (group of documents) to tokenize for a range of examples.
+
+        Args:
+            low, high: first and last example of the range.
+
+        Returns:
+            The number of the chunk, or None if all examples of the range are in memory.
+        """
         if high >= self.num_known:
             return len(self._records)
         wanted = range(self.chunk_of(low), self.chunk_of(high) + 1)
         return next((number for number in wanted if number not in self._open), None)
 
     def request(self, number: int) -> ChunkRequest:
-        """The request for a chunk, known or next."""
+        """Return the request that makes a worker tokenize a chunk, either the next one or one made before."""
         begin = self._records[number - 1].end if number else {}
         return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:
-        """Add a chunk and its examples. Raises UserError if the chunk was made before and has changed."""
+        """Add a chunk of tokenized text, and the examples made of it, to the stream.
+
+        Args:
+            number: number of the chunk.
+            chunk: the tokens.
+            dataset: the examples.
+
+        Raises:
+            UserError: the chunk was made before and has changed, because the text has changed.
+        """
         record = ChunkRecord(len(dataset), len(chunk.tokens), chunk.end)
         with self._lock:
             if number == len(self._records):
@@ -139,7 +164,7 @@ class ExampleStream:
                 self._open[number] = dataset
 
     def locate(self, samples: np.ndarray) -> Iterable[tuple[np.ndarray, SampleDataset, np.ndarray]]:
-        """Find the chunks that contain these examples.
+        """Find the chunks (groups of documents) that contain the examples with the given numbers.
 
         Returns:
             For each chunk: indices into `samples`, the chunk's dataset, and the sample numbers in that dataset.
@@ -161,7 +186,9 @@ def _append_line(path: Path, line: str) -> None:
 
 
 class ChunkFeed:
-    """Makes the chunks of several streams in worker processes. A stream always uses the same process.
+    """Tokenizes several streams of text in worker processes, ahead of training, one chunk of documents at a time.
+
+    A stream always uses the same process.
 
     Args:
         streams: the streams that this training process reads.
@@ -181,7 +208,7 @@ class ChunkFeed:
         self._worker_of = {s.number: locked_workers[k % len(locked_workers)] for k, s in enumerate(streams)}
 
     def wait_for(self, wanted: dict[int, tuple[int, int]]) -> None:
-        """Wait until the examples are in memory, then start to make the next chunks in the background.
+        """Wait until the examples of a batch are in memory, then start to tokenize the next text in the background.
 
         Args:
             wanted: {stream number: (first example, last example)}.
@@ -245,7 +272,7 @@ class ChunkFeed:
             )
 
     def close(self) -> None:
-        """Stop the workers. They are killed after some seconds."""
+        """Stop the worker processes. They are killed if they do not end within some seconds."""
         self._errors = dict.fromkeys(self._workers, OSError("the streams are closed"))
         pending = [future for stream in self.streams.values() for future in list(stream.pending.values())]
         is_stuck = bool(futures.wait(pending, _SECONDS_TO_STOP).not_done)

@@ -1,5 +1,8 @@
 """Training while the text is being read and tokenized: `--streaming`.
 
+The text is divided into V streams, which are endless sequences of documents. A chunk is some consecutive documents of
+a stream. A worker is a training process.
+
     text -> V streams of documents -> chunks of tokens -> examples -> batches of this worker
             (text.py)                 (worker.py)         (chunks.py)
 
@@ -63,10 +66,12 @@ _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 
 
 class StreamedDataset:
-    """Samples of the streams that this worker reads, by sample number.
+    """Training samples of `--streaming`, by sample number: those of the streams that this worker reads.
+
+    A stream is an endless sequence of documents, a fixed part of the text.
 
     Args:
-        feed: makes the chunks of the streams.
+        feed: tokenizes the text of the streams.
         fingerprint: hash of text, settings and seed.
         num_streams: number of streams over all workers.
         buckets: by stream number, the examples grouped by length; empty if all have the same length.
@@ -78,7 +83,7 @@ class StreamedDataset:
         self.feed, self.fingerprint, self.num_streams, self._buckets = feed, fingerprint, num_streams, buckets
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the samples with these numbers int64[n]. Waits until the text is tokenized."""
+        """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized."""
         streams, numbers = samples % self.num_streams, samples // self.num_streams
         wanted = {}
         for stream in np.unique(streams).tolist():
@@ -107,7 +112,10 @@ class StreamedDataset:
 
 
 class StreamLoader(TrainLoader):
-    """Training batches of a `StreamedDataset`. Raises RunError if the text cannot be read or a worker process dies."""
+    """Training batches of a `StreamedDataset`, made from text that is tokenized during the run.
+
+    Raises RunError if the text cannot be read or a worker process dies.
+    """
 
     samples_per_epoch = None
 
@@ -121,16 +129,16 @@ class StreamLoader(TrainLoader):
         return max(1, _ROWS_AT_ONCE * len(self.dataset.feed.streams) // self.rows_per_worker)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes that tokenize the text."""
         self.dataset.feed.close()
 
 
 def streaming_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, model_kind: ModelKind
 ) -> tuple[StreamLoader, str]:
-    """Build the loader of `--streaming` and its description for the log. All ranks must call it.
+    """Build the data loader of `--streaming` and its description for the log.
 
-    It reads and tokenizes the first text.
+    All ranks (training processes) must call this function. It reads and tokenizes the first text.
 
     Raises:
         UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
@@ -149,7 +157,12 @@ def streaming_data(
 
 
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:
-    """Return the numbers of the streams that a worker reads."""
+    """Return the numbers of the text streams that a worker reads.
+
+    Args:
+        rank, world_size: number of the worker, from 0, and number of workers.
+        num_streams: number of streams over all workers.
+    """
     step = gcd(world_size, num_streams)
     return range(rank % step, num_streams, step)
 

@@ -1,7 +1,7 @@
-"""The text of a streamed run: its shards are assigned to streams, which read them in an order fixed by the seed.
+"""The text of a `--streaming` run: it is divided into streams, which are read in an order fixed by the seed.
 
-Shards (parts of files, shards of a Hugging Face dataset) are assigned to V streams, differently in each epoch. Six
-shards of equal size in two streams:
+A stream is an endless sequence of documents. A shard is a part of a file, or a shard of a Hugging Face dataset. The
+shards are assigned to V streams, differently in each epoch. Six shards of equal size in two streams:
 
     epoch       0         1         2
     stream 0    4 1 3     0 4 2     5 3 0   ...
@@ -10,16 +10,17 @@ shards of equal size in two streams:
 V depends on the data and on `--streams`, not on the number of workers. A stream, and each `Position` in it, is a
 function of (data, seed).
 
-Several texts (`--data_weights`, `--data_temperature` and so on) are mixed in each stream: the next document comes from
-the text with the largest deficit in bytes. The bytes read of each text are
-part of the position, so a mixture is a function of (data, settings, seed). Two texts of equal weights, with documents
-of 3 bytes (a) and of 1 byte (b):
+Several texts (`--data_weights`, `--data_temperature` and so on) are mixed in each stream. The next document comes from
+the text that is furthest below its fraction of the bytes. The bytes read of each text are part of the position, so a
+mixture is a function of (data, settings, seed). Two texts of equal weights, with documents of 3 bytes (a) and of 1
+byte (b):
 
     bytes of a, b    0 0    3 0    3 1    3 2    3 3    6 3   ...
     document         a      b      b      b      a      b     ...
 
-A text that cannot be balanced over V streams, such as one compressed file, has n, a divisor of V; V / n streams read
-all of each of them and use its documents in round robin, so that no document is in two streams.
+Some texts cannot be divided into V parts of about equal size, such as one compressed file. Such a text is divided into
+n parts, where n is a divisor of V. Each part is read by V / n streams, which use its documents in round robin, so that
+no document is in two streams.
 """
 
 import heapq
@@ -59,10 +60,14 @@ _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of th
 
 @dataclass(frozen=True)
 class Position:
-    """A position in one text of a stream: after `items` records and rejected records of shard number `shard`.
+    """A position in one text of a stream, from which a resumed run reads on.
 
-    `rejected` and `lines` (rejected and usable records) count those of epoch 0, which meets each line once;
-    `documents` counts all that were read, `num_bytes` the bytes of those that the stream used.
+    Attributes:
+        epoch, shard: how often the stream has read the text, and the number of the current shard (part of the text).
+        items: records read in this shard, with those that could not be used.
+        rejected, lines: unusable records and all records of epoch 0, which meets each record once.
+        documents: documents read in all epochs.
+        num_bytes: bytes of the documents that the stream used.
     """
 
     epoch: int = 0
@@ -76,7 +81,7 @@ class Position:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The shards of a text and the number of streams that read them."""
+    """How a text is divided among streams: its shards (parts of files or datasets), and the number of streams."""
 
     shards: tuple[Shard, ...]
     num_streams: int
@@ -84,10 +89,19 @@ class StreamPlan:
 
     @classmethod
     def make(cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False) -> "StreamPlan":
-        """Cut the inputs into shards for as many balanced streams as possible.
+        """Divide a text into as many streams of about equal size as possible.
 
-        Their number is at most `max_streams` (a divisor of it with `divisor`); the largest has at most 1.1 times the
-        average size. Raises UserError where an input does not exist or is empty.
+        The inputs are cut into shards (parts of files or datasets). The largest stream has at most 1.1 times the
+        average size.
+
+        Args:
+            inputs: files, folders and datasets.
+            max_streams: maximum number of streams.
+            seed: determines which stream reads which shards.
+            divisor: True to use a number of streams that divides `max_streams`.
+
+        Raises:
+            UserError: an input does not exist or is empty.
         """
         shards = plan_shards(inputs)
         size = sum(shard.num_bytes for shard in shards)
@@ -99,7 +113,11 @@ class StreamPlan:
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
-        """Replace the recorded file times by those on this machine. Raises UserError if file sizes differ."""
+        """Return the plan with the modification times that the input files have on this machine.
+
+        The plan was made on another machine, where copies of the files may have other times. Raises UserError if file
+        sizes differ.
+        """
         planned = {shard.path: shard.stamp for shard in self.shards if shard.stamp is not None}
         stamps = {path: file_stamp(path) if os.path.exists(path) else (-1, 0) for path in planned}
         for path, stamp in planned.items():
@@ -112,7 +130,7 @@ class StreamPlan:
         return replace(self, shards=tuple(replace(shard, stamp=stamps.get(shard.path)) for shard in self.shards))
 
     def shards_of(self, stream: int, epoch: int) -> list[Shard]:
-        """Return the shards that a stream reads in an epoch, in order."""
+        """Return the shards (parts of the text) that a stream reads in an epoch, in reading order."""
         return [self.shards[number] for number in _assign(self, epoch)[stream]]
 
 
@@ -148,16 +166,20 @@ def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
 
 
 class StreamText:
-    """Documents of one text in a stream, without end.
+    """The documents that one stream reads from one text, as an endless iterator.
 
     Args:
-        max_bad_lines: limit of rejected records of all streams.
-        listed_in: the list of rejected records, for messages.
+        plan: the shards (parts) of the text, and the number of streams.
+        stream: index of the stream.
+        position: position to begin at.
+        text_key: key of the text in a JSON record.
+        max_bad_lines: maximum number of unusable records of all streams; None for the default limit.
+        listed_in: path of the list of unusable records, for error messages.
         sharing: number of streams that read the text and use its documents in round robin, and the index of this one.
-        rejected: receives the records rejected in epoch 0.
+        rejected: list that receives the records rejected in epoch 0; None for a new list.
 
     Attributes:
-        position: after the last document.
+        position: position after the last document.
     """
 
     def __init__(
@@ -237,7 +259,13 @@ class StreamText:
 
 @dataclass(frozen=True)
 class MixedPosition:
-    """A position in a stream: in each of its texts; `rejected` and `lines` are those that this stream lists."""
+    """A position in a stream that mixes several texts, from which a resumed run reads on.
+
+    Attributes:
+        texts: the position in each text.
+        rejected, lines: unusable records and all records. If several streams read a text, only one of them counts
+            each.
+    """
 
     texts: tuple[Position, ...]
     rejected: int = 0
@@ -246,7 +274,7 @@ class MixedPosition:
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """The texts that all streams read, and their fractions of the bytes."""
+    """How several texts are divided among streams and mixed: the plan of each text, and its fraction of the bytes."""
 
     plans: tuple[StreamPlan, ...]
     shares: tuple[float, ...]
@@ -254,7 +282,13 @@ class MixedPlan:
 
     @classmethod
     def of_one(cls, inputs: Sequence[str], max_streams: int, seed: int) -> "MixedPlan":
-        """The plan of inputs that are read as one text."""
+        """Plan a streamed run over inputs that are read as one text, without mixing.
+
+        Args:
+            inputs: files, folders and datasets.
+            max_streams: maximum number of streams that the text is divided into.
+            seed: determines the order of the text.
+        """
         plan = StreamPlan.make(inputs, max_streams, seed)
         return cls((plan,), (1.0,), plan.num_streams)
 
@@ -270,10 +304,14 @@ class MixedPlan:
         maximum: float | None,
         temperature: float,
     ) -> "MixedPlan":
-        """Plan a run over several texts that are mixed.
+        """Plan a streamed run over several texts that are mixed by weight.
 
         Args:
-            weights, blending, maximum, temperature: see `MixtureDataset`; sizes are bytes of files.
+            inputs: the texts, each a file, folder or dataset.
+            num_streams: number of streams that every text is divided into.
+            seed: determines the order of the text.
+            weights, blending, maximum, temperature: see `MixtureDataset`; the size of a text is that of its files in
+                bytes.
         """
         seeds = [stream_key(seed, f"text {number}") for number in range(len(inputs))]
         plans = [StreamPlan.make([path], num_streams, s, True) for path, s in zip(inputs, seeds, strict=True)]
@@ -285,16 +323,28 @@ class MixedPlan:
         return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
 
     def on_this_machine(self) -> "MixedPlan":
-        """Replace the recorded file times by those on this machine. Raises UserError if file sizes differ."""
+        """Return the plan with the modification times that the input files have on this machine.
+
+        Raises UserError if file sizes differ from those on the machine that made the plan.
+        """
         return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
 
     def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
-        """The text of a stream from a `MixedPosition` as JSON ({}: the start), with the options of `StreamText`."""
+        """Open the text of a stream at a position.
+
+        Args:
+            stream: index of the stream.
+            begin: a `MixedPosition` as JSON; {} for the start of the text.
+            options: further arguments of `StreamText`.
+        """
         texts = tuple(Position(**text) for text in begin.get("texts", [{}] * len(self.plans)))
         return MixedText(self, stream, MixedPosition(**{**begin, "texts": texts}), **options)
 
     def identity(self) -> list[Any]:
-        """Return JSON values that identify the texts, their weights, the number of streams and the seeds."""
+        """Return JSON values that identify the texts and how they are mixed, to notice that they have changed.
+
+        The values cover the texts, their weights, the number of streams and the seeds.
+        """
         return [[content_of(plan.shards), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:
@@ -315,11 +365,11 @@ def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
 
 
 class MixedText:
-    """Documents of one stream, without end.
+    """The documents of one stream, as an endless iterator over a mixture of texts.
 
     Attributes:
-        position: after the last document.
-        rejected: records rejected in epoch 0, without those that another stream of a shared text lists.
+        position: position after the last document.
+        rejected: unusable records met in epoch 0. If several streams read a text, only one of them lists each.
     """
 
     def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **options: Any):

@@ -1,4 +1,4 @@
-"""Worker process of a streamed run: tokenizes streams into chunks. It does not import torch."""
+"""Worker process of a `--streaming` run: tokenizes the documents of its streams, chunk by chunk, without torch."""
 
 import json
 import os
@@ -20,17 +20,22 @@ _BATCH_BYTES = 1 << 16  # text per call into the vocabulary: small, so that the 
 
 
 def chunk_tokens(number: int) -> int:
-    """Minimum size in tokens of chunk `number` of a stream: 32,768, doubled with each chunk up to about a million."""
+    """Return the minimum number of tokens in chunk `number` of a stream: 32,768, doubled up to about a million.
+
+    A chunk is the text that is tokenized at a time. The first chunks are small so that training starts soon.
+    """
     return min(FIRST_CHUNK << min(number, 30), LARGEST_CHUNK)
 
 
 @dataclass(frozen=True)
 class ChunkRequest:
-    """Request for one chunk of a stream.
+    """Request to a worker process to tokenize the next documents of a stream, which together form a chunk.
+
+    A stream is an endless sequence of documents, a fixed part of the text.
 
     Attributes:
         stream, number: index of the stream, and of the chunk in it.
-        begin: `MixedPosition` as JSON where the chunk starts.
+        begin: position in the text where the chunk starts, a `MixedPosition` as JSON.
         again: True if the chunk was made before, so that its rejected records are listed already.
     """
 
@@ -42,11 +47,13 @@ class ChunkRequest:
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """Settings of a worker process.
+    """Settings of a worker process that tokenizes text for `--streaming`.
 
     Attributes:
-        folder: folder for the list of rejected records.
-        max_bad_lines: maximum number of rejected records per stream.
+        plan: the texts and how they are divided among streams.
+        folder: folder for the list of unusable records.
+        encoder: converts text to token ids.
+        max_bad_lines: maximum number of unusable records per stream; None for the default limit.
     """
 
     plan: MixedPlan
@@ -57,14 +64,19 @@ class ChunkSettings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of whole documents, and the `MixedPosition` after the last one."""
+    """Result of tokenizing a chunk of a stream: the tokens of consecutive whole documents, and where the text goes on.
+
+    Attributes:
+        tokens: ids of the documents, one document after the other.
+        end: position after the last document, a `MixedPosition` as JSON.
+    """
 
     tokens: np.ndarray
     end: dict[str, Any]
 
 
 class StreamTokens:
-    """Token ids of the documents of one stream.
+    """Token ids of the documents of one stream, document by document.
 
     Attributes:
         position: position after the last document that was returned.
@@ -89,14 +101,17 @@ class StreamTokens:
 
 
 class ChunkMaker:
-    """Read and tokenize text into chunks of training examples. Text streams stay open from chunk to chunk."""
+    """Reads and tokenizes the text of streams, one chunk of documents for each request of the training process.
+
+    A stream's files stay open from chunk to chunk.
+    """
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings
         self._streams: dict[int, StreamTokens] = {}
 
     def make(self, request: ChunkRequest) -> Chunk:
-        """Make the requested chunk. Raises the same errors as iterating a `StreamText`."""
+        """Tokenize the requested chunk of a stream. Raises the same errors as iterating a `StreamText`."""
         stream, documents, size = self._stream_at(request), [], 0
         rejected, before, finished = stream.text.rejected, stream.position.rejected, False
         try:
@@ -134,10 +149,10 @@ class ChunkMaker:
 
 
 def rejected_path(folder: str | os.PathLike) -> Path:
-    """Return the path of the list of rejected records."""
+    """Return the path of the list of records that could not be used, in the folder of a streamed run."""
     return Path(folder) / "bad_lines.jsonl"
 
 
 def work(caller: Caller) -> None:
-    """Main function of the worker process: answer each ChunkRequest with a Chunk."""
+    """Run the worker process of a streamed run, which answers each ChunkRequest with a Chunk."""
     caller.serve(lambda settings: ChunkMaker(settings).make)

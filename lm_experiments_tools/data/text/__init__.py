@@ -1,1 +1,4 @@
-"""Raw text and vocabularies: reading documents, training and using a vocabulary; depends on data."""
+"""Raw text and vocabularies: reading documents from files and datasets, training and using a vocabulary.
+
+This package depends on `lm_experiments_tools.data`.
+"""

@@ -27,7 +27,10 @@ _BYT5_SENTINELS = 125
 
 
 class ByteVocabulary(Vocabulary):
-    """A vocabulary of 256 bytes and `num_sentinels` sentinels. `path` is None for ByT5's original vocabulary."""
+    """ByT5's vocabulary: one token for each of the 256 bytes, and `num_sentinels` sentinel tokens for span corruption.
+
+    `path` is None for ByT5's original vocabulary.
+    """
 
     pad_id, eos_id, unk_id, mask_id = 0, 1, 2, None
     num_pieces = _END

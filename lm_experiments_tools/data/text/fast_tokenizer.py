@@ -25,7 +25,7 @@ WORD_MARKS = ("\u2581", "\u0120")  # of the space before a word: SentencePiece's
 
 
 class FastTokenizer:
-    """A Rust tokenizer that encodes special tokens in a text as ordinary text.
+    """A Rust tokenizer of Hugging Face that encodes special tokens in a text as ordinary text.
 
     Args:
         content: content of a tokenizer.json.
@@ -33,7 +33,7 @@ class FastTokenizer:
     Attributes:
         settings: `content`, parsed.
         kind: BPE, WordPiece, Unigram or WordLevel.
-        pieces: subword -> id.
+        pieces: mapping from subwords to ids.
         size: all ids are smaller.
         special_ids: ids of special tokens.
     """
@@ -54,7 +54,11 @@ class FastTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self, *facts: Any) -> str:
-        """Hash everything that determines ids (subwords, normalization, model), and `facts`, with sha256."""
+        """Return a sha256 hash of everything that determines the ids of a text: subwords, normalization and model.
+
+        Args:
+            facts: further JSON values to include in the hash.
+        """
         parts = {part: self.settings[part] for part in ("normalizer", "pre_tokenizer", "model")}
         if isinstance(parts["model"].get("vocab"), dict):  # in arbitrary order; the pieces are listed below
             parts["model"] = {key: value for key, value in parts["model"].items() if key != "vocab"}
@@ -134,7 +138,7 @@ def _wordpiece_bytes(piece: str, prefix: str) -> int:
 
 
 def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
-    """Return `FastTokenizer.token_bytes` of a transformers tokenizer."""
+    """Return the number of bytes of each token of a transformers tokenizer, see `FastTokenizer.token_bytes`."""
     if tokenizer.__class__.__name__ == "ByT5Tokenizer":
         from lm_experiments_tools.data.text.byte_vocabulary import ByteVocabulary
 
@@ -145,7 +149,13 @@ def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | N
 
 
 def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
-    """Return `load()`. Any exception becomes a UserError that names `what` and `remedy`."""
+    """Call a function that loads a model or tokenizer, and turn any exception into a UserError.
+
+    Args:
+        what: what is loaded, for the error message.
+        load: the function.
+        remedy: advice for the error message.
+    """
     try:
         return load()
     except UserError:
@@ -156,10 +166,15 @@ def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
 
 
 def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], remedy: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that `load` loads.
+    """Load a Hugging Face tokenizer and check that it can be used.
+
+    Args:
+        what: name of the tokenizer in error messages.
+        load: function that returns the tokenizer.
+        remedy: advice for the error message.
 
     Raises:
-        UserError: it cannot be loaded, is not a fast tokenizer, or has only special tokens.
+        UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.
     """
     pretrained = load_pretrained(what, load, remedy)
     if pretrained.__class__.__name__ == "ByT5Tokenizer":
@@ -174,7 +189,11 @@ def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], reme
 
 
 def components(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a normalizer or pre-tokenizer, or the members of a sequence of them."""
+    """Yield the parts of a tokenizer's normalizer or pre-tokenizer: the members of a sequence, or the single one.
+
+    Args:
+        settings: the normalizer or pre-tokenizer in a tokenizer.json; None if there is none.
+    """
     if settings is None:
         return
     if settings["type"] == "Sequence":

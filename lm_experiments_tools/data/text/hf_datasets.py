@@ -1,4 +1,4 @@
-"""Hugging Face datasets as streamed text: their shards, rows and identity.
+"""Hugging Face datasets as streamed text: reading their rows shard by shard, and identifying their version.
 
 `name[:config][:split]` is a dataset of the hub, or a local folder that the `datasets` package can read (Parquet,
 Arrow, ...). The default split is `train`. A single .parquet or .arrow file is a dataset too.
@@ -19,26 +19,34 @@ _PARQUET_ROWS = 1000  # read together; the default, the rows of the first row gr
 
 
 def is_data_file(path: str) -> bool:
-    """Return True for file names that only the `datasets` package can read."""
+    """Return True for a file name that only the `datasets` package can read, such as a .parquet file."""
     return path.lower().endswith(DATA_SUFFIXES)
 
 
 def split_name(item: str) -> tuple[str, str | None, str]:
-    """Split `name[:config][:split]` into name, configuration (None for the default) and split."""
+    """Split the name of a Hugging Face dataset, `name[:config][:split]`, into its three parts.
+
+    Returns:
+        Name, configuration (None for the default) and split.
+    """
     name, _, rest = item.partition(":")
     config, _, split = rest.partition(":")
     return name, config or None, split or "train"
 
 
 def class_names(features: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Return the class names of each `ClassLabel` column, and of each list of them."""
+    """Return the class names of each `ClassLabel` column of a dataset, and of each list of such labels."""
     columns = {name: getattr(feature, "feature", feature) for name, feature in (features or {}).items()}
     return {name: feature.names for name, feature in columns.items() if getattr(feature, "names", None)}
 
 
 @lru_cache(maxsize=16)  # to find the files of a dataset on the hub takes seconds, and each shard would pay for it
 def load_streaming(item: str, column: str = "") -> Any:
-    """Load a `datasets.IterableDataset`. From Parquet files, read only `column` if it is given.
+    """Load a Hugging Face dataset as a `datasets.IterableDataset`, without downloading it first.
+
+    Args:
+        item: `name[:config][:split]`, a dataset of the hub or a local one.
+        column: of Parquet files, read only this column; "" for all.
 
     Raises:
         UserError: the package is not installed, the dataset, configuration or split does not exist, or there is no
@@ -73,12 +81,18 @@ def _builder(item: str) -> Any:
 
 
 def num_shards(item: str) -> int:
-    """Return the number of files that can be read independently."""
+    """Return the number of shards of a Hugging Face dataset, which are files that can be read independently."""
     return load_streaming(item).num_shards
 
 
 def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one shard in order, from row `skip` on; only `column` if the dataset has it.
+    """Yield the rows of one shard (file) of a Hugging Face dataset in order.
+
+    Args:
+        item: `name[:config][:split]`.
+        shard: number of the shard.
+        column: read only this column, if the dataset has it.
+        skip: number of rows to skip.
 
     Raises:
         UserError: the shard is damaged.
@@ -99,10 +113,14 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
 
 
 def identity(item: str, *, with_times: bool = False) -> list[str]:
-    """Identify the files of the split: on the hub by revision, local ones by size, first and last bytes.
+    """Identify the version of a Hugging Face dataset, to notice that it has changed.
+
+    The result lists the files of the split: files on the hub with their revision, local files with their size, first
+    and last bytes.
 
     Args:
-        with_times: include the times of local files.
+        item: `name[:config][:split]`.
+        with_times: True to include the modification times of local files.
     """
     builder = _builder(item)
     files = (builder.config.data_files or {}).get(split_name(item)[2])

@@ -1,9 +1,9 @@
 """Read records of text, and count and limit those that cannot be used.
 
 A record is a line of a JSON-lines file, a block of lines between blank lines of a text file, or a row of a Hugging
-Face dataset. A record with broken JSON, without the text key, with invalid UTF-8, or the like, becomes a `Rejected`.
-By default 100 records may be rejected, or 0.1 % of the records read if that is more. Records with an empty text are
-dropped and not limited.
+Face dataset. A record that cannot be used becomes a `Rejected`: it has broken JSON, lacks the text key, has invalid
+UTF-8, or the like. By default 100 records may be rejected, or 0.1 % of the records read if that is more. Records with
+an empty text are dropped and not limited.
 """
 
 import json
@@ -36,7 +36,7 @@ _EXCERPT = 1000  # characters of a rejected record in the list, enough to recogn
 
 
 class BadRecord(Exception):
-    """Raised with the reason why a record cannot be used."""
+    """Error with the reason why one record of the text cannot be used. The record is then skipped and counted."""
 
     def __init__(self, reason: str, is_empty: bool = False):
         super().__init__(reason)
@@ -44,10 +44,10 @@ class BadRecord(Exception):
 
 
 class Rejected(NamedTuple):
-    """A record that cannot be used.
+    """A record of the text that cannot be used, with its position and the reason.
 
     Attributes:
-        line: line number in the shard, from 1; 0 if `path` contains the position.
+        line: line number in the shard (part of the file), from 1; 0 if `path` contains the position.
     """
 
     path: str
@@ -58,16 +58,16 @@ class Rejected(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Position of the record, for messages."""
+        """Position of the rejected record (file and line), for messages."""
         return f"{self.path}:{self.line}" if self.line else self.path
 
     def to_json(self) -> str:
-        """Return the record's line in a list of rejected records."""
+        """Return this rejected record as a line of the JSON-lines file that lists all of them."""
         return json.dumps({"file": self.path, "line": self.line, "reason": self.reason, "content": self.content})
 
 
 class Record(NamedTuple):
-    """The text or all fields of a record, with its position.
+    """A record of the input (a line or document), with its position: its text only, or all of its fields.
 
     Attributes:
         raw: the JSON line; empty for other kinds of files.
@@ -79,7 +79,7 @@ class Record(NamedTuple):
     raw: bytes = b""
 
     def rejected(self, error: BadRecord) -> Rejected:
-        """Return the record as rejected, with the reason."""
+        """Return the `Rejected` that reports this record as unusable, with the error as its reason."""
         return _rejected(self.path, self.line, self.raw, error)
 
 
@@ -88,34 +88,40 @@ def _rejected(path: str, line: int, raw: bytes, error: BadRecord) -> Rejected:
 
 
 def allowed(limit: int | None, lines: int) -> int:
-    """Return the number of records that may be rejected among `lines`: `limit`, or by default max(100, 0.1 %)."""
+    """Return the maximum number of unusable records among `lines` records: `limit`, by default max(100, 0.1 %)."""
     return max(_MIN_ALLOWED, lines // _LINES_PER_REJECTED) if limit is None else limit
 
 
 def too_many(limit: int | None, rejected: int, lines: int) -> str:
-    """Return the beginning of the error message for too many rejected records."""
+    """Return the beginning of the error message for too many unusable records.
+
+    Args:
+        limit: maximum number of unusable records; None for the default of `allowed`.
+        rejected, lines: number of unusable records, and of all records read.
+    """
     rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
     return f"more than {allowed(limit, lines)} bad lines{rate}: {rejected} so far"
 
 
 class TooManyRejected(UserError):
-    """Raised if more records than allowed cannot be used."""
+    """Error that stops reading because more records than allowed cannot be used."""
 
 
 class RejectedRecords:
-    """Counts rejected records, lists them in a file, and raises UserError above the limit.
+    """Counts the records that cannot be used, lists them in a file, and raises UserError if there are too many.
 
     Args:
-        limit: maximum number of rejected records; None: see `allowed`.
-        path: JSON lines (`file`, `line`, `reason`, `content`), written if there are any; None: they are only counted.
-        of_part: they are of a part of the text, which is given up above `limit`, or (None) where most of very many
-            records are rejected.
+        limit: maximum number of rejected records; None for 100, or 0.1 % of the records read if that is more.
+        path: JSON-lines file for the rejected records (`file`, `line`, `reason`, `content`), written if there are any;
+            None to count them only.
+        of_part: True if the records are of one part of the text. With `limit` None, reading then stops only if most of
+            very many records are rejected, because the default limit is for the whole text.
 
     Attributes:
         count, lines: rejected records, and all records read.
-        first: "file:line: reason" of the first one, or "".
-        num_empty: empty records, not in `count`.
-        names_key_flag: True where --text_key names the key of the text.
+        first: "file:line: reason" of the first rejected record, or "".
+        num_empty: empty records, which are not in `count`.
+        names_key_flag: True if the flag --text_key selects the key of the text, so that error messages may mention it.
     """
 
     names_key_flag = True
@@ -129,11 +135,16 @@ class RejectedRecords:
             self.path.unlink(missing_ok=True)
 
     def accept(self, number: int = 1) -> None:
-        """Count usable records."""
+        """Count `number` records as read and usable."""
         self.lines += number
 
     def add(self, where: str, reason: str) -> None:
-        """Count a rejected record. Raises TooManyRejected above the limit."""
+        """Count a record that cannot be used. Raises TooManyRejected above the limit.
+
+        Args:
+            where: position of the record, "file:line".
+            reason: why it cannot be used.
+        """
         self.count += 1
         self.lines += 1
         self.first = self.first or f"{where}: {reason}"
@@ -142,7 +153,10 @@ class RejectedRecords:
             raise self.error()
 
     def reject(self, rejected: Rejected) -> None:
-        """List and count a rejected record; only count an empty one. Raises TooManyRejected above the limit."""
+        """List and count a record that cannot be used. Raises TooManyRejected above the limit.
+
+        An empty record is only counted, in `num_empty`, and has no limit.
+        """
         if rejected.is_empty:
             self.num_empty += 1
             return
@@ -163,7 +177,7 @@ class RejectedRecords:
         )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file that lists the rejected records."""
         if self._file is not None:
             self._file.close()
 
@@ -173,7 +187,12 @@ class RejectedRecords:
 
 
 def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
-    """Build the error for inputs without documents."""
+    """Build the error for inputs that contain no document.
+
+    Args:
+        inputs: the files, folders and datasets that were read.
+        rejected: the records that could not be used, which may be the reason.
+    """
     listed = f"; see {rejected.path}" if rejected.path else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
@@ -184,11 +203,11 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
 
 
 def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
-    """Yield all records of all inputs, in order.
+    """Yield all records (lines, documents or rows) of all inputs, in order.
 
     Args:
         paths: files, folders and datasets (see sources.py).
-        key: key of the text; None returns all fields as a dict.
+        key: key of the text in a JSON object or row; None returns all fields as a dict.
         rejected: counts the records that cannot be used.
 
     Raises:
@@ -208,7 +227,13 @@ def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) ->
 
 
 def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: RejectedRecords) -> Iterator[T]:
-    """Yield `convert(item)` for each item. Add items that are Rejected or raise BadRecord to `rejected`."""
+    """Yield `convert(item)` for each record that can be used, and count the other records as rejected.
+
+    Args:
+        items: records; an item may be a `Rejected`, a record that was found unusable before.
+        convert: function that raises BadRecord for records that cannot be used.
+        rejected: counts and lists the records that cannot be used.
+    """
     for item in items:
         if isinstance(item, Rejected):
             rejected.reject(item)
@@ -225,10 +250,12 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
 def read_shard(
     shard: Shard, key: str | None = "text", skip: int = 0, max_bytes: int | None = None
 ) -> Iterator[Record | Rejected]:
-    """Yield the records of a shard in order, from record `skip` on.
+    """Yield the records of a shard (a part of a file or dataset) in order.
 
     Args:
-        key: key of the text; None returns all fields as a dict.
+        shard: the shard to read.
+        key: key of the text in a JSON object or row; None returns all fields as a dict.
+        skip: number of records to skip.
         max_bytes: longer records are rejected; None for MAX_DOCUMENT_BYTES.
     """
     if shard.kind == "dataset":
@@ -251,7 +278,7 @@ def _json_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
 
 
 def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
-    """Parse a line that contains a JSON object. Raises BadRecord."""
+    """Parse a line that contains a JSON object. Raises BadRecord if it does not, or is too long."""
     try:
         fields = json.loads(decoded(line, max_bytes))
     except RecursionError:
@@ -264,7 +291,7 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
 
 
 def decoded(line: bytes, max_bytes: int | None = None) -> str:
-    """Decode a line from UTF-8. Raises BadRecord."""
+    """Decode a line from UTF-8. Raises BadRecord if it is invalid or too long."""
     if reason := too_long(len(line), max_bytes):
         raise BadRecord(reason)
     try:
@@ -274,13 +301,13 @@ def decoded(line: bytes, max_bytes: int | None = None) -> str:
 
 
 def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
-    """Return the reason to reject a document of this size, or ""."""
+    """Return the reason to reject a document of `num_bytes` bytes because it is too long, or "" if it is not."""
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     return f"a document of more than {human_bytes(limit)}: cut it into several" if num_bytes > limit else ""
 
 
 def field_of(fields: dict[str, Any], key: str) -> Any:
-    """Return the value of a key. Raises BadRecord, which lists the existing keys."""
+    """Return the value of a record's field. Raises BadRecord, which lists the existing keys, if it is missing."""
     if key not in fields:
         keys = ", ".join(repr(name) for name in list(fields)[:8])
         raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
@@ -288,7 +315,7 @@ def field_of(fields: dict[str, Any], key: str) -> Any:
 
 
 def text_of(fields: dict[str, Any], key: str) -> str:
-    """Return the text of a key. Raises BadRecord."""
+    """Return the text in a record's field. Raises BadRecord if the field is missing or has no usable text."""
     text = field_of(fields, key)
     if not isinstance(text, str):
         raise BadRecord(f"{key!r} is of type {type(text).__name__}, not a string")
@@ -360,10 +387,11 @@ def _dataset_records(shard: Shard, key: str | None, skip: int) -> Iterator[Recor
 
 
 def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, bytes) of the lines of a shard.
+    """Yield the lines of a shard (a part of a text file), as (line number, bytes).
 
     Args:
-        max_bytes: a longer line is cut to `max_bytes` + 1 bytes, which tells that it was too long.
+        shard: the part of the file to read.
+        max_bytes: a longer line is cut to `max_bytes` + 1 bytes, so that its length shows that it was too long.
 
     Raises:
         UserError: the file is damaged or was changed.
@@ -392,14 +420,14 @@ def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int
 
 @lru_cache(maxsize=64)
 def lines_before(shard: Shard) -> int:
-    """Lines of the file before a shard of it; reads all of that part."""
+    """Return the number of lines in a file before the part that a shard covers. All of these lines are read."""
     return 0 if shard.kind == "dataset" else count_lines(shard.path, 0, shard.start)
 
 
 def locate(shard: Shard, rejected: Rejected) -> Rejected:
-    """Turn the place of a rejected record in its shard into a place that a user finds.
+    """Give a rejected record a position that a user can find: the line in the file instead of the line in the shard.
 
-    That is the line in the file. For datasets and shards that begin beyond 256 MiB, the path names the shard instead.
+    For datasets, and for shards that begin beyond 256 MiB of a file, the path names the shard (part) instead.
     """
     if shard.kind == "dataset":
         return rejected._replace(path=f"{shard.path}, shard {shard.start}")
@@ -409,7 +437,7 @@ def locate(shard: Shard, rejected: Rejected) -> Rejected:
 
 
 def count_lines(path: str, start: int, end: int) -> int:
-    """Line ends among bytes start:end of a file."""
+    """Return the number of line ends between the bytes `start` and `end` of a file."""
     lines = 0
     with open(path, "rb") as file:
         file.seek(start)
@@ -419,7 +447,7 @@ def count_lines(path: str, start: int, end: int) -> int:
 
 
 def excerpt(line: bytes) -> str:
-    """Return the beginning of a line, for error messages."""
+    """Return the beginning of a line of text, for error messages."""
     return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
 
 

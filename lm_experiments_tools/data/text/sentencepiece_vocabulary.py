@@ -45,7 +45,7 @@ _SAMPLE_TEXTS = (  # what a saved tokenizer has to encode as the model does, bes
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A vocabulary of a `.model` file.
+    """A vocabulary read from a SentencePiece `.model` file, as T5 uses it.
 
     Attributes:
         num_pieces: number of subwords in the file; ids from here to `size` are added sentinels.
@@ -99,7 +99,11 @@ class SentencePieceVocabulary(Vocabulary):
 
     @cached_property
     def encode_by(self) -> str:
-        """Either "line", if newlines are encoded as spaces and lines thus separately (as in T5), or "document"."""
+        """Unit of text that is encoded separately, "line" or "document".
+
+        It is "line" if newlines are encoded as spaces (as in T5), so that the lines of a document do not affect each
+        other.
+        """
         keeps_newlines = "\n" in self._processor.decode(self._processor.encode("a\nb"))
         marks_words = "\u2581" in "".join(self._processor.encode("a", out_type=str))
         return "line" if marks_words and not keeps_newlines else "document"
@@ -142,7 +146,7 @@ class SentencePieceVocabulary(Vocabulary):
     def save_tokenizer(self, directory: str | os.PathLike) -> None:
         """Write Hugging Face tokenizer files from which `AutoTokenizer.from_pretrained(directory)` gives the same ids.
 
-        This is a T5Tokenizer if that gives the same ids, else a plain fast tokenizer.
+        The files are those of a T5Tokenizer if it gives the same ids, else of a plain fast tokenizer.
 
         Raises:
             UserError: neither gives the same ids, or the sentinels are not the last ids in descending order.

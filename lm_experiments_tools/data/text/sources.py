@@ -1,4 +1,4 @@
-"""Find the files of named inputs, and cut them into shards for parallel work.
+"""Find the input files of a tokenization or run, and cut them into shards (parts) for parallel work.
 
 | input | read as |
 |---|---|
@@ -49,10 +49,11 @@ _SKIP_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """A unit of parallel work: bytes start:end of a file, or shard number `start` of a dataset.
+    """A part of the input text that can be processed independently: a range of a file, or one shard of a dataset.
 
     Attributes:
-        end: None for a complete compressed file.
+        start, end: range of bytes of the file, `end` None for a complete compressed file. `start` is the number of the
+            shard for a dataset.
         stamp: result of `file_stamp` when the shard was planned; None to allow changes of the file.
     """
 
@@ -64,33 +65,34 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk in bytes; 0 for a dataset, whose size is unknown."""
+        """Size of this part of the text on disk in bytes; 0 for a dataset, whose size is unknown."""
         if self.kind == "dataset":
             return 0
         return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the file has changed since the shard was planned."""
+        """Raise UserError if this shard's file has changed since the text was divided into shards."""
         if self.stamp is not None and file_stamp(self.path) != self.stamp:
             raise UserError(f"{self.path} was changed while it was being read; wait until nothing writes to it.")
 
 
 def file_stamp(path: str) -> tuple[int, int]:
-    """Return size in bytes and modification time in ns of a file."""
+    """Return the size of a file in bytes and its modification time in ns, to notice that it has changed."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
 
 def whole_file(path: str) -> Shard:
-    """A complete file as one shard, of JSON lines where records are read from it."""
+    """Return a complete file as one shard (part of the text). Records that are read from it are JSON lines."""
     stamp = file_stamp(path)
     return Shard(path, "json", 0, None if endings(path)[1] else stamp[0], stamp)
 
 
 def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shards: int | None = None) -> list[Shard]:
-    """Cut the inputs into shards, in reading order. Plain files are cut between documents.
+    """Cut the input text into shards for parallel work, in reading order. Plain files are cut between documents.
 
     Args:
+        inputs: files, folders and datasets.
         shard_bytes: approximate size of a shard; None for 1/64 of the total, from 2 to 64 MB.
         max_shards: maximum number of shards; None for no limit.
     """
@@ -112,14 +114,17 @@ def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shard
 
 
 def content_of(shards: Sequence[Shard]) -> list[Any]:
-    """Identify the text, whatever its folder and times: file names, sizes, first and last bytes, shard bounds."""
+    """Identify the text in shards, to notice that it has changed: file names, sizes, first and last bytes, bounds.
+
+    Moving or copying the files does not change the result, because their folders and times are not part of it.
+    """
     bounds = [(os.path.basename(s.path), s.kind, s.start, s.end, s.num_bytes) for s in shards]
     files = dict.fromkeys(shard.path for shard in shards if shard.kind != "dataset")
     return [bounds, list(map(hash_of_ends, files)), list(map(hf_datasets.identity, datasets_of(shards)))]
 
 
 def datasets_of(shards: Sequence[Shard]) -> list[str]:
-    """Return the names of the datasets among the inputs of shards."""
+    """Return the names of the Hugging Face datasets that the given shards (parts of the text) belong to."""
     return list(dict.fromkeys(shard.path for shard in shards if shard.kind == "dataset"))
 
 
@@ -139,7 +144,7 @@ def _boundaries(path: str, kind: str, size: int, shard_bytes: int) -> list[int]:
 
 
 def skip_line(file: BinaryIO) -> bool:
-    """Skip a line of any length. Returns True if it was not blank."""
+    """Skip the next line of a file, of any length. Returns True if the line was not blank."""
     filled = False
     while block := file.readline(_SKIP_BYTES):
         filled = filled or bool(block.strip())
@@ -152,13 +157,16 @@ def skip_line(file: BinaryIO) -> bool:
 
 
 def endings(path: str) -> tuple[str, str]:
-    """Return the suffix of a file name and of its compression, in lower case: (".jsonl", ".gz") of data.JSONL.gz."""
+    """Return the two suffixes of a file name in lower case, its format and its compression.
+
+    They are (".jsonl", ".gz") for data.JSONL.gz.
+    """
     stem, last = os.path.splitext(os.path.basename(path).lower())
     return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
 
 
 def check_readable(path: str) -> None:
-    """Raise UserError for a zstd file if pyarrow is not installed."""
+    """Raise UserError if a file is compressed with zstd and pyarrow, which reads it, is not installed."""
     if endings(path)[1] == ".zst" and find_spec("pyarrow") is None:
         raise UserError(f"{path} is compressed by zstd, which pyarrow reads: pip install pyarrow, or decompress it")
 
@@ -188,7 +196,10 @@ def open_decompressed(path: str) -> Iterator[BinaryIO]:
 
 
 def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (path, kind) of all files and datasets of the inputs; kind is "json", "text" or "dataset".
+    """Find all files and datasets of the inputs, searching folders recursively.
+
+    Returns:
+        (path, kind) of each, where kind is "json", "text" or "dataset".
 
     Raises:
         UserError: an input does not exist, is unreadable or empty, or is given twice.
@@ -207,7 +218,7 @@ def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def list_inputs(inputs: Sequence[str]) -> str:
-    """Format inputs for a message."""
+    """Format a list of input files, folders and datasets for a message."""
     return ", ".join(map(str, inputs)) or "an empty list of inputs"
 
 

@@ -1,8 +1,9 @@
 """Vocabularies of Hugging Face tokenizers: BPE, WordPiece, Unigram and others.
 
 Special ids come from the tokenizer's config files. For a single `tokenizer.json`, special tokens are found by the
-names in `_NAMES`. Sentinels are the tokens <extra_id_0>, <extra_id_1>, ..., if there are any. Otherwise they are the
-largest set of <unused0>, ..., of [unused0], ..., or of additional special tokens.
+names in `_NAMES`. Sentinels, which mark the spans in span corruption, are the tokens <extra_id_0>, <extra_id_1>, ...,
+if there are any. Otherwise they are the largest set of <unused0>, ..., of [unused0], ..., or of additional special
+tokens.
 
 Worker processes use the Rust tokenizer without transformers.
 """
@@ -80,13 +81,13 @@ def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
 
 
 class TokenizersVocabulary(Vocabulary):
-    """A vocabulary of a fast tokenizer.
+    """A vocabulary of a fast Hugging Face tokenizer.
 
     Args:
         path: file or folder of the tokenizer.
         content: content of its tokenizer.json.
-        roles: ids of pad, eos, unk (-1 for none) and mask (None for none).
-        sentinel_ids: ids of sentinel 0, 1, ...
+        roles: ids of the special tokens pad, eos, unk (-1 for none) and mask (None for none).
+        sentinel_ids: ids of sentinel 0, 1, ..., which mark the spans in span corruption.
         pretrained: the transformers tokenizer, needed only to save.
     """
 

@@ -39,7 +39,13 @@ _THREADS = 1  # a constant, because the subwords depend on it; more are not fast
 
 @dataclass(frozen=True)
 class VocabSummary:
-    """The trained vocabulary, the amount of text it was trained on, and the rejected records."""
+    """Report of a vocabulary training.
+
+    Attributes:
+        path, size, sha256: file of the vocabulary, its number of ids, and its hash.
+        sample_bytes: amount of text that the vocabulary was trained on.
+        rejected: records of the text that could not be used.
+    """
 
     path: Path
     size: int
@@ -58,9 +64,18 @@ def train_vocab(
     sample_bytes: int = 6_000_000,
     character_coverage: float = 0.9995,
 ) -> VocabSummary:
-    """Train a SentencePiece unigram `.model` of exactly `size` ids, with sentinels. Same inputs, same file.
+    """Train a SentencePiece unigram vocabulary for T5, with exactly `size` ids. The same inputs give the same file.
 
-    Shards of the inputs are read in a fixed random order up to `sample_bytes` of text. Bad lines are skipped.
+    Parts of the inputs are read in a fixed random order up to `sample_bytes` of text. Bad lines are skipped.
+
+    Args:
+        inputs: files, folders and datasets with the text.
+        size: number of ids, with special tokens and sentinels.
+        output_model: path of the `.model` file to write.
+        text_key: key of the text in a JSON record.
+        extra_ids: number of sentinels, which mark the spans in span corruption.
+        sample_bytes: maximum amount of text to train on.
+        character_coverage: fraction of the text's characters that the vocabulary must contain.
 
     Raises:
         UserError: there are no documents, or `size` is too small, or too large for this much text.
@@ -86,11 +101,15 @@ def train_wordpiece(
     lowercase: bool = True,
     sample_bytes: int = 6_000_000,
 ) -> VocabSummary:
-    """Train a vocab.txt of exactly `size` WordPiece subwords for BERT. Same inputs, same file.
+    """Train a WordPiece vocab.txt of exactly `size` subwords for BERT. The same inputs give the same file.
 
     Args:
+        inputs: files, folders and datasets with the text.
+        size: number of subwords, with special tokens.
+        output: path of the vocab.txt to write.
+        text_key: key of the text in a JSON record.
         lowercase: convert the text to lower case and remove accents, for uncased models.
-        sample_bytes: see `train_vocab`.
+        sample_bytes: maximum amount of text to train on.
 
     Raises:
         UserError: see `train_vocab`.

@@ -34,18 +34,21 @@ _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json
 
 
 def sentinel_piece(index: int) -> str:
-    """Return the name of sentinel `index`, such as `<extra_id_0>`."""
+    """Return the name of a sentinel token, which marks a span in span corruption: `<extra_id_0>` for index 0."""
     return f"<extra_id_{index}>"
 
 
 class Vocabulary(ABC):
-    """Encoding, decoding and special ids. Made by `Vocabulary.load`. Can be pickled.
+    """A vocabulary: converts text to token ids and back, and knows the ids of special tokens.
+
+    A vocabulary is made by `Vocabulary.load` and can be pickled.
 
     Attributes:
         path: file or folder of the vocabulary.
         size: number of ids, the minimum number of embedding rows.
         num_pieces: number of ids in the file.
-        num_sentinels, sentinel_ids: number of sentinels, and int64[num_sentinels], the id of <extra_id_k> at index k.
+        num_sentinels, sentinel_ids: number of sentinels (tokens that mark the spans in span corruption), and
+            int64[num_sentinels], the id of <extra_id_k> at index k.
         pad_id, eos_id, special_ids: ids of special tokens.
         unk_id: id of the unknown token; -1 if every text can be encoded.
         mask_id: id of the mask token; None if there is none.
@@ -89,7 +92,7 @@ class Vocabulary(ABC):
 
     @property
     def recorded_as(self) -> str:
-        """Name that `load` accepts in any working directory."""
+        """Name by which other files refer to this vocabulary. `load` accepts it in any working directory."""
         return os.path.abspath(self.path)
 
     def encode(self, text: str) -> Sequence[int]:
@@ -102,12 +105,15 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def find(self, piece: str) -> int | None:
-        """Return the id of a subword, or None."""
+        """Return the id of a subword, or None if the vocabulary does not contain it."""
 
     @property
     @abstractmethod
     def token_bytes(self) -> np.ndarray | None:
-        """int64[ids]: bytes of each token's text in UTF-8, see `FastTokenizer.token_bytes`; None if unknown."""
+        """Number of UTF-8 bytes of each token's text, indexed by id, from which bits per byte are computed.
+
+        See `FastTokenizer.token_bytes`. None if the numbers are unknown.
+        """
 
     @property
     @abstractmethod
@@ -172,6 +178,6 @@ def _kind_of(path: Path) -> str | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json of a folder; {} if it does not exist. Raises UserError if it is damaged."""
+    """Read the tokenizer_config.json of a tokenizer's folder; {} if it does not exist. Raises UserError if damaged."""
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}

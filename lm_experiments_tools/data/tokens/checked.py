@@ -1,7 +1,7 @@
-"""Cache of the checks of large token files, so that a machine reads an index in full only once.
+"""Cache of the checks of large token files, so that each machine reads the index of a token file in full only once.
 
-Checking the 90 GB index of BERT's sentences of C4 takes minutes. The result is cached in `.cache/checked/` with inode,
-size and time of the files. Small files are checked each time.
+Checking a large index, such as the 90 GB of BERT's sentences of C4, takes minutes. The result is cached in
+`.cache/checked/` with inode, size and time of the files. Small files are checked each time.
 """
 
 import hashlib
@@ -26,7 +26,14 @@ SMALL = 8 * 2**20  # bytes of a file that is checked in a few milliseconds
 
 
 def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) -> IndexedDataset:
-    """The token file with its fingerprint, checked unless this machine has checked it. Raises as `IndexedDataset`."""
+    """Open a token file whose index is checked in full only once on each machine.
+
+    Raises as `IndexedDataset`.
+
+    Args:
+        prefix: path of the .bin and .idx files without their suffix.
+        meta: content of the .json file; None to read it.
+    """
     paths = dataset_paths(prefix)
     opened: list[IndexedDataset] = []
     if _is_small(paths[1]):
@@ -41,7 +48,13 @@ def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) 
 
 
 def found_once(path: Path, files: Sequence[Path], find: Callable[[], str]) -> str:
-    """The result of `find()`, which reads all of `path`; cached until `files` change."""
+    """Return the result of a slow check of a large file, from a cache if the files have not changed since.
+
+    Args:
+        path: the file that the check reads. If it is small, the cache is not used.
+        files: files whose change makes the cached result invalid.
+        find: function that runs the check and returns its result.
+    """
     if _is_small(path):
         return find()
     name = path.with_suffix("")

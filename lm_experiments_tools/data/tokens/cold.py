@@ -24,13 +24,13 @@ _PART_OF_MEMORY = 0.8  # the rest is the processes'; see the table in benchmarks
 
 
 class MappedData(Protocol):
-    """A dataset that reads from memory-mapped arrays."""
+    """Interface of datasets that read from memory-mapped files, which their method `maps` returns as arrays."""
 
     def maps(self) -> Sequence[np.ndarray]: ...
 
 
 def read_at_random(datasets: Iterable[MappedData]) -> bool:
-    """Disable read-ahead for the files of a run if together they do not fit in memory.
+    """Disable the operating system's read-ahead for a run's data files if together they do not fit in memory.
 
     Returns:
         True if they do not fit; examples should then be prefetched (`TrainLoader(ahead=True)`).
@@ -51,7 +51,7 @@ def read_at_random(datasets: Iterable[MappedData]) -> bool:
 
 
 def available_memory() -> int:
-    """Return the bytes of main memory that are free or can be freed: at most the container's limit."""
+    """Return the bytes of main memory that are free or can be freed, at most the memory limit of the container."""
     return min([psutil.virtual_memory().available, *_limits()])
 
 
@@ -77,14 +77,19 @@ def _map_of(array: np.ndarray) -> Any:
 
 
 def advise_random(array: np.ndarray) -> None:
-    """Disable read-ahead for the memory map that `array` is a view of."""
+    """Disable the operating system's read-ahead for the memory-mapped file that `array` is a view of."""
     mapped = _map_of(array)
     if mapped is not None and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
 
 
 def will_need(array: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
-    """Prefetch elements begins[i] to ends[i] for all i, without waiting."""
+    """Ask the operating system to read parts of a memory-mapped array from the disk, without waiting.
+
+    Args:
+        array: the memory-mapped array.
+        begins, ends: int64[n]; part i has the elements begins[i] to ends[i].
+    """
     mapped = _map_of(array)
     if mapped is None or not hasattr(os, "posix_fadvise"):
         return

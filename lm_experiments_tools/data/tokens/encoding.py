@@ -36,7 +36,7 @@ _BATCH_CHARACTERS = 1 << 19  # per call into a tokenizer: a tenth of a second fo
 
 @dataclass
 class EncodedDocuments:
-    """Token ids of consecutive documents. A document has one or more sequences.
+    """Token ids of consecutive documents. A document has one or more sequences, such as its sentences.
 
     Attributes:
         ids: ids of all sequences, concatenated.
@@ -54,11 +54,11 @@ class EncodedDocuments:
 
 
 class Encoder(Protocol):
-    """Interface of encoders of records. It is pickled and sent to the worker processes.
+    """Interface of classes that convert records of text to token ids. Encoders are pickled for the worker processes.
 
     Attributes:
         key: key of the text in a JSON record; None passes all fields to `parts`.
-        suffixes: one token file per suffix is written.
+        suffixes: suffixes of the output file names. One token file per suffix is written.
         dtype: dtype of the ids.
         max_bytes: larger records are rejected; None for the default.
         identity: JSON value; equal identities give equal ids.
@@ -71,7 +71,7 @@ class Encoder(Protocol):
     identity: Any
 
     def parts(self, record: Record) -> list[list[str]]:
-        """Split a record into texts, one list per suffix. Raises BadRecord if the record cannot be used."""
+        """Split a record into texts, one list per output file. Raises BadRecord if the record cannot be used."""
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Encode documents, each a list of texts."""
@@ -79,7 +79,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """An `Encoder` with a vocabulary; each document is one sequence.
+    """Converts documents to token ids with a vocabulary, for T5: each document becomes one sequence.
 
     Attributes:
         key: key of the text in a JSON record.
@@ -98,7 +98,14 @@ class TextEncoder:
     def of(
         cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
     ) -> "TextEncoder":
-        """Build an encoder. `encode_by=None` uses `Vocabulary.encode_by`."""
+        """Build a text encoder from a vocabulary.
+
+        Args:
+            vocabulary: converts text to ids.
+            text_key: key of the text in a JSON record.
+            append_eos: append EOS to each document.
+            encode_by: "line" or "document", see `tokenize_corpus`; None uses `Vocabulary.encode_by`.
+        """
         if encode_by not in (None, "line", "document"):
             raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
         if encode_by == "line" != vocabulary.encode_by:
@@ -137,7 +144,15 @@ class TextEncoder:
 
 
 def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
-    """Group consecutive items into lists. A list ends with the item at which its total size reaches `size`."""
+    """Group consecutive items, such as documents, into lists of about equal total size.
+
+    A list ends with the item at which its total size reaches `size`.
+
+    Args:
+        items: the items to group.
+        size_of: function that returns the size of an item.
+        size: minimum total size of a list.
+    """
     batch: list[T] = []
     filled = 0
     for item in items:
@@ -151,27 +166,33 @@ def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Itera
 
 
 class EncodedWriter(IndexedDatasetWriter):
-    """A token file writer that also counts the bytes of the text and the empty documents."""
+    """Writer of token files that also counts the bytes of the text and the empty documents."""
 
     num_bytes = num_empty = 0
 
     def add(self, encoded: EncodedDocuments) -> None:
-        """Append documents."""
+        """Append encoded documents to the token file, and add to its counts."""
         self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
         self.num_bytes += encoded.num_bytes
         self.num_empty += encoded.num_empty
 
     def add_shard(self, shard: IndexedDataset) -> None:
-        """Append a shard's token file."""
+        """Append the token file of a shard (a part of the text that was encoded separately), and add its counts."""
         self.add_dataset(shard)
         self.num_bytes += shard.meta["num_bytes"]
         self.num_empty += shard.meta["empty_documents"]
 
 
 def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
-    """Encode a shard into token files, one per suffix of the encoder.
+    """Encode a shard (a part of the text) into token files, one per suffix of the encoder.
 
     Rejected records are listed in `prefix`.bad.jsonl.
+
+    Args:
+        shard: the part of the text.
+        prefix: path of the output files, without their suffixes.
+        encoder: converts text to ids.
+        limit: maximum number of rejected records; None for the default limit.
 
     Returns:
         Number of rejected records, and False if they were too many and the shard was abandoned.
@@ -204,5 +225,5 @@ def _num_characters(parts: list[list[str]]) -> int:
 
 
 def work(caller: Caller) -> None:
-    """Main function of a worker process: encode the requested shards."""
+    """Run a worker process of the tokenization: encode each shard (part of the text) that the parent requests."""
     caller.serve(lambda settings: lambda job: encode_shard(*job, *settings))

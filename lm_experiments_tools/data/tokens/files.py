@@ -1,4 +1,7 @@
-"""The three files of tokenized data, PREFIX.bin, PREFIX.idx and PREFIX.json, and when they may be replaced."""
+"""The three files of tokenized data, PREFIX.bin, PREFIX.idx and PREFIX.json: their paths, and checks of their origin.
+
+Token files are replaced only if they have the same inputs and vocabulary as the new ones.
+"""
 
 import glob
 import logging
@@ -25,7 +28,7 @@ _META_TYPES = {  # of what other modules read in PREFIX.json
 
 
 def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
-    """Return the paths of PREFIX.bin, PREFIX.idx and PREFIX.json."""
+    """Return the paths of the three files of tokenized data: PREFIX.bin, PREFIX.idx and PREFIX.json."""
     prefix = os.fspath(prefix)
     return Path(prefix + ".bin"), Path(prefix + ".idx"), Path(prefix + ".json")
 
@@ -37,7 +40,10 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
 
 
 def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
-    """The content of PREFIX.json without null values, {} where there is none; UserError where it is damaged."""
+    """Return the content of PREFIX.json, which describes a token file, without null values.
+
+    Returns {} if the file does not exist. Raises UserError if it is damaged.
+    """
     path = dataset_paths(prefix)[2]
     if not path.is_file():
         return {}
@@ -50,16 +56,21 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
 
 
 def recorded_inputs(inputs: Iterable[str]) -> list[str]:
-    """Return inputs as they are recorded in PREFIX.json: files by absolute path, datasets by name."""
+    """Convert inputs to the form in which PREFIX.json records them: files by absolute path, datasets by name."""
     return [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
 
 
 def check_replaceable(
     prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str, identity: str | None
 ) -> None:
-    """Raise UserError if PREFIX has tokens of other inputs or of another vocabulary.
+    """Raise UserError if existing token files are of other inputs or another vocabulary, so must not be replaced.
 
     Vocabularies are equal if the hashes of their files or their `identity` are equal.
+
+    Args:
+        prefix: path of the existing files, without suffix.
+        inputs: the new inputs, as `recorded_inputs` returns them.
+        vocab_file, vocab_sha256, identity: path, hash and `identity` of the new vocabulary.
     """
     if not dataset_exists(prefix):
         return
@@ -90,7 +101,12 @@ def _warn_unrecorded(meta_path: Path) -> None:
 
 
 def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
-    """Log a warning, once per file, if PREFIX.json (`meta`) does not name a vocabulary."""
+    """Log a warning, once per file, if the PREFIX.json of a token file does not name a vocabulary.
+
+    Args:
+        prefix: path of the token file, without suffix.
+        meta: content of PREFIX.json.
+    """
     if "vocab_sha256" not in meta:
         _warn_unrecorded(dataset_paths(prefix)[2])
 
@@ -102,7 +118,12 @@ def load_vocabulary(path: str | os.PathLike) -> Vocabulary:
 
 
 def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
-    """Return the path of the vocabulary that PREFIX.json (`meta`) names; None if it does not exist."""
+    """Return the path of the vocabulary that a token file was made with; None if it does not exist.
+
+    Args:
+        prefix: path of the token file, without suffix.
+        meta: content of PREFIX.json, which names the vocabulary.
+    """
     if meta.get("vocab_file") is None:
         return None
     named = Path(meta["vocab_file"])
@@ -112,7 +133,12 @@ def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path
 
 
 def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | None:
-    """Return the `identity` of the vocabulary that PREFIX.json (`meta`) names; None if missing or changed."""
+    """Return the `identity` of the vocabulary that a token file was made with; None if it is missing or has changed.
+
+    Args:
+        prefix: path of the token file, without suffix.
+        meta: content of PREFIX.json, which names the vocabulary.
+    """
     path = recorded_vocabulary(prefix, meta)
     try:
         vocabulary = None if path is None else Vocabulary.load(path)
@@ -122,7 +148,13 @@ def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | 
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:
-    """Return the prefix of the token file that `path` names, with or without .bin or .idx; None if there is none.
+    """Return the prefix of a token file, which is the path of its .bin and .idx files without these suffixes.
+
+    Args:
+        path: path of the token file, with or without .bin or .idx.
+
+    Returns:
+        The prefix, or None if there is no token file.
 
     Raises:
         UserError: only one of PREFIX.bin and PREFIX.idx exists.
@@ -138,7 +170,7 @@ def token_prefix(path: str | os.PathLike) -> str | None:
 
 
 def remove_unfinished(prefix: str | os.PathLike) -> None:
-    """Delete temporary files that killed writers of PREFIX left. The caller must hold the lock of PREFIX."""
+    """Delete the temporary files that killed writers of a token file left. The caller must hold the lock of PREFIX."""
     for path in dataset_paths(prefix):
         for left in path.parent.glob(f"{glob.escape(path.name)}.tmp{'[0-9a-f]' * 2 * OWN_BYTES}"):
             left.unlink(missing_ok=True)

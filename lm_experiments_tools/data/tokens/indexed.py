@@ -44,9 +44,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
-    """Do the same as np.searchsorted, without a copy of `array`.
+    """Find where values would be inserted into a sorted array, as np.searchsorted does, without a copy of the array.
 
-    np.searchsorted copies unaligned arrays, such as the arrays of an index.
+    np.searchsorted copies unaligned arrays, such as the memory-mapped arrays of an index file.
     """
     array, found = np.asarray(array), np.zeros(np.shape(values), np.int64)
     for bit in reversed(range(len(array).bit_length())):
@@ -86,12 +86,13 @@ class _IntegerFile:
 
 
 class IndexedDatasetWriter:
-    """Write PREFIX.bin and PREFIX.idx in constant memory.
+    """Writer of token files: PREFIX.bin with the ids and PREFIX.idx with the index, in constant memory.
 
     The files appear after `finalize`. As a context manager, the writer finalizes at the end, or deletes its files
     after an exception.
 
     Args:
+        prefix: PREFIX.
         dtype: dtype of the ids.
         durable: False to skip fsync.
     """
@@ -113,17 +114,17 @@ class IndexedDatasetWriter:
 
     @property
     def bin_sha256(self) -> str:
-        """sha256 of the .bin file so far."""
+        """sha256 of the ids written to the .bin file so far."""
         return self._digest.hexdigest()
 
     @property
     def num_documents(self) -> int:
-        """Number of documents so far."""
+        """Number of documents written so far."""
         return len(self._document_indices) - 1
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences so far."""
+        """Number of sequences (such as sentences of documents) written so far."""
         return len(self._lengths)
 
     def _write_tokens(self, content: bytes) -> None:
@@ -156,7 +157,7 @@ class IndexedDatasetWriter:
             num_sequences: number of sequences of each document.
 
         Raises:
-            ValueError: these numbers contradict each other, or an id does not fit the dtype.
+            ValueError: the lengths do not sum to the numbers of ids and sequences, or an id does not fit the dtype.
         """
         if sequence_lengths.sum() != len(ids) or num_sequences.sum() != len(sequence_lengths):
             raise ValueError("lengths do not sum to the number of ids, or sequences to that of documents")
@@ -166,11 +167,11 @@ class IndexedDatasetWriter:
         self._document_indices.extend(bounds)
 
     def end_document(self) -> None:
-        """End the current document."""
+        """End the current document. The next sequence begins another one."""
         self._document_indices.extend(np.array([len(self._lengths)]))
 
     def add_dataset(self, dataset: "IndexedDataset") -> str:
-        """Append all documents of a dataset with the same dtype. Returns the sha256 of its .bin file."""
+        """Append all documents of another token file with the same dtype. Returns the sha256 of its .bin file."""
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}")
         digest = hashlib.sha256()
@@ -188,7 +189,11 @@ class IndexedDatasetWriter:
         return digest.hexdigest()
 
     def finalize(self, meta: dict[str, Any] | None = None) -> None:
-        """Write the index (and `meta` as PREFIX.json) and publish: an index is never next to other tokens."""
+        """Write the index and give all files their final names, so that an index is never next to other tokens.
+
+        Args:
+            meta: content of PREFIX.json; None writes no such file.
+        """
         if self._document_indices.last != len(self._lengths):
             raise ValueError("the last document is not ended: call end_document() before finalize()")
         with naming(self.bin_path):
@@ -230,7 +235,7 @@ class IndexedDatasetWriter:
         self._document_indices.close()
 
     def abort(self) -> None:
-        """Close and delete the unfinished files."""
+        """Close and delete the unfinished token files of this writer."""
         with suppress(OSError):  # what is still in the buffer of a full disk
             self._bin.close()
         self._lengths.close()
@@ -255,21 +260,26 @@ def _update_from_file(digest: Any, path: Path) -> None:
 
 
 class IndexedDataset:
-    """Random access to a `.bin` / `.idx` pair through memory maps; the whole index is checked on opening.
+    """Reader of a token file (PREFIX.bin and PREFIX.idx): random access through memory maps.
+
+    The whole index is checked on opening.
 
     Args:
+        prefix: PREFIX.
         meta: the result of `read_meta`; None reads it.
-        fingerprint: of the same files, checked before: the index is then not read (see checked.py).
+        fingerprint: hash of the same files from an earlier check (see checked.py). The index is then not read again;
+            None checks it.
 
     Attributes:
         tokens: memmap [num_tokens], all sequences in file order.
-        sequence_lengths: int32[n], in tokens.
-        sequence_pointers: int64[n], byte offset of each sequence in the .bin.
+        sequence_lengths: int32[number of sequences], in tokens.
+        sequence_pointers: int64[number of sequences], byte offset of each sequence in the .bin.
         document_indices: int64[num_documents + 1], first sequence of each document.
-        dtype, num_tokens, num_documents: of the pair.
+        dtype, num_tokens, num_documents: dtype of the ids, and numbers of tokens and documents.
         meta: the content of PREFIX.json, or {}.
 
-    Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
+    Raises:
+        UserError: a file is missing, cut short or of another format, or its numbers contradict each other.
     """
 
     def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None, fingerprint: str | None = None):
@@ -376,7 +386,7 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def check_content(self) -> bool:
-        """Compare the .bin file with the sha256 in PREFIX.json.
+        """Compare the .bin file with the sha256 in PREFIX.json, to detect damaged or changed tokens.
 
         Returns:
             True if they are equal, False if PREFIX.json has no hash.
@@ -397,7 +407,7 @@ class IndexedDataset:
         return True
 
     def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the memory-mapped arrays."""
+        """Return the memory-mapped arrays of this token file."""
         return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
 
     def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
@@ -405,13 +415,19 @@ class IndexedDataset:
         will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the index of the first token of each sequence, int64. For one past the last: `num_tokens`."""
+        """Return the index int64[n] of the first token of each sequence, given sequence numbers int64[n].
+
+        For the number after the last sequence, the result is `num_tokens`.
+        """
         inside = np.minimum(sequences, len(self) - 1)
         begins = np.asarray(self.sequence_pointers[inside]) // self.dtype.itemsize if len(self) else 0
         return np.where(sequences == inside, begins, self.num_tokens)
 
     def document_bounds(self) -> Iterator[np.ndarray]:
-        """Yield `document_indices` in blocks int64[k + 1] of k documents. Consecutive blocks overlap by one entry."""
+        """Yield `document_indices`, the first sequence of each document, in blocks that fit in memory.
+
+        A block int64[k + 1] has the bounds of k documents. Consecutive blocks overlap by one entry.
+        """
         for start in range(0, self.num_documents, _CHECK_BLOCK):
             yield np.array(self.document_indices[start : start + _CHECK_BLOCK + 1])
 

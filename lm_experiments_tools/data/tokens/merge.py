@@ -1,6 +1,7 @@
-"""Merge token files: the shards of a job array in their order, or any files of one vocabulary.
+"""Merge token files into one: the outputs of a job array in their order, or any files of one vocabulary.
 
-Merged shards are byte for byte equal to the output of one run over the whole text. Memory use is constant.
+The merged outputs of a job array are byte for byte equal to the output of one run over the whole text. Memory use is
+constant.
 """
 
 import glob
@@ -35,7 +36,7 @@ def merge_datasets(
     """Merge token files into OUTPUT.bin, .idx and .json, and lists of rejected records into OUTPUT.bad_lines.jsonl.
 
     Args:
-        inputs: token prefixes, or the common prefix of all shards of a job array. Shards may be in any order.
+        inputs: prefixes of token files, or the common prefix of the outputs of a job array, in any order.
         output_prefix: OUTPUT.
         overwrite: replace token files of another text or vocabulary.
 
@@ -43,7 +44,7 @@ def merge_datasets(
         The content of OUTPUT.json.
 
     Raises:
-        UserError: a shard is missing or given twice, files are damaged, or their settings differ.
+        UserError: an output of the job array is missing or given twice, files are damaged, or their settings differ.
     """
     output = os.fspath(output_prefix)
     prefixes = _prefixes(inputs)

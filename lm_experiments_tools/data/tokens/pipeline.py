@@ -1,4 +1,4 @@
-"""The tokenization pipeline: several processes encode the shards of a text, and the results are joined in order.
+"""The tokenization pipeline: several processes encode shards (parts) of a text, and the results are joined in order.
 
     text -> shards (sources.py) -> encode_shard (encoding.py) -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
 
@@ -66,15 +66,15 @@ def _encode_shards(
 
 @dataclass(frozen=True)
 class Tokenization:
-    """One tokenization of a text. It can be resumed after an interruption.
+    """One tokenization of a text by several processes. It can be resumed after an interruption.
 
     Attributes:
-        shards: shards of the text.
-        encoder: encodes records.
-        prefix: PREFIX of PREFIX.shards/. The caller must hold its lock.
+        shards: the parts of the text, which are encoded independently.
+        encoder: converts records to token ids.
+        prefix: path of the folder for finished shards, without its ending ".shards/". The caller must hold its lock.
         outputs: prefixes of the token files, one per suffix of the encoder.
         rejected: path of the list of rejected records.
-        limit: maximum number of rejected records.
+        limit: maximum number of rejected records; None for the default limit.
         workers: number of processes.
         remedy: advice in the error message if a process dies.
     """
@@ -93,11 +93,12 @@ class Tokenization:
         meta: Callable[[Sequence[EncodedWriter], RejectedRecords], Sequence[dict[str, Any]]],
         progress: Callable[[Sequence[tuple[Shard, str]], Iterable[tuple[Shard, str]]], None],
     ) -> list[dict[str, Any]]:
-        """Encode all shards that are not finished, then join all shards.
+        """Encode all shards (parts of the text) that are not finished, then join all shards into the token files.
 
         Args:
             meta: function that returns the content of each .json file.
-            progress: function of the jobs and an iterator over finished jobs. It must consume the iterator.
+            progress: function that shows the progress. It gets the jobs and an iterator over finished jobs, which it
+                must consume.
 
         Returns:
             The contents of the .json files.
@@ -228,7 +229,11 @@ class _ShardFiles:
 
 
 def parse_shard(shard: str | None) -> tuple[int, int] | None:
-    """(i, n) of a flag --shard i/n."""
+    """Parse the value of the flag `--shard i/n`, which selects part i of n of the text in a job array.
+
+    Returns:
+        (i, n), or None if the flag is not given.
+    """
     if shard is None:
         return None
     number, slash, count = shard.partition("/")
@@ -243,13 +248,18 @@ def shard_prefix(prefix: str, number: int, count: int) -> str:
 
 
 def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) -> tuple[list[Shard], dict[str, Any]]:
-    """Return the shards of one job of a job array, and the `shard` entry of its .json file.
+    """Select the part of the text that one job of a job array tokenizes.
 
-    Jobs get consecutive shards of about equal total size. A job may get none.
+    Jobs get consecutive shards (parts of files or datasets) of about equal total size. A job may get none.
 
     Args:
+        inputs: files, folders and datasets.
         number, count: job `number` (from 0) of `count`.
         encoding: identity of the encoder.
+
+    Returns:
+        The shards of the job, and the entry "shard" of its .json file, by which `lmtools merge` finds parts of one
+        text.
     """
     if count < 1:
         raise UserError(f"--shard {number}/{count} is a part of none: the number after the slash is at least 1")
@@ -272,7 +282,12 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
 
 
 def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
-    """Hash everything that determines the tokens: the files and the encoder's identity."""
+    """Hash everything that determines the tokens of a text: the input files and the encoder's identity.
+
+    Args:
+        shards: the parts of the text.
+        encoding: identity of the encoder.
+    """
     stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
     parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
     datasets = [hf_datasets.identity(name, with_times=True) for name in datasets_of(shards)]

@@ -38,7 +38,7 @@ def tokenize_corpus(
     shard: tuple[int, int] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Encode all documents of `inputs` into PREFIX.bin, PREFIX.idx and PREFIX.json.
+    """Tokenize all documents of `inputs` and write the token file PREFIX.bin, PREFIX.idx and PREFIX.json.
 
     Args:
         inputs: files, folders and names of Hugging Face datasets.
@@ -51,7 +51,7 @@ def tokenize_corpus(
         encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
             those of seqio; None uses `Vocabulary.encode_by`.
         show_progress: show a progress bar; None shows one on a terminal.
-        shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
+        shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`; None encodes all.
         overwrite: replace token files of other inputs or of another vocabulary.
 
     Returns:
@@ -137,12 +137,15 @@ def _show_progress(
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
-    """Tokenize a text into `cache_dir` unless that has been done before, and return the prefix.
+    """Tokenize a text into a cache folder, unless that has been done before, and return the prefix of the token file.
 
-    Other processes wait meanwhile. The cache key covers names, sizes and times of the input files (or the revision
-    of a hub dataset), the vocabulary and the options.
+    Other processes that need the same text wait meanwhile. A text is tokenized again if names, sizes or times of the
+    input files (or the revision of a hub dataset), the vocabulary or the options change.
 
     Args:
+        path: file, folder or dataset.
+        vocabulary: converts text to ids.
+        cache_dir: the cache folder.
         options: arguments of `tokenize_corpus`.
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
@@ -156,10 +159,12 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Raise UserError if the tokens were made with a vocabulary of other ids.
+    """Raise UserError if a token file was made with a vocabulary whose ids differ from this run's vocabulary.
 
     Args:
+        prefix: path of the token file, without suffix.
         meta: content of PREFIX.json.
+        vocabulary: vocabulary of the run.
     """
     made_with = meta.get("vocab_sha256")
     if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is

@@ -50,6 +50,16 @@ class Loud(GPT2LMHeadModel):
 
 CONFIG = LoudConfig(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=64)
 """
+PLAIN = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+class Plain(GPT2LMHeadModel):
+    pass
+
+
+CONFIG = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=64)
+"""
 HALVED = """
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 
@@ -224,9 +234,10 @@ def test_an_adapter_is_merged(tmp_path):
     ("module", "source", "cls", "auto"),
     [
         ("loud", OWN, "Loud", AutoModelForCausalLM),
+        pytest.param("plain", PLAIN, "Plain", AutoModelForCausalLM, marks=pytest.mark.slow),
         pytest.param("halved", HALVED, "HalvedT5", AutoModelForSeq2SeqLM, marks=pytest.mark.slow),
     ],
-    ids=["transformers", "ours"],
+    ids=["transformers", "its configuration", "ours"],
 )
 def test_a_class_of_ones_own_brings_its_code_along(tmp_path, monkeypatch, module, source, cls, auto):
     """A new process, in another folder and without the user's, loads it as the card says."""

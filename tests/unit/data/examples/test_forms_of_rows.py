@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
 from lm_experiments_tools.data.examples.python_rows import PythonRows, as_source, as_sources
 from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
 
 ROWS = pairs(5)
@@ -199,6 +201,16 @@ def test_classes_of_a_dataset_have_their_names(tmp_path, monkeypatch):
     for source in (as_source(rows, "data_path"), str(tmp_path / "train.parquet")):
         assert encoded_labels(source, "classification") == (("neg", "pos"), [1, 0, 1])
         assert encoded_labels(source, "classification", label_names=("1", "0"))[1] == [0, 1, 0]
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb", buffering=0))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": "a"}, {"text": "w2", "label": "b"}])
+    with pytest.raises(RunError, match=f"{tmp_path / 'temporary'}: No space left on device"):
+        read(word_tokenizer(), data_path=(path,), model_type="encoder", task="classification", batch_size=2)
 
 
 def test_labels_of_numpy_are_those_of_python():
