@@ -112,7 +112,7 @@ def write_folder(opened: Opened, folder: Path, max_shard_size: str) -> Loading:
     The folder gets configuration, weights in the dtype in which they were saved, tokenizer and the user's code.
 
     Args:
-        opened: the model, its tokenizer and its source.
+        opened: the model, and where it was loaded from.
         max_shard_size: largest size of a weights file, such as "5GB".
 
     Returns:
