@@ -24,9 +24,10 @@ BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 
 
 
 def replaces_head(head: nn.Module, states: Tensor) -> bool:
-    """True if `linear_token_loss` may replace the output layer `head`: a plain linear layer without hooks or wrappers.
+    """True if `linear_token_loss` may compute output layer and loss in one step, without storing the logits.
 
-    float16 is excluded, because its loss scale is known only in the backward pass.
+    The layer has to be a plain `nn.Linear` without bias, hooks and wrappers. float16 is excluded: the gradient is
+    computed in the forward pass, where the loss scale is not known yet.
     """
     is_linear = is_unwrapped(head, nn.Linear) and head.bias is None
     return is_linear and not torch.compiler.is_compiling() and compute_dtype(states) != torch.float16

@@ -59,19 +59,19 @@ def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> Non
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
-    """Reinterpret a tensor in a dtype that Horovod and gloo can broadcast: bf16 as fp16, bool as uint8.
+    """View a tensor in a dtype that Horovod and gloo can broadcast: bf16 as fp16, bool as uint8.
 
-    `put_back` is the inverse.
+    After the broadcast, `put_back` copies the values into the original.
     """
     return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 
 def put_back(carrier: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor that was broadcast as the result of `as_carrier` back into its original.
+    """Copy broadcast values into a tensor whose dtype cannot be broadcast itself.
 
     Args:
-        carrier: result of `as_carrier`, after the broadcast.
-        tensor: the original; nothing is copied if both share memory.
+        carrier: `as_carrier(tensor)` after the broadcast.
+        tensor: gets the values; nothing is copied if both share memory.
     """
     if carrier.data_ptr() != tensor.data_ptr() or carrier.device != tensor.device:
         tensor.detach().copy_(carrier.view(tensor.dtype))

@@ -133,9 +133,10 @@ def power_of_two(size: int) -> int:
 class TileLists(NamedTuple):
     """For each row of tiles of the score matrix, the list of tiles that an attention kernel computes, left to right.
 
-    Rows are queries, or keys in the kernel for their gradients. `ranges` splits each list into three runs: tiles
-    before, near and after the diagonal (tiles.py explains "near"). Run i is tiles[ranges[i] : ranges[i + 1]]. In dense
-    attention there is no list: these indices are the tiles themselves.
+    A row of tiles belongs to a block of queries; in the kernel of key gradients to a block of keys. `ranges` splits
+    each list into three parts: tiles far before, near and far after the diagonal (near: one bias value does not hold for
+    the whole tile). Part i is tiles[ranges[i] : ranges[i + 1]]. Dense attention has no lists: the tile numbers are
+    ranges[0] to ranges[3].
     """
 
     ranges: Tensor  # int32 [layout heads, row tiles, 4]

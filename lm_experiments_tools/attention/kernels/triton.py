@@ -368,7 +368,7 @@ def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
 
 
 def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
-    """Prepare an attention call of the backend "triton": its settings, then q, k, v and the bias (`kernel_bias`)."""
+    """Return what the Triton kernels read: the settings of the call, then q, k, v and the bias (`kernel_bias`)."""
     spec, table, is_alibi = inputs.spec, kernel_bias(inputs, inputs.spec.bias), isinstance(inputs.spec.bias, AlibiBias)
     mask, segments = spec.key_padding_mask, spec.segment_ids
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])

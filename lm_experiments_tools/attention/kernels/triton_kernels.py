@@ -433,7 +433,7 @@ def key_gradient_kernel(
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv for a tile of keys. Scores are transposed, so that no product transposes its left operand."""
+    """Compute the gradients dk and dv for one tile of keys. Scores are computed as [keys, queries]."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )

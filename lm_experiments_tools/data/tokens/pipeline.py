@@ -136,7 +136,7 @@ class _ShardFiles:
         return (IndexedDataset(self._prefix(number) + suffix) for number in range(len(self.shards)))
 
     def jobs(self) -> list[tuple[Shard, str]]:
-        """(shard, prefix) of those that no earlier run has finished."""
+        """Return the shards that are still to be encoded, each with the path prefix of its token files."""
         left = [number for number in range(len(self.shards)) if not self._is_intact(number)]
         if len(left) < len(self.shards):
             finished = len(self.shards) - len(left)
