@@ -38,7 +38,7 @@ def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> A
 def with_cache(
     spec: AttentionSpec, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
 ) -> AttentionSpec:
-    """Extend a decoder's attention settings to cached tokens; they are returned unchanged if nothing is cached.
+    """Extend a decoder's attention settings to cached tokens; unchanged if nothing is cached or they have a mask.
 
     Args:
         spec: settings for the new tokens.

@@ -219,9 +219,9 @@ class T5Stack(T5PreTrainedModel):
     def folded_bias(self, x: Tensor, spec: AttentionSpec) -> tuple[Bias | None, AttentionSpec]:
         """Compute the position bias once for all layers; returns it and the remaining attention settings.
 
-        On a CPU it is a matrix [1 or batch, heads, length, length] that includes causality or packed rows as -inf, so
-        that compiled layers share a graph. On a GPU it is a `T5Table`. If it is None, each layer computes its own
-        bias.
+        With backend "auto" on a GPU the bias is a `T5Table`. With other backends it is a matrix [1 or batch, heads,
+        length, length] with -inf for packed rows, or for causality without other masks, so that compiled layers share
+        a graph. If it is None (as with "auto" on a CPU), each layer computes its own.
 
         Args:
             x: embeddings, for their length and device.

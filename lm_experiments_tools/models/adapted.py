@@ -81,7 +81,7 @@ def adapted_encoder_decoder(
     Args:
         source: a Gemma 2 or Gemma 3 with a language model head.
         encoder: another Gemma 2 of any size; None for the source.
-        seed: seed of random cross-attention weights, needed if the encoder has another width.
+        seed: seed of random weights: cross-attention if the encoder has another width; the vision part of T5Gemma 2.
 
     Raises:
         UserError: T5Gemma cannot express the source, or the encoder does not fit it.

@@ -22,7 +22,7 @@ _LESS = 0.9  # of an estimate that did not fit, for the next proposal
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
     """Print the memory estimate of a run and, with `--fit`, settings with which it fits.
 
-    `--fit auto` also runs two training steps with these settings.
+    `--fit auto` without sharding also runs two training steps with these settings.
 
     Args:
         planning: device, number of workers, sharding and `--fit`.

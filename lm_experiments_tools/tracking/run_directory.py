@@ -382,7 +382,7 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Compare two sets of recorded settings; returns name -> (recorded, new) for those in both that differ.
 
-    If both have a WORLD_SIZE, `global_batch_size` is compared instead of the flags that split it.
+    If both have a WORLD_SIZE, and `--reproducible` is off, `global_batch_size` is compared instead of its factors.
 
     Args:
         before: recorded settings, as config.json has them.

@@ -134,9 +134,9 @@ class TileLists(NamedTuple):
     """For each row of tiles of the score matrix, the list of tiles that an attention kernel computes, left to right.
 
     A row of tiles belongs to a block of queries; in the kernel of key gradients to a block of keys. `ranges` splits
-    each list into three parts: tiles far before, near and far after the diagonal (near: one bias value does not hold for
-    the whole tile). Part i is tiles[ranges[i] : ranges[i + 1]]. Dense attention has no lists: the tile numbers are
-    ranges[0] to ranges[3].
+    each list into three parts: tiles far before, near and far after the diagonal (near: the bias differs within the
+    tile, or the causal diagonal crosses it). Part i is tiles[ranges[i] : ranges[i + 1]]. Dense attention has no lists:
+    the tile numbers are ranges[0] to ranges[3] - 1.
     """
 
     ranges: Tensor  # int32 [layout heads, row tiles, 4]

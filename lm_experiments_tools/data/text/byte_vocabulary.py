@@ -29,7 +29,7 @@ _BYT5_SENTINELS = 125
 class ByteVocabulary(Vocabulary):
     """ByT5's vocabulary: one token for each of the 256 bytes, and `num_sentinels` sentinel tokens for span corruption.
 
-    `path` is None for ByT5's original vocabulary.
+    The argument `path` is None for ByT5's original vocabulary; the attribute is then `Path("bytes")`.
     """
 
     pad_id, eos_id, unk_id, mask_id = 0, 1, 2, None
