@@ -116,7 +116,7 @@ def written(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -
         row: entries of one validation example, such as `input_ids`.
     """
     source, target = _attended(row, "input_ids"), row["labels"][row["labels"] != IGNORED_LABEL]
-    found = _generated(trainer, vocabulary, source, len(target))[1:]
+    found = _generated(trainer, vocabulary, source, len(target) + 1)[1:]
     return source, target, found[(found == vocabulary.eos_id).cumsum(0) == 0]
 
 
