@@ -191,14 +191,12 @@ def hub_source(name: str, flag: str) -> Source:
         folder = snapshot_download(name, allow_patterns=[CONFIG, INDEXES])
     except (HFValidationError, LocalEntryNotFoundError) as error:
         folder = getattr(error, "snapshot_path", None)  # in the cache, without files that may not be needed
-        if folder is not None:
-            check_untrusted(Path(folder))
-            return Source(name)
-        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-        raise UserError(
-            f"{flag} {name}: there is no such folder, and the Hugging Face Hub does not give it ({reason}). Without a "
-            "network, copy the model to this machine and name its folder."
-        ) from error
+        if folder is None:
+            reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            raise UserError(
+                f"{flag} {name}: there is no such folder, and the Hugging Face Hub does not give it ({reason}). "
+                "Without a network, copy the model to this machine and name its folder."
+            ) from error
     except OSError:  # reported where the model is loaded
         return Source(name)
     check_untrusted(Path(folder))

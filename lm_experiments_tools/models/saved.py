@@ -40,7 +40,8 @@ READERS = (
     "AutoModelForSequenceClassification",
     "AutoModel",
 )
-_LIBRARIES = ("transformers", "modeling_t5", "modeling_bert")
+OURS = ("modeling_t5", "modeling_bert")
+LIBRARIES = ("transformers", *OURS)  # packages whose classes are no user's
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Opened:
     @property
     def is_own(self) -> bool:
         """True if the model's class is a user's own, from neither transformers nor this package."""
-        return type(self.model).__module__.partition(".")[0] not in _LIBRARIES
+        return type(self.model).__module__.partition(".")[0] not in LIBRARIES
 
     @property
     def reader(self) -> str | None:
@@ -138,7 +139,7 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
         named = (config.architectures or [None])[0]
     trained = run_settings(source).get("model_cls")
     if isinstance(trained, str) and trained.rpartition(":")[2] == named:
-        if trained.partition(":")[0].partition(".")[0] not in _LIBRARIES:
+        if trained.partition(":")[0].partition(".")[0] not in LIBRARIES:
             return resolve_configured(trained, torch.nn.Module, f"{source.name} was trained by --model_cls {trained}")
     package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
     found = getattr(importlib.import_module(package), named, None) if isinstance(named, str) else None

@@ -24,11 +24,10 @@ from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.models.build import pretrained_config
 from lm_experiments_tools.models.pretrained import read_errors_named
-from lm_experiments_tools.models.saved import Opened, position_of, run_folder
+from lm_experiments_tools.models.saved import LIBRARIES, OURS, Opened, position_of, run_folder
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tools.compare import read_run
 
-_OURS = ("modeling_t5", "modeling_bert")
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 _AUTO = {
     "encoder-decoder": "AutoModelForSeq2SeqLM",
@@ -228,12 +227,12 @@ def _user_class(opened: Opened) -> Loading:
     cls, auto = type(opened.model), _AUTO.get(opened.kind, "AutoModel")
     cls.register_for_auto_class(auto)
     config_cls = type(opened.model.config)
-    if _package(config_cls) not in ("transformers", *_OURS):
+    if _package(config_cls) not in LIBRARIES:
         config_cls.register_for_auto_class()
     note = (
         "Its code is in the folder: read it before you trust it. Other modules that it imports have to be installed."
     )
-    if any(_package(base) in _OURS for base in cls.__mro__):  # AutoConfig reads our classes alone
+    if any(_package(base) in OURS for base in cls.__mro__):  # AutoConfig reads our classes alone
         name = f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
         loader = "get_class_from_dynamic_module"
         code = (
