@@ -13,6 +13,9 @@ SEED ?= 1
 STEPS ?= 100000
 # Of training: half of the logical processors, which are the cores of most machines.
 THREADS ?= $(shell $(PYTHON) -c 'import os; print(((os.cpu_count() or 1) + 1) // 2)')
+# Test files of `make damage` and `make fuzz`.
+DAMAGE := tests/unit/checkpoint/test_checkpoint_damage.py tests/unit/checkpoint/test_write_faults.py
+FUZZ := tests/unit/test_hostile_input.py tests/unit/config/test_cli.py tests/unit/data/tokens/test_indexed_mutations.py
 # Tests that run at once. A job of several processes runs alone among its like.
 TEST_PROCESSES ?= 2
 
@@ -124,11 +127,10 @@ soak: env-full ## a run of very many steps in which memory, open files, threads 
 	@$(BIN)/python -m tests.soak.program --steps $(STEPS) $(ARGS)
 
 damage: env-full ## every kind of damaged checkpoint, and a fault at every call of a save: tables, about 15 minutes
-	@$(BIN)/python -m pytest -q -s tests/unit/checkpoint/test_checkpoint_damage.py tests/unit/checkpoint/test_write_faults.py $(ARGS)
+	@$(BIN)/python -m pytest -q -s $(DAMAGE) $(ARGS)
 
 fuzz: env-full ## thousands of edits of data, configurations and flags, and hostile files: about 5 minutes
-	@$(BIN)/python -m pytest -q -s tests/unit/test_hostile_input.py tests/unit/config/test_cli.py \
-	  tests/unit/data/tokens/test_indexed_mutations.py $(ARGS)
+	@$(BIN)/python -m pytest -q -s $(FUZZ) $(ARGS)
 
 test-all: env-full horovod-if-possible ## the whole test suite
 	@$(BIN)/python -m pytest -q $(ARGS)
@@ -149,7 +151,7 @@ mutants: env-full horovod ## change the package in N=200 places, one at a time, 
 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
 nightly: env-full horovod ## what takes hours: slow tests, 200 kills, damaged checkpoints, fuzzing
-	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(addprefix --ignore=,$(DAMAGE) $(FUZZ)) $(ARGS)
 	@$(MAKE) chaos damage fuzz ARGS=
 
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from lm_experiments_tools.data.objectives.token_stream import BLOCK, CHECKED_AT_START, check_ids
-from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, permute, stream_key
 from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.errors import UserError
@@ -286,15 +286,15 @@ class BertDataset:
         starts = word_starts(ids, maskable, self._starts_word)
         num_predictions = np.maximum(1, np.rint(self.masked_lm_prob * end_b[:, 0]).astype(np.int64))
         most_words = int(starts.sum(axis=1).max())
-        words = sample_words(self._keys["mask"], epochs, rows, most_words)
+        words = draw_integers(self._keys["mask"], epochs, rows, most_words)
         masked = choose_masked(maskable, starts, num_predictions, words, self.ngram_probabilities)
         batch["labels"][:] = np.where(masked, ids, self.mask_label_id)
-        words = sample_words(self._keys["replace"], epochs, rows, int(num_predictions.max()))
+        words = draw_integers(self._keys["replace"], epochs, rows, int(num_predictions.max()))
         batch["input_ids"][:] = replace_masked(ids, masked, words, self.tokenizer.mask, self.tokenizer.vocab_size)
 
     def _segments(self, epochs: np.ndarray, rows: np.ndarray) -> _Segments:
         first, end, target = self.mapping.rows[rows].astype(np.int64).T
-        words = sample_words(self._keys["pair"], epochs, rows, 4)
+        words = draw_integers(self._keys["pair"], epochs, rows, 4)
         if self.binary_head:
             split = first + 1 + (words[0] * (end - first - 1).astype(np.uint64) >> _32).astype(np.int64)
             wrong = words[1] < np.uint64(1 << 31)
@@ -327,7 +327,7 @@ class BertDataset:
     def _cuts(self, epochs: np.ndarray, rows: np.ndarray, removed: np.ndarray) -> np.ndarray:
         """How many of `removed` int64[2, n] tokens go from the front, by a coin each: one bit of a random word."""
         num_words = -(-int(removed.max()) // 32)
-        words = sample_words(self._keys["cut"], epochs, rows, 2 * num_words).reshape(num_words, 2, len(rows))
+        words = draw_integers(self._keys["cut"], epochs, rows, 2 * num_words).reshape(num_words, 2, len(rows))
         bits = np.clip(removed - 32 * np.arange(num_words)[:, None, None], 0, 32).astype(np.uint64)
         return np.bitwise_count(words & ((np.uint64(1) << bits) - np.uint64(1))).sum(axis=0, dtype=np.int64)
 

@@ -53,7 +53,7 @@ def choose_masked(
     maskable: np.ndarray,
     starts: np.ndarray,
     num_predictions: np.ndarray,
-    random_bits: np.ndarray,
+    random_integers: np.ndarray,
     probabilities: np.ndarray,
 ) -> np.ndarray:
     """Choose the tokens that BERT predicts, as whole words and n-grams (spans of n words).
@@ -62,24 +62,24 @@ def choose_masked(
         maskable: bool[n, length] for n rows, False for special tokens.
         starts: bool[n, length], True at the first token of each word.
         num_predictions: int64[n], maximum number of masked tokens per row.
-        random_bits: uint64[at least the number of words in a row, n], uniform on [0, 2**32).
+        random_integers: uint64[at least the number of words in a row, n], uniform on [0, 2**32).
         probabilities: float64[max_ngram], see `ngram_probabilities`.
 
     Returns:
         bool[n, length], True for the tokens to predict.
     """
-    order, ngrams = random_order(starts.sum(axis=1), random_bits, probabilities)
+    order, ngrams = random_order(starts.sum(axis=1), random_integers, probabilities)
     return take_ngrams(maskable, starts, num_predictions, order, ngrams, len(probabilities))
 
 
 def random_order(
-    num_words: np.ndarray, random_bits: np.ndarray, probabilities: np.ndarray
+    num_words: np.ndarray, random_integers: np.ndarray, probabilities: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw a random order of each row's words, and for each word the length of the span to mask from it on.
 
     Args:
         num_words: int64[n], number of words of each row.
-        random_bits: uint64[at least the number of words in a row, n], uniform on [0, 2**32).
+        random_integers: uint64[at least the number of words in a row, n], uniform on [0, 2**32).
         probabilities: float64[max_ngram], see `ngram_probabilities`.
 
     Returns:
@@ -89,7 +89,7 @@ def random_order(
     width = int(num_words.max(initial=0))
     index = np.arange(width)
     # The word's number in the low bits makes keys unique, so that a row does not depend on the others of the batch.
-    keys = random_bits[:width].T << np.uint64(32) | index.astype(np.uint64)
+    keys = random_integers[:width].T << np.uint64(32) | index.astype(np.uint64)
     keys[index >= num_words[:, None]] |= np.uint64(0xFFFFFFFF << 32)
     keys.sort(axis=1)
     low_bits = (keys >> np.uint64(32)).astype(np.int64) & ((1 << _NGRAM_BITS) - 1)
@@ -194,14 +194,14 @@ def _take_the_rest(
 
 
 def replace_masked(
-    tokens: np.ndarray, masked: np.ndarray, random_bits: np.ndarray, mask_id: int, vocab_size: int
+    tokens: np.ndarray, masked: np.ndarray, random_integers: np.ndarray, mask_id: int, vocab_size: int
 ) -> np.ndarray:
     """Replace 80 % of the tokens to predict by [MASK] and 10 % by a random id. The others stay unchanged.
 
     Args:
         tokens: int64[n, length], n rows of token ids, changed in place.
         masked: bool[n, length], True for the tokens to predict.
-        random_bits: uint64[at least the number of masked tokens in a row, n], uniform on [0, 2**32).
+        random_integers: uint64[at least the number of masked tokens in a row, n], uniform on [0, 2**32).
         mask_id, vocab_size: id of [MASK], and number of ids.
 
     Returns:
@@ -209,7 +209,7 @@ def replace_masked(
     """
     rows, columns = np.nonzero(masked)
     number = np.cumsum(masked, axis=1)[rows, columns] - 1
-    drawn = random_bits[number, rows].astype(np.int64)
+    drawn = random_integers[number, rows].astype(np.int64)
     mask_below, keep_below, end = int(0.8 * 2**32), int(0.9 * 2**32), 1 << 32
     any_id = (drawn - keep_below) * vocab_size // (end - keep_below)
     kept = np.where(drawn < keep_below, tokens[rows, columns], any_id)

@@ -36,7 +36,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
-from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.data.tokens.checked import found_once
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.files import write_atomic
@@ -226,7 +226,7 @@ def _pack(
         if settings.short_seq_prob > 0:
             if 2 * step == len(words):  # enough words for as many steps again
                 key = stream_key(settings.seed, "short sequences")
-                words = sample_words(key, np.full_like(documents, number), documents, max(4, 4 * step))
+                words = draw_integers(key, np.full_like(documents, number), documents, max(4, 4 * step))
                 column = np.arange(documents.size)
             coin, length = words[2 * step, column], words[2 * step + 1, column]
             short = coin < np.uint64(settings.short_seq_prob * 2**32)

@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from lm_experiments_tools.data.loader import SampleDataset
-from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, stream_key
 
 _BUCKETS = 32  # in a window: the lengths in a bucket then differ by about 1/32 of their range
 _PARTS = 8  # of the range of lengths that each step of `MixedSteps` has a bucket of
@@ -112,7 +112,7 @@ class BucketedDataset:
         """The positions int64[end - begin], from `begin`, of samples sorted by length."""
         grid = np.arange(begin // self.bucket_rows + 1, -(-end // self.bucket_rows)) * self.bucket_rows
         bounds = np.concatenate([[begin], grid, [end]])
-        low, high = sample_words(self._key, np.zeros(len(bounds) - 1), bounds[:-1], 2)
+        low, high = draw_integers(self._key, np.zeros(len(bounds) - 1), bounds[:-1], 2)
         order = np.argsort(high << _32 | low).tolist()
         return np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in order]) - begin
 
@@ -157,7 +157,7 @@ class MixedSteps(BucketedDataset):
         buckets = rows * _PARTS // self.step_rows
         # Of a step shorter than eight rows of a stream, a stream has fewer parts; its buckets are then of any place.
         parts = min(_PARTS, self.step_rows // gcd(self.step_rows, self.num_streams))
-        low, high = sample_words(self._key, np.zeros(len(steps)), steps * _PARTS + buckets, 2)
+        low, high = draw_integers(self._key, np.zeros(len(steps)), steps * _PARTS + buckets, 2)
         return np.lexsort((high << _32 | low, rows * parts // self.step_rows))
 
 

@@ -53,8 +53,8 @@ def philox_4x32(counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 
     return np.stack([c0, c1, c2, c3])
 
 
-def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: int) -> np.ndarray:
-    """Draw `num_words` random 32-bit integers for each sample, independent of batches and workers.
+def draw_integers(key: int, epochs: np.ndarray, samples: np.ndarray, num_integers: int) -> np.ndarray:
+    """Draw `num_integers` random 32-bit integers for each sample, independent of batches and workers.
 
     An integer depends only on the key, the epoch, the sample and its index among the sample's integers.
 
@@ -62,12 +62,12 @@ def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: i
         key: key of the generator, from `stream_key`.
         epochs: int64[n], the epoch of each sample, below 2**32.
         samples: int64[n], numbers of the samples.
-        num_words: number of integers per sample.
+        num_integers: number of integers per sample.
 
     Returns:
-        uint64[num_words, n], uniform on [0, 2**32).
+        uint64[num_integers, n], uniform on [0, 2**32).
     """
-    num_blocks = -(-num_words // 4)
+    num_blocks = -(-num_integers // 4)
     shape = (num_blocks, len(samples))
     samples = np.asarray(samples).astype(np.uint64)
     counter = (
@@ -77,7 +77,7 @@ def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: i
         np.broadcast_to(np.asarray(epochs).astype(np.uint64), shape),
     )
     words = philox_4x32(counter, key)  # [4, blocks, n]
-    return words.swapaxes(0, 1).reshape(4 * num_blocks, len(samples))[:num_words]
+    return words.swapaxes(0, 1).reshape(4 * num_blocks, len(samples))[:num_integers]
 
 
 @lru_cache(maxsize=4096)
@@ -91,7 +91,7 @@ def epoch_shift(seed: int, epoch: int, bound: int) -> int:
         epoch: number of the epoch.
         bound: number of tokens to choose from.
     """
-    low, high = sample_words(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
+    low, high = draw_integers(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
     return (high << 32 | low) % bound
 
 
@@ -126,7 +126,7 @@ def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np
 
 @lru_cache(maxsize=4096)
 def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    words = sample_words(stream_key(seed, "order"), np.array([epoch]), np.array([0]), 2 * _FEISTEL_ROUNDS)[:, 0]
+    words = draw_integers(stream_key(seed, "order"), np.array([epoch]), np.array([0]), 2 * _FEISTEL_ROUNDS)[:, 0]
     return words[0::2] << _32 | words[1::2]
 
 

@@ -36,7 +36,7 @@ from lm_experiments_tools.data.objectives.denoising import (  # noqa: E402
     random_spans_lengths,
 )
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser  # noqa: E402
-from lm_experiments_tools.data.order import epoch_shift, sample_words, stream_key  # noqa: E402
+from lm_experiments_tools.data.order import draw_integers, epoch_shift, stream_key  # noqa: E402
 from lm_experiments_tools.data.seqio.client import to_batch  # noqa: E402
 from lm_experiments_tools.data.seqio.tasks import TaskExamples  # noqa: E402
 
@@ -155,14 +155,14 @@ def nonnoise_span_to_unique_sentinel(tokens, mask, vocabulary, seeds):
     return in_graph(ours, [tokens, mask], tokens.dtype)
 
 
-def prefix_words(seeds, num_words):
-    return sample_words(stream_key(int(seeds.reshape(-1)[0]), "noise"), np.array([0]), np.array([0]), num_words)
+def prefix_integers(seeds, num_words):
+    return draw_integers(stream_key(int(seeds.reshape(-1)[0]), "noise"), np.array([0]), np.array([0]), num_words)
 
 
 @counted
 def random_prefix_noise_mask(length, noise_density, seeds):
     denoiser = PrefixDenoiser(length, noise_density, length + 1, EOS, FILLER)
-    prefix = denoiser.draw(prefix_words(np.array(seeds), denoiser.words_per_sample))
+    prefix = denoiser.draw(prefix_integers(np.array(seeds), denoiser.integers_per_sample))
     return tf.constant(np.arange(length) < prefix[0])
 
 
@@ -174,7 +174,7 @@ def prefix_lm(dataset, sequence_length, output_features):
         denoiser = PrefixDenoiser(len(tokens), 0.5, sequence_length["targets"], EOS, FILLER)
         ids, mask = np.empty((2, 1, denoiser.inputs_length), np.int64)
         labels = np.empty((1, denoiser.targets_length), np.int64)
-        drawn = denoiser.draw(prefix_words(np.array([number]), denoiser.words_per_sample))
+        drawn = denoiser.draw(prefix_integers(np.array([number]), denoiser.integers_per_sample))
         denoiser.write(tokens[None].astype(np.int64), drawn, ids, mask, labels)
         return ids[mask == 1][:-1], labels[labels != -100][:-1]
 

@@ -20,7 +20,7 @@ from lm_experiments_tools.data.objectives.denoising import (
     random_spans_lengths,
 )
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser
-from lm_experiments_tools.data.order import sample_words
+from lm_experiments_tools.data.order import draw_integers
 from lm_experiments_tools.errors import UserError
 
 pytestmark = [
@@ -115,7 +115,7 @@ np.savez(sys.argv[2], **output)
 def drawn_masks(counts, number, key):
     """Noise masks bool[number, length] of our random spans."""
     rows = np.arange(number)
-    spans = random_span_lengths(counts, sample_words(key, np.zeros(number), rows, counts.words_per_sample))
+    spans = random_span_lengths(counts, draw_integers(key, np.zeros(number), rows, counts.integers_per_sample))
     return np.repeat(np.arange(spans[..., 0].size * 2) % 2 == 1, spans.reshape(-1)).reshape(number, -1)
 
 

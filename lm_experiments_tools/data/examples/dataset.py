@@ -26,7 +26,7 @@ import numpy as np
 from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.data.examples.ragged import Ragged, RaggedBuilder
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder
-from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, permute, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
@@ -202,7 +202,7 @@ class ExampleDataset:
         counts = firsts[rows + 1] - firsts[rows]
         if (counts == 1).all():
             return firsts[rows]
-        words = sample_words(stream_key(self.seed, f"drawn {purpose}"), epochs, rows, 1)[0]
+        words = draw_integers(stream_key(self.seed, f"drawn {purpose}"), epochs, rows, 1)[0]
         return firsts[rows] + (words * counts.astype(np.uint64) >> _32).astype(np.int64)
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lm_experiments_tools.data.objectives.token_stream import BLOCK, TokenSource, TokenStreamDataset
-from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
@@ -55,7 +55,7 @@ class SpanCounts:
         return self.num_noise_tokens + self.num_spans + 1
 
     @property
-    def words_per_sample(self) -> int:
+    def integers_per_sample(self) -> int:
         """Number of random integers that `random_span_lengths` needs per row."""
         return 2 * (self.num_spans - 1)
 
@@ -140,7 +140,7 @@ def plan_spans(
     return counts
 
 
-def random_span_lengths(counts: SpanCounts, random_bits: np.ndarray) -> np.ndarray:
+def random_span_lengths(counts: SpanCounts, random_integers: np.ndarray) -> np.ndarray:
     """Draw the lengths of alternating non-noise and noise spans. All combinations are equally likely, as in t5.
 
     The cut points between spans are sampled without replacement by Floyd's algorithm (Bentley and Floyd, "A Sample of
@@ -148,18 +148,18 @@ def random_span_lengths(counts: SpanCounts, random_bits: np.ndarray) -> np.ndarr
 
     Args:
         counts: numbers of tokens and spans of a row.
-        random_bits: uint64[counts.words_per_sample, n], uniform on [0, 2**32), for n rows.
+        random_integers: uint64[counts.integers_per_sample, n], uniform on [0, 2**32), for n rows.
 
     Returns:
         int64[n, num_spans, 2]: `[i, k]` has the lengths of non-noise span k of row i and of the noise span after it.
     """
-    num_rows, num_cuts = random_bits.shape[1], counts.num_spans - 1
+    num_rows, num_cuts = random_integers.shape[1], counts.num_spans - 1
     # Non-noise in the first half of the columns and noise in the second: one pass of Floyd's algorithm serves both.
     parts = np.repeat(np.array([counts.num_nonnoise_tokens, counts.num_noise_tokens]), num_rows)
     narrow = np.int16 if counts.tokens_length < 1 << 15 else np.int32
     chosen = np.empty((num_cuts, 2 * num_rows), narrow)
     last = (parts - 1 - num_cuts + np.arange(num_cuts)[:, None]).astype(narrow)  # the newest gap at each step
-    picks = random_bits.reshape(num_cuts, 2 * num_rows) * (last.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
+    picks = random_integers.reshape(num_cuts, 2 * num_rows) * (last.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
     for step, pick in enumerate(picks.astype(narrow)):
         taken = np.logical_or.reduce(chosen[:step] == pick, axis=0)
         chosen[step] = np.where(taken, last[step], pick)
@@ -232,7 +232,7 @@ class Denoiser(Protocol):
 
     Attributes:
         inputs_length, targets_length: maximum lengths, with EOS and mode token (which names the denoiser in UL2).
-        words_per_sample: number of random integers that `draw` needs per row.
+        integers_per_sample: number of random integers that `draw` needs per row.
         varies: True if inputs or targets differ in length between rows.
     """
 
@@ -246,7 +246,7 @@ class Denoiser(Protocol):
     def targets_length(self) -> int: ...
 
     @property
-    def words_per_sample(self) -> int: ...
+    def integers_per_sample(self) -> int: ...
 
     @property
     def varies(self) -> bool: ...
@@ -254,8 +254,8 @@ class Denoiser(Protocol):
     def for_length(self, tokens_length: int) -> Denoiser:
         """Return a denoiser with the same settings for rows of `tokens_length` tokens."""
 
-    def draw(self, random_bits: np.ndarray) -> np.ndarray:
-        """Choose the noise of n rows from random integers uint64[words_per_sample, n], uniform on [0, 2**32)."""
+    def draw(self, random_integers: np.ndarray) -> np.ndarray:
+        """Choose the noise of n rows from random integers uint64[integers_per_sample, n], uniform on [0, 2**32)."""
 
     def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the lengths of inputs and of targets, int64[n] each, for the noise that `draw` chose for n rows."""
@@ -300,14 +300,14 @@ class SpanDenoiser:
         return self.counts.targets_length
 
     @property
-    def words_per_sample(self) -> int:
-        return self.counts.words_per_sample
+    def integers_per_sample(self) -> int:
+        return self.counts.integers_per_sample
 
     def for_length(self, tokens_length: int) -> SpanDenoiser:
         return replace(self, counts=count_spans(tokens_length, self.noise_density, self.mean_noise_span_length))
 
-    def draw(self, random_bits: np.ndarray) -> np.ndarray:
-        return random_span_lengths(self.counts, random_bits)
+    def draw(self, random_integers: np.ndarray) -> np.ndarray:
+        return random_span_lengths(self.counts, random_integers)
 
     def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return np.full(len(drawn), self.inputs_length), np.full(len(drawn), self.targets_length)
@@ -396,8 +396,8 @@ class DenoisingDataset(TokenStreamDataset):
             if not denoiser.varies:
                 lengths[:, part] = [[denoiser.inputs_length], [denoiser.targets_length]]
                 continue
-            random_bits = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
-            lengths[0, part], lengths[1, part] = denoiser.lengths(denoiser.draw(random_bits))
+            random_integers = draw_integers(self._noise_key, epochs[part], rows[part], denoiser.integers_per_sample)
+            lengths[0, part], lengths[1, part] = denoiser.lengths(denoiser.draw(random_integers))
         return lengths
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -411,8 +411,8 @@ class DenoisingDataset(TokenStreamDataset):
         widths = {"input_ids": self.inputs_length, "attention_mask": self.inputs_length, "labels": self.targets_length}
         batch = {name: np.empty((len(rows), width), np.int64) for name, width in widths.items()}
         for denoiser, part in self._parts(rows):
-            random_bits = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
-            self._fill(batch, part, denoiser, starts[part], denoiser.draw(random_bits))
+            random_integers = draw_integers(self._noise_key, epochs[part], rows[part], denoiser.integers_per_sample)
+            self._fill(batch, part, denoiser, starts[part], denoiser.draw(random_integers))
         return batch
 
     def _fill(

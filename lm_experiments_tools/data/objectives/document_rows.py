@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lm_experiments_tools.data.objectives.token_stream import CHECKED_AT_START, check_ids
-from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, permute, stream_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 
@@ -214,7 +214,7 @@ class DocumentRows:
         sizes = self._patterns.sizes[pattern]
         place = np.arange(sizes.sum()) + np.repeat(self._first_place[pattern] - np.cumsum(sizes) + sizes, sizes)
         lengths = self._patterns.lengths[place]
-        high, low = sample_words(self._rotation_key, np.repeat(epochs, sizes), lengths, 2)
+        high, low = draw_integers(self._rotation_key, np.repeat(epochs, sizes), lengths, 2)
         count = self._of_length[lengths]
         shift = ((high << np.uint64(32) | low) % count.astype(np.uint64)).astype(np.int64)
         chunk = (self._first_chunk[place] + np.repeat(number, sizes) + shift) % count

@@ -26,7 +26,7 @@ import numpy as np
 
 from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.objectives.token_stream import BLOCK, TokenSource, TokenStreamDataset
-from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.data.text.vocabulary import MASK_PIECES
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
@@ -84,7 +84,7 @@ def special_and_ordinary(special_ids: Sequence[int], vocab_size: int) -> tuple[n
 
 def mask_tokens(
     tokens: np.ndarray,
-    random_bits: np.ndarray,
+    random_integers: np.ndarray,
     probability: float | np.ndarray,
     mask_id: int,
     ordinary_ids: np.ndarray,
@@ -96,7 +96,7 @@ def mask_tokens(
 
     Args:
         tokens: int64 token ids of any shape.
-        random_bits: uint64 of the shape of `tokens`, one number per token, uniform on [0, 2**32).
+        random_integers: uint64 of the shape of `tokens`, one number per token, uniform on [0, 2**32).
         probability: masking rate; a number, or an array [rows, 1] with a rate per row.
         mask_id: id of the mask token.
         ordinary_ids: int64 ids from which random tokens are drawn.
@@ -111,11 +111,11 @@ def mask_tokens(
     parts = (replace[0], replace[0] + replace[1], 1.0)
     bounds = [np.rint(np.multiply(part, probability) * 2**32).astype(np.uint64) for part in parts]
     if starts is not None:
-        random_bits = _by_words(random_bits, starts, bounds[2])
-    chosen = (random_bits < bounds[2]) & ~special[tokens]
+        random_integers = _by_words(random_integers, starts, bounds[2])
+    chosen = (random_integers < bounds[2]) & ~special[tokens]
     inputs, labels = tokens.copy(), np.full_like(tokens, IGNORED_LABEL)
     places = np.nonzero(chosen)
-    picked, drawn = tokens[places], random_bits[places]
+    picked, drawn = tokens[places], random_integers[places]
     masked, replaced, _ = (np.broadcast_to(bound, tokens.shape)[places] for bound in bounds)
     labels[places] = picked
     replacement = np.where(drawn < masked, mask_id, picked)
@@ -126,12 +126,12 @@ def mask_tokens(
     return inputs, labels
 
 
-def _by_words(random_bits: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.ndarray:
+def _by_words(random_integers: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.ndarray:
     """Random bits that are below `bound` in all tokens of a word or in none; how far below is each token's own."""
-    columns = np.arange(random_bits.shape[-1])
+    columns = np.arange(random_integers.shape[-1])
     first = np.maximum.accumulate(np.where(starts, columns, 0), axis=-1)
-    is_chosen = np.take_along_axis(random_bits < bound, first, axis=-1)
-    return np.where(starts, random_bits, np.where(is_chosen, random_bits * bound >> _32, _LAST))
+    is_chosen = np.take_along_axis(random_integers < bound, first, axis=-1)
+    return np.where(starts, random_integers, np.where(is_chosen, random_integers * bound >> _32, _LAST))
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ class MaskedRows:
         labels = np.empty_like(ids)
         for begin in range(0, len(samples), BLOCK):
             here = slice(begin, begin + BLOCK)
-            random_bits = sample_words(self._noise_key, epochs[here], numbers[here], ids.shape[1]).T
-            ids[here], labels[here] = self._masked(samples[here], random_bits, ids[here])
+            random_integers = draw_integers(self._noise_key, epochs[here], numbers[here], ids.shape[1]).T
+            ids[here], labels[here] = self._masked(samples[here], random_integers, ids[here])
         return {**batch, "labels": labels}
 
     def will_need(self, samples: np.ndarray) -> None:
@@ -225,14 +225,16 @@ class MaskedRows:
         """Epochs and numbers that key the noise of rows, int64[n] each, and the rows."""
         return np.zeros_like(samples), samples, self.rows.batch(samples)
 
-    def _masked(self, samples: np.ndarray, random_bits: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _masked(
+        self, samples: np.ndarray, random_integers: np.ndarray, ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         starts = None
         if self.starts_word is not None:
             starts = self.starts_word[ids]
             starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token
         rate = self.rate.start if self.rate.end is None else self.rate.at(samples)[:, None]  # a number is faster
         return mask_tokens(
-            ids, random_bits, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts
+            ids, random_integers, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts
         )
 
 

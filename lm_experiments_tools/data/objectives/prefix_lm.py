@@ -55,7 +55,7 @@ class PrefixDenoiser:
     pad_id: int
     mode_id: int | None = None
     varies = True
-    words_per_sample = 1
+    integers_per_sample = 1
 
     @property
     def shortest(self) -> int:
@@ -75,10 +75,10 @@ class PrefixDenoiser:
     def for_length(self, tokens_length: int) -> PrefixDenoiser:
         return replace(self, tokens_length=tokens_length)
 
-    def draw(self, random_bits: np.ndarray) -> np.ndarray:
-        """Draw the prefix lengths int64[n] of n rows from random integers uint64[words_per_sample, n]."""
+    def draw(self, random_integers: np.ndarray) -> np.ndarray:
+        """Draw the prefix lengths int64[n] of n rows from random integers uint64[integers_per_sample, n]."""
         choices = np.uint64(self.tokens_length - self.shortest)
-        return self.shortest + (random_bits[0] * choices >> _32).astype(np.int64)
+        return self.shortest + (random_integers[0] * choices >> _32).astype(np.int64)
 
     def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return drawn + 1 + (self.mode_id is not None), self.tokens_length - drawn + 1

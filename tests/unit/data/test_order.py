@@ -5,7 +5,7 @@ from math import factorial, sqrt
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.order import epoch_shift, permute, philox_4x32, sample_words, stream_key
+from lm_experiments_tools.data.order import draw_integers, epoch_shift, permute, philox_4x32, stream_key
 
 
 def chi_square_z(observed, num_cells):
@@ -90,17 +90,17 @@ def test_places_and_pairs_are_uniform_over_epochs(size):
 def test_random_words_of_a_sample_do_not_depend_on_the_batch():
     key = stream_key(0, "noise")
     epochs, samples = np.array([0, 3, 3, 70_000]), np.array([9, 9, 2**40 + 9, 9])
-    words = sample_words(key, epochs, samples, 54)
+    words = draw_integers(key, epochs, samples, 54)
     assert words.shape == (54, 4)
     for column in range(4):
-        alone = sample_words(key, epochs[column : column + 1], samples[column : column + 1], 54)
+        alone = draw_integers(key, epochs[column : column + 1], samples[column : column + 1], 54)
         np.testing.assert_array_equal(words[:, column], alone[:, 0])
     assert len(np.unique(words)) == words.size
-    np.testing.assert_array_equal(sample_words(key, epochs, samples, 7), words[:7])
+    np.testing.assert_array_equal(draw_integers(key, epochs, samples, 7), words[:7])
 
 
 def test_random_words_are_uniform_and_uncorrelated():
-    words = sample_words(stream_key(5, "noise"), np.zeros(20_000), np.arange(20_000), 8)
+    words = draw_integers(stream_key(5, "noise"), np.zeros(20_000), np.arange(20_000), 8)
     for bits in (words >> np.uint64(24), words & np.uint64(0xFF)):  # high and low byte
         assert abs(chi_square_z(np.bincount(bits.reshape(-1).astype(int), minlength=256), 256)) < 4
     uniform = words / 2.0**32

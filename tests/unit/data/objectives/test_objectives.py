@@ -20,7 +20,7 @@ from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset, mask_id, m
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser, PrefixLMDataset
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
 from lm_experiments_tools.data.objectives.ul2 import UL2Dataset, build_schedule, mode_ids
-from lm_experiments_tools.data.order import epoch_shift, sample_words
+from lm_experiments_tools.data.order import draw_integers, epoch_shift
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 from tests.helpers.vocabulary_toys import train_vocabulary
@@ -234,7 +234,7 @@ def chi_square(counts, expected):
 @pytest.mark.parametrize(("density", "room", "shortest"), [(0.5, 21, 1), (0.25, 21, 10), (0.5, 11, 11)])
 def test_prefixes_are_uniform(density, room, shortest):
     denoiser = PrefixDenoiser(21, density, room, 1, 0)
-    prefixes = denoiser.draw(sample_words(3, np.zeros(20_000), np.arange(20_000), 1))
+    prefixes = denoiser.draw(draw_integers(3, np.zeros(20_000), np.arange(20_000), 1))
     counts = np.bincount(prefixes, minlength=21)[shortest:]
     assert prefixes.min() == shortest == denoiser.shortest and prefixes.max() == 20
     assert chi_square(counts, 20_000 / len(counts)) < 45.3  # at most 19 degrees of freedom, p = 0.0006

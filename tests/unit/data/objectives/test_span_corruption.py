@@ -12,7 +12,7 @@ from lm_experiments_tools.data.objectives.denoising import (
     random_span_lengths,
     random_spans_lengths,
 )
-from lm_experiments_tools.data.order import sample_words
+from lm_experiments_tools.data.order import draw_integers
 from lm_experiments_tools.errors import UserError
 
 SENTINELS = np.arange(99, 89, -1)
@@ -20,7 +20,7 @@ SENTINELS = np.arange(99, 89, -1)
 
 def draw(counts, num_rows, key=1):
     rows = np.arange(num_rows)
-    return random_span_lengths(counts, sample_words(key, np.zeros(num_rows), rows, counts.words_per_sample))
+    return random_span_lengths(counts, draw_integers(key, np.zeros(num_rows), rows, counts.integers_per_sample))
 
 
 def noise_masks(spans):
