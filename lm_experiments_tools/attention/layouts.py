@@ -118,7 +118,7 @@ class SparsityConfig:
         return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
 
     def blocks(self, num_blocks: int) -> Tensor:
-        """Key blocks of each query block, before "unidirectional": bool [num_layout_heads, num_blocks, num_blocks]."""
+        """Key blocks of each query block: bool [1 or num_layout_heads, num_blocks, num_blocks], of a subclass."""
         raise self._error("it has no pattern: write its method `blocks`, or use a subclass")
 
     def density(self, seq_len: int) -> float:

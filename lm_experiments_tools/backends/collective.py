@@ -101,7 +101,7 @@ def on_all(
 
 
 def agreed(error: E) -> E:
-    """Mark an error as one that every worker raises, so that it is not sent to the others again."""
+    """Mark an error as one that all workers raise, so that its message is not prefixed with this machine's name."""
     error.agreed = True
     return error
 

@@ -61,7 +61,7 @@ def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> Non
 def as_carrier(tensor: Tensor) -> Tensor:
     """View a tensor in a dtype that Horovod and gloo can broadcast: bf16 as fp16, bool as uint8.
 
-    After the broadcast, `put_back` copies the values into the original.
+    A tensor that is not contiguous is copied. After the broadcast, `put_back` writes the values into the original.
     """
     return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
 

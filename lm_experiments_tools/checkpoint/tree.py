@@ -105,7 +105,7 @@ def tree_files(path_stem: Path | str) -> tuple[Path, Path]:
 def save_tree(path_stem: Path | str, tree: Any, *, write: WriteTensors = write_now) -> None:
     """Save nested Python state to STEM.json and STEM.safetensors, bit-exactly.
 
-    Supported are dict, list, tuple, None, bool, int, float (also NaN and infinity), str, dense tensors, and numeric
+    Supported are dict, list, tuple, None, bool, int, float (also NaN and infinity), str, dense tensors, and real
     numpy arrays and scalars, which are loaded as tensors and Python numbers. Dict keys keep their type and order. A
     tensor that occurs twice is stored once and loaded as one object. `requires_grad` and shared storage are lost.
 

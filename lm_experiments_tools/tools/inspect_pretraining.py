@@ -104,7 +104,7 @@ def _t5_training(args: Any, sources: list[TokenSource], data: T5Sources) -> Sect
 
 
 def bert_sections(args: Any) -> Iterator[Section]:
-    """Describe each data path of BERT pre-training, then the training examples made from all of them.
+    """Change to `--working_dir`; describe each data path of BERT pre-training, then the examples made from all.
 
     Returns:
         Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.

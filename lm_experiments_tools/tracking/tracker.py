@@ -346,7 +346,7 @@ def _cut_records(path: Path, start_step: int, again: Collection[str]) -> tuple[l
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl; None for an incomplete line, as a killed run may leave it."""
+    """Parse a line of metrics.jsonl; None for anything but a whole record, such as the last line of a killed run."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

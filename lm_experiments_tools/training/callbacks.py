@@ -59,7 +59,11 @@ class ValidateCallback:
             self.run(trainer)
 
     def run(self, trainer: TrainingLoop) -> None:
-        """Validate now; every worker calls it."""
+        """Validate now, and update the best metric, patience and learning rate; every worker calls it.
+
+        Raises:
+            UserError: validation does not give `--optimize_metric`, or not as a number.
+        """
         values = trainer.validate(trainer.valid_dataloader)
         if values is None:  # cut short by a signal; the restarted run makes up for it
             return

@@ -28,10 +28,12 @@ _PROJECTIONS = ("q", "k"), ("query", "key")
 
 
 def monitoring_callbacks(args: TrainerArgs, trainer: TrainingLoop) -> list[Callback]:
-    """Create the callbacks of `--log_norms` and `--log_maxima`; none with `--validate_only`.
+    """Create the callbacks of `--log_norms` and `--log_maxima`, which replace `backend.before_update`.
+
+    There are none with `--validate_only`.
 
     Raises:
-        UserError: the backend does not support them.
+        UserError: `--log_norms` with DeepSpeed or apex, which hide the gradients of parameters.
     """
     trainer.backend.before_update = None  # of an earlier training
     if args.validate_only:

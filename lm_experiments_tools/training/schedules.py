@@ -402,7 +402,7 @@ class LearningRate:
             state: trainer state of the checkpoint.
 
         Returns:
-            Log message about the two lengths; None if they are equal.
+            Log message about the two lengths; None if they give equal rates.
 
         Raises:
             UserError: the schedule has ended at 0, so further updates would change nothing.

@@ -241,9 +241,9 @@ def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor 
     Queries without an allowed key get rows of zeros.
 
     Args:
-        q, k: blocks of queries and keys, already gathered for this chunk.
+        q, k: blocks of queries and keys of this chunk.
         tiles: result of `kernel_bias`; None without bias and causal mask.
-        work: buffers for intermediate results.
+        work: buffers, also of the result: the next call overwrites it.
     """
     (parts, size), width, block = chunk.rows.shape, chunk.keys.shape[1], call.layout.block
     scores = work("scores", parts, size * block, width * block)

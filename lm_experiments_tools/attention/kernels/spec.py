@@ -21,7 +21,7 @@ _CACHED_BYTES = 1 << 22  # largest layout or causal mask that is cached for the 
 
 
 class AttentionSpec(NamedTuple):
-    """Masks, bias, layout and settings of an attention call; all layers of an encoder or decoder share one.
+    """Masks, bias, layout and settings of an attention call; layers of an encoder or decoder share the masks.
 
     Args:
         mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed; dense backends only.

@@ -170,13 +170,14 @@ def first_fit(lengths: np.ndarray, limits: np.ndarray) -> Ragged:
     """Pack items into rows: each item goes to the first open row with enough space.
 
     Only the last 64 rows stay open. An item is an example; it may have two lengths, of its input and of its target.
+    An item longer than the limits gets a row of its own.
 
     Args:
         lengths: int64[sides, n], the lengths of n items; `sides` is 1 for inputs only, and 2 with targets.
         limits: int64[sides], maximum sum of lengths per row.
 
     Returns:
-        The numbers of the items in each row, in the order in which the rows were opened.
+        The indices of the items in each row, in the order in which the rows were opened.
     """
     room = np.zeros((len(limits), _OPEN_ROWS), np.int64)  # of the open rows, oldest first
     open_rows: list[list[int]] = []
