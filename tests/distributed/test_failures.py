@@ -65,7 +65,7 @@ def test_workers_of_a_killed_torchrun_save_and_stop(tmp_path):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
-    assert f"the launcher of this worker (process {launcher.pid}) ended without a signal" in log.read_text()
+    assert "saving a checkpoint and stopping" in log.read_text()  # only rank 0 logs; it may hear of it from rank 1
     verify((tmp_path / "last").resolve())
 
 
