@@ -150,9 +150,9 @@ mutants: env-full horovod ## change the package in N=200 places, one at a time, 
 	@$(BIN)/python -m tests.mutants.program --count $(N) --seed $(SEED) $(if $(wildcard build/coverage),--coverage build/coverage) $(ARGS)
 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
-nightly: env-full horovod ## what takes hours: slow tests, 200 kills, damaged checkpoints, fuzzing
+nightly: env-full horovod ## what takes hours: slow tests (200 kills among them), damaged checkpoints, fuzzing
 	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(addprefix --ignore=,$(DAMAGE) $(FUZZ)) $(ARGS)
-	@$(MAKE) chaos damage fuzz ARGS=
+	@$(MAKE) damage fuzz ARGS=
 
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
 	$(BIN)/python scripts/build_site.py $(ARGS)
