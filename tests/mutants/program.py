@@ -3,8 +3,9 @@
 python -m tests.mutants.program --count 200 --seed 1 --jobs 2 --coverage build/coverage
 
 Each mutant is tested in a copy of the repository, by a process forked after torch and transformers are imported.
-A mutant is killed if a test fails or takes more than `--timeout` seconds. With the data file of `make coverage`, only
-tests that run the changed line are tried, those that run few other lines first.
+A mutant is killed if a test fails. One whose tests take more than `--timeout` seconds is counted apart: it hangs, or
+its tests are slow. With the data file of `make coverage`, only tests that run the changed line are tried, those that
+run few other lines first.
 """
 
 import argparse
@@ -151,22 +152,20 @@ class Mutant:
         if self.pid == 0:
             run_tests(folder, tests)
 
-    def is_killed(self, timeout: float) -> bool | None:
-        """Outcome, None while tests are running."""
+    def outcome(self, timeout: float) -> str | None:
+        """Give "killed", "SURVIVED" or "timed out"; None while tests are running."""
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
-            killed = os.waitstatus_to_exitcode(status) != 0
+            outcome = "killed" if os.waitstatus_to_exitcode(status) else "SURVIVED"
         elif time.monotonic() - self.started > timeout:
             os.killpg(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-            killed = True
+            outcome = "timed out"
         else:
             return None
         shutil.copy(ROOT / self.file, self.folder / self.file)
-        print(
-            f"{'killed' if killed else 'SURVIVED'} {time.monotonic() - self.started:.0f} s {self.change}", flush=True
-        )
-        return killed
+        print(f"{outcome} {time.monotonic() - self.started:.0f} s {self.change}", flush=True)
+        return outcome
 
 
 def main() -> None:
@@ -194,12 +193,13 @@ def main() -> None:
             running.append(Mutant(free.pop(), target, file, mutation, tests or [*near(file), *TARGETS[target]]))
         time.sleep(0.5)
         for mutant in list(running):
-            if (killed := mutant.is_killed(args.timeout)) is not None:
-                outcomes[mutant.target, killed] += 1
+            if (outcome := mutant.outcome(args.timeout)) is not None:
+                outcomes[mutant.target, outcome] += 1
                 free.append(mutant.folder)
                 running.remove(mutant)
     for target in TARGETS:
-        print(f"{target}: {outcomes[target, True]} of {outcomes[target, True] + outcomes[target, False]} killed")
+        counts = {outcome: outcomes[target, outcome] for outcome in ("killed", "timed out", "SURVIVED")}
+        print(f"{target}: {counts['killed']} of {sum(counts.values())} killed, {counts['timed out']} timed out")
     shutil.rmtree(free[0].parent)
 
 
