@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint coverage docs screenshots wheel bench bench-step speedrun clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz oldest test-all mutants nightly lint coverage docs screenshots wheel bench bench-step speedrun clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,16 @@ damage: env-full ## every kind of damaged checkpoint, and a fault at every call 
 fuzz: env-full ## thousands of edits of data, configurations and flags, and hostile files: about 5 minutes
 	@$(BIN)/python -m pytest -q -s $(FUZZ) $(ARGS)
 
+# Graphs are counted, and settings.py is generated, by the pinned torch and Python.
+oldest: ## tests of models and training with the lowest versions of setup.py: PYTHON=python3.10, 10 minutes
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet uv
+	build/oldest/bin/uv pip install --quiet --python build/oldest/bin/python --resolution lowest-direct \
+	  -e '.[accelerate,metrics,onnx,peft,plots]' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-timeout>=2.3'
+	@build/oldest/bin/python -m pytest -q -m "not slow and not gpu and not cluster and not distributed" \
+	  --ignore tests/unit/attention/test_attention_compiled.py --ignore tests/unit/recipes/test_settings.py \
+	  $(addprefix tests/unit/,attention config modeling_bert modeling_t5 models modules optimizers recipes training) $(ARGS)
+
 test-all: env-full horovod-if-possible ## the whole test suite
 	@$(BIN)/python -m pytest -q $(ARGS)
 
@@ -150,9 +160,9 @@ mutants: env-full horovod ## change the package in N=200 places, one at a time, 
 	@$(BIN)/python -m tests.mutants.program --count $(N) --seed $(SEED) $(if $(wildcard build/coverage),--coverage build/coverage) $(ARGS)
 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
-nightly: env-full horovod ## what takes hours: slow tests (200 kills among them), damaged checkpoints, fuzzing
+nightly: env-full horovod ## what takes hours: slow tests (200 kills among them), damaged checkpoints, fuzzing, oldest versions
 	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(addprefix --ignore=,$(DAMAGE) $(FUZZ)) $(ARGS)
-	@$(MAKE) damage fuzz ARGS=
+	@$(MAKE) damage fuzz oldest ARGS=
 
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
 	$(BIN)/python scripts/build_site.py $(ARGS)

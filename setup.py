@@ -1,4 +1,4 @@
-"""Packaging. Only the pins of requirements*.txt are tested; the ranges here leave room for the torch a cluster has."""
+"""Packaging. `make test` uses the pins of requirements*.txt, `make oldest` the lowest versions here."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ CORE = [
     "huggingface_hub>=1",
     "numpy>=2.1,<3",
     "packaging>=23.2",
-    "protobuf>=5",
+    "protobuf>=7.36.1",  # sentencepiece 0.2.3 refuses an older one
     "psutil>=6.0",
     "pyyaml>=6.0",
     "rouge-score>=0.1.2",  # the metric of lmtools finetune unless another is named
@@ -17,7 +17,7 @@ CORE = [
     "sentencepiece>=0.2.3",
     "tensorboard>=2.18",
     "tokenizers>=0.22",
-    "torch>=2.6",
+    "torch>=2.12",
     "tqdm>=4.66",
     "transformers>=5.20,<6",
 ]
@@ -30,8 +30,8 @@ EXTRAS = {
     "seqio": ["seqio==0.0.20", "t5==0.9.4", "tensorflow>=2.20", "tensorflow-text>=2.20"],
     # sentence splitters of megatron/preprocess_data.py
     "bert": ['nupunkt>=0.8; python_version >= "3.11"', "sentencex>=1.0.32"],
-    "peft": ["peft>=0.21"],
-    "quantize": ["bitsandbytes>=0.50", "peft>=0.21"],
+    "peft": ["peft>=0.21.2"],
+    "quantize": ["bitsandbytes>=0.50", "peft>=0.21.2"],
     "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
     "metrics": ["sacrebleu>=2.5"],
     # suites of lmtools evaluate
@@ -45,7 +45,7 @@ EXTRAS = {
     "dev": [
         "datasets>=5.0",
         "hypothesis>=6.100",
-        "import-linter>=2.17",
+        'import-linter>=2.17; python_version >= "3.11"',
         "ipykernel>=6.29",
         "megatron-core>=0.16",
         "nbclient>=0.10",

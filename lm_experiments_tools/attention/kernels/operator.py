@@ -105,7 +105,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? key_padding_mask, Tensor? query_segments, "
     "Tensor? key_segments, Tensor? blocks, Tensor? seed, SymInt layout, str backend, SymInt kind, SymInt[] options, "
     "bool causal, float? scale, float dropout_p, bool[] trained"
-)  # as a string, because torch 2.6 infers fewer annotations than later versions
+)
 _NUM_TENSORS, _NUM_INPUTS = 10, 18
 
 
