@@ -330,15 +330,13 @@ class PlateauDrop:
         """Current factor of `base_lr`; 1.0 before the first drop."""
         return self._optimizer.param_groups[0]["lr"] / self._base_lr
 
-    def update(self, metric: float) -> bool:
-        """Lower the learning rate if a validation metric has stopped improving; returns True if it drops.
+    def update(self, metric: float) -> None:
+        """Lower the learning rate if a validation metric has stopped improving.
 
         Args:
             metric: the new validation result.
         """
-        before = self.multiplier
         self._scheduler.step(float(metric))
-        return self.multiplier < before
 
     def state_dict(self) -> dict:
         """State as JSON scalars; `best` is None before the first result."""

@@ -186,7 +186,7 @@ def prefix_lm(dataset, sequence_length, output_features):
 
 
 def split_tokens(dataset, unused_vocabulary, max_tokens_per_segment):
-    """The rows of our tape, in an epoch that starts at its first token, in their order on it."""
+    """The rows of our token stream, in an epoch that starts at its first token, in their order."""
     rows = [row for example in dataset.as_numpy_iterator() for row in tape_rows(example, max_tokens_per_segment)]
     signature = {"targets": tf.TensorSpec([None], tf.int32)}
     return tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)

@@ -56,6 +56,12 @@ def test_sizes_of_any_corpus_are_served():
     assert abs(images.mean() / size - 0.5) < 0.05
 
 
+def test_the_order_of_a_run_that_began_with_an_older_release_stays():
+    expected = [[788, 859, 590, 455], [435, 885, 9, 524]]
+    for epoch, first in zip((0, 2), expected, strict=True):
+        assert permute(np.arange(4), 1000, 3, np.full(4, epoch)).tolist() == first
+
+
 def test_epochs_and_seeds_give_unrelated_orders():
     size = 1000
     orders = [

@@ -227,16 +227,15 @@ def test_plateau_drop_equals_torch_and_resumes_from_json(settings):
     reference = ReduceLROnPlateau(opt, **settings)
     ours = PlateauDrop(BASE_LR, **settings)
     assert ours.multiplier == 1.0 and json.loads(json.dumps(ours.state_dict(), allow_nan=False))["best"] is None
-    dropped = 0
     for metric in metrics:
         reference.step(metric)
-        dropped += ours.update(metric)
+        ours.update(metric)
         assert BASE_LR * ours.multiplier == pytest.approx(opt.param_groups[0]["lr"], rel=1e-12)
         resumed = PlateauDrop(BASE_LR, **settings)
         resumed.load_state_dict(json.loads(json.dumps(ours.state_dict(), allow_nan=False)))
         assert resumed.multiplier == ours.multiplier
         ours = resumed
-    assert dropped >= 1
+    assert ours.multiplier < 1
 
 
 def test_plateau_drop_refuses_what_it_cannot_do():

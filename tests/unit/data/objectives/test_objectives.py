@@ -1,4 +1,4 @@
-"""Objectives on one tape: literals of their docstrings, closed forms, every token once an epoch, order, buckets."""
+"""Objectives on one token stream: docstrings, closed forms, every token once an epoch, order, buckets."""
 
 from collections import Counter
 from fractions import Fraction
@@ -94,7 +94,7 @@ def same(first, second):
 
 
 def in_epoch_that_starts_at(dataset, token, wanted):
-    """The rows of an epoch whose tape starts at `token`, once `wanted` is among them."""
+    """The rows of an epoch that starts at `token`, once `wanted` is among them."""
     for epoch in range(2000):
         if epoch_shift(dataset.seed, epoch, dataset.num_tokens) == token:
             batch = dataset.batch(np.arange(len(dataset)) + epoch * len(dataset))
@@ -129,12 +129,12 @@ def test_worked_example_of_ul2():
 
 
 def test_worked_examples_of_causal_lm():
-    tape = source(range(10, 20))
+    tokens = source(range(10, 20))
     first = [[13, 14, 15, 16, 17, 18], [1] * 6, [-100, 14, 15, 16, 17, 18]]
-    rows = in_epoch_that_starts_at(causal_lm(tape, length=6), 4, first)
+    rows = in_epoch_that_starts_at(causal_lm(tokens, length=6), 4, first)
     assert [[18, 19, 10, 11, 12, 13], [1] * 6, [-100, 19, 10, 11, 12, 13]] in rows and len(rows) == 2
     rows = in_epoch_that_starts_at(
-        causal_lm(tape, length=5, encoder_decoder=True), 4, [[1], [1], [14, 15, 16, 17, 18]]
+        causal_lm(tokens, length=5, encoder_decoder=True), 4, [[1], [1], [14, 15, 16, 17, 18]]
     )
     assert [[1], [1], [19, 10, 11, 12, 13]] in rows and len(rows) == 2
 
@@ -147,7 +147,7 @@ def test_worked_example_of_masked_lm():
     assert labels.tolist() == [-100, 11, 12, 13, -100, -100]
 
 
-# ---- the tape
+# ---- the token stream
 
 
 @every_objective
