@@ -169,12 +169,14 @@ def test_early_stopping_waits_for_patience_and_keeps_the_best(tmp_path):
     assert validate(loop.valid_dataloader)["loss"] == losses[best]
 
 
-def test_a_metric_that_validation_does_not_give_is_named():
+def test_a_metric_that_validation_does_not_give_is_named_and_no_update_is_lost(tmp_path):
     loop = make_loop(
-        {"optimize_metric": "rougeL", "valid_interval": 1}, valid=DataLoader(RaggedPairs(4), batch_size=4)
+        {"model_path": str(tmp_path), "optimize_metric": "rougeL", "valid_interval": 1},
+        valid=DataLoader(RaggedPairs(4), batch_size=4),
     )
     with pytest.raises(UserError, match="rougeL is not produced by validation, which gives loss"):
         loop.train()
+    assert (tmp_path / "last").exists()
 
 
 def test_an_empty_dataset_is_an_error_at_once():
