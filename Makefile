@@ -132,14 +132,17 @@ damage: env-full ## every kind of damaged checkpoint, and a fault at every call 
 fuzz: env-full ## thousands of edits of data, configurations and flags, and hostile files: about 5 minutes
 	@$(BIN)/python -m pytest -q -s $(FUZZ) $(ARGS)
 
-# Graphs are counted, and settings.py is generated, by the pinned torch and Python.
+# Graphs are counted, and settings.py is generated, by the pinned torch and Python. uv does not read pip's variables.
+oldest: export UV_EXTRA_INDEX_URL ?= $(PIP_EXTRA_INDEX_URL)
+oldest: export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 oldest: ## tests of models and training with the lowest versions of setup.py: PYTHON=python3.10, 10 minutes
-	$(PYTHON) -m venv build/oldest
-	build/oldest/bin/python -m pip install --quiet uv
+	$(PYTHON) -m venv --clear build/oldest
+	build/oldest/bin/python -m pip install --quiet uv==0.13.9
 	build/oldest/bin/uv pip install --quiet --python build/oldest/bin/python --resolution lowest-direct \
-	  -e '.[accelerate,metrics,onnx,peft,plots]' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-timeout>=2.3'
+	  --index-strategy unsafe-best-match -e '.[accelerate,metrics,peft]' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-timeout>=2.3'
 	@build/oldest/bin/python -m pytest -q -m "not slow and not gpu and not cluster and not distributed" \
-	  --ignore tests/unit/attention/test_attention_compiled.py --ignore tests/unit/recipes/test_settings.py \
+	  --deselect tests/unit/attention/test_attention_compiled.py::test_a_compiled_model_has_one_graph_for_a_shape_and_two_for_all_lengths \
+	  --ignore tests/unit/recipes/test_settings.py \
 	  $(addprefix tests/unit/,attention config modeling_bert modeling_t5 models modules optimizers recipes training) $(ARGS)
 
 test-all: env-full horovod-if-possible ## the whole test suite
@@ -160,9 +163,9 @@ mutants: env-full horovod ## change the package in N=200 places, one at a time, 
 	@$(BIN)/python -m tests.mutants.program --count $(N) --seed $(SEED) $(if $(wildcard build/coverage),--coverage build/coverage) $(ARGS)
 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
-nightly: env-full horovod ## what takes hours: slow tests (200 kills among them), damaged checkpoints, fuzzing, oldest versions
+nightly: env-full horovod ## what takes hours: slow tests (330 kills among them), damaged checkpoints, fuzzing
 	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(addprefix --ignore=,$(DAMAGE) $(FUZZ)) $(ARGS)
-	@$(MAKE) damage fuzz oldest ARGS=
+	@$(MAKE) -k damage fuzz ARGS=
 
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
 	$(BIN)/python scripts/build_site.py $(ARGS)

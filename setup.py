@@ -1,4 +1,6 @@
-"""Packaging. `make test` uses the pins of requirements*.txt, `make oldest` the lowest versions here."""
+"""Packaging. `make test` uses the pins of requirements*.txt, `make oldest` tests models and training with the
+lowest versions here.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,11 @@ EXTRAS = {
     "horovod": ["cffi>=1.4", "cloudpickle", "cmake>=3.21,<4", "packaging", "setuptools>=77,<81", "wheel"],
     "accelerate": ["accelerate>=1.15"],
     "deepspeed": ["accelerate>=1.15", "deepspeed>=0.19", "ninja"],
-    "seqio": ["seqio==0.0.20", "t5==0.9.4", "tensorflow>=2.20", "tensorflow-text>=2.20"],
+    # On Python 3.10 they need an older protobuf than sentencepiece.
+    "seqio": [
+        f'{name}; python_version >= "3.11"'
+        for name in ("seqio==0.0.20", "t5==0.9.4", "tensorflow>=2.20", "tensorflow-text>=2.20")
+    ],
     # sentence splitters of megatron/preprocess_data.py
     "bert": ['nupunkt>=0.8; python_version >= "3.11"', "sentencex>=1.0.32"],
     "peft": ["peft>=0.21.2"],
@@ -41,7 +47,7 @@ EXTRAS = {
     "trackio": ["trackio>=0.43"],
     "wandb": ["wandb>=0.31"],
     "plots": ["matplotlib>=3.9"],
-    "docs": ["mkdocstrings-python>=2.0", "zensical>=0.0.70"],
+    "docs": ["mkdocstrings-python>=2.0", 'zensical>=0.0.70; python_version >= "3.11"'],
     "dev": [
         "datasets>=5.0",
         "hypothesis>=6.100",

@@ -286,18 +286,18 @@ class BertDataset:
         starts = word_starts(ids, maskable, self._starts_word)
         num_predictions = np.maximum(1, np.rint(self.masked_lm_prob * end_b[:, 0]).astype(np.int64))
         most_words = int(starts.sum(axis=1).max())
-        words = draw_integers(self._keys["mask"], epochs, rows, most_words)
-        masked = choose_masked(maskable, starts, num_predictions, words, self.ngram_probabilities)
+        drawn = draw_integers(self._keys["mask"], epochs, rows, most_words)
+        masked = choose_masked(maskable, starts, num_predictions, drawn, self.ngram_probabilities)
         batch["labels"][:] = np.where(masked, ids, self.mask_label_id)
-        words = draw_integers(self._keys["replace"], epochs, rows, int(num_predictions.max()))
-        batch["input_ids"][:] = replace_masked(ids, masked, words, self.tokenizer.mask, self.tokenizer.vocab_size)
+        drawn = draw_integers(self._keys["replace"], epochs, rows, int(num_predictions.max()))
+        batch["input_ids"][:] = replace_masked(ids, masked, drawn, self.tokenizer.mask, self.tokenizer.vocab_size)
 
     def _segments(self, epochs: np.ndarray, rows: np.ndarray) -> _Segments:
         first, end, target = self.mapping.rows[rows].astype(np.int64).T
-        words = draw_integers(self._keys["pair"], epochs, rows, 4)
+        drawn = draw_integers(self._keys["pair"], epochs, rows, 4)
         if self.binary_head:
-            split = first + 1 + (words[0] * (end - first - 1).astype(np.uint64) >> _32).astype(np.int64)
-            wrong = words[1] < np.uint64(1 << 31)
+            split = first + 1 + (drawn[0] * (end - first - 1).astype(np.uint64) >> _32).astype(np.int64)
+            wrong = drawn[1] < np.uint64(1 << 31)
         else:
             split, wrong = end, np.zeros(len(rows), bool)
         first_token, split_token, end_token = (self.tokens.offsets(sentence) for sentence in (first, split, end))
@@ -306,30 +306,30 @@ class BertDataset:
             starts, stops = np.where(wrong, starts[::-1], starts), np.where(wrong, stops[::-1], stops)
         elif wrong.any():
             room = np.maximum(target - (split_token - first_token), 0)[wrong]
-            starts[1, wrong], stops[1, wrong] = self._elsewhere(first[wrong], room, words[2:, wrong])
+            starts[1, wrong], stops[1, wrong] = self._elsewhere(first[wrong], room, drawn[2:, wrong])
         a, b = stops[0] - starts[0], stops[1] - starts[1]
         a_length, b_length = truncated_lengths(a, b, target)
         cut_a, cut_b = self._cuts(epochs, rows, np.stack([a - a_length, b - b_length]))
         return _Segments(starts[0] + cut_a, a_length, starts[1] + cut_b, b_length, wrong.astype(np.int64))
 
-    def _elsewhere(self, sentence: np.ndarray, room: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _elsewhere(self, sentence: np.ndarray, room: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Token ranges that start at a random sentence of another document and fill `room`, or end with it."""
         documents, num_sentences = self.tokens.document_indices, len(self.tokens)
         own = search_sorted(documents, sentence, side="right")
         others = num_sentences - (documents[own] - documents[own - 1])
-        drawn = (words[0] << _32 | words[1]) % others.astype(np.uint64)
-        first = (documents[own] + drawn.astype(np.int64)) % num_sentences
+        offset = (drawn[0] << _32 | drawn[1]) % others.astype(np.uint64)
+        first = (documents[own] + offset.astype(np.int64)) % num_sentences
         last = documents[search_sorted(documents, first, side="right")]
         start = self.tokens.offsets(first)
         end = search_sorted(self.tokens.sequence_pointers, (start + room) * self.tokens.dtype.itemsize)
         return start, self.tokens.offsets(np.clip(end, first + 1, last))
 
     def _cuts(self, epochs: np.ndarray, rows: np.ndarray, removed: np.ndarray) -> np.ndarray:
-        """How many of `removed` int64[2, n] tokens go from the front, by a coin each: one bit of a random word."""
-        num_words = -(-int(removed.max()) // 32)
-        words = draw_integers(self._keys["cut"], epochs, rows, 2 * num_words).reshape(num_words, 2, len(rows))
-        bits = np.clip(removed - 32 * np.arange(num_words)[:, None, None], 0, 32).astype(np.uint64)
-        return np.bitwise_count(words & ((np.uint64(1) << bits) - np.uint64(1))).sum(axis=0, dtype=np.int64)
+        """How many of `removed` int64[2, n] tokens go from the front, by a coin each: one bit of a random integer."""
+        num_drawn = -(-int(removed.max()) // 32)
+        drawn = draw_integers(self._keys["cut"], epochs, rows, 2 * num_drawn).reshape(num_drawn, 2, len(rows))
+        bits = np.clip(removed - 32 * np.arange(num_drawn)[:, None, None], 0, 32).astype(np.uint64)
+        return np.bitwise_count(drawn & ((np.uint64(1) << bits) - np.uint64(1))).sum(axis=0, dtype=np.int64)
 
     def _read(self, segments: _Segments) -> np.ndarray:
         """Rows [CLS] A [SEP] B [SEP], padded: int64[n, max_seq_length]."""

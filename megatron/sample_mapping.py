@@ -220,15 +220,15 @@ def _pack(
     """Rows int64[n, 3] of epoch `number` over documents, and the tokens beyond their targets."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])  # of each sentence, in tokens
     rows, truncated, step = [np.empty((0, 3), np.int64)], 0, 0
-    words = column = np.empty((0, 0), np.uint64)  # a document's words are those of its column
+    drawn = column = np.empty((0, 0), np.uint64)  # those of a document are in its column
     while documents.size:
         targets = np.full(documents.size, settings.max_length)
         if settings.short_seq_prob > 0:
-            if 2 * step == len(words):  # enough words for as many steps again
+            if 2 * step == len(drawn):  # enough for as many steps again
                 key = stream_key(settings.seed, "short sequences")
-                words = draw_integers(key, np.full_like(documents, number), documents, max(4, 4 * step))
+                drawn = draw_integers(key, np.full_like(documents, number), documents, max(4, 4 * step))
                 column = np.arange(documents.size)
-            coin, length = words[2 * step, column], words[2 * step + 1, column]
+            coin, length = drawn[2 * step, column], drawn[2 * step + 1, column]
             short = coin < np.uint64(settings.short_seq_prob * 2**32)
             lengths_of_short = 2 + (length * np.uint64(settings.max_length - 1) >> np.uint64(32)).astype(np.int64)
             targets = np.where(short, lengths_of_short, targets)

@@ -118,7 +118,10 @@ class SparsityConfig:
         return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
 
     def blocks(self, num_blocks: int) -> Tensor:
-        """Key blocks of each query block: bool [1 or num_layout_heads, num_blocks, num_blocks], of a subclass."""
+        """Key blocks of each query block: bool [1 or num_layout_heads, num_blocks, num_blocks].
+
+        Subclasses implement it. `make_layout` applies "unidirectional" to the result, except with `compat`.
+        """
         raise self._error("it has no pattern: write its method `blocks`, or use a subclass")
 
     def density(self, seq_len: int) -> float:

@@ -196,7 +196,7 @@ class _Encoder:
 def _dense_copy(array: Tensor | np.ndarray, where: str) -> Tensor:
     """A contiguous CPU tensor that shares memory with no other: safetensors refuses shared and strided ones."""
     if isinstance(array, np.ndarray):
-        if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in "biufc":
+        if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in "biuf":
             raise _unsupported(array, where)
         return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     is_dense = type(array) in _TENSOR_CLASSES and array.layout == torch.strided and not array.is_quantized

@@ -42,8 +42,8 @@ def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = N
     Args:
         weights: float64[number of datasets], summing to 1.
         size: number of samples.
-        quotas: int64[number of datasets], maximum number of samples per dataset, `size` or more in all; None for no
-            limit.
+        quotas: int64[number of datasets], maximum number of samples per dataset, with a sum of at least `size`; None
+            for no limit.
 
     Returns:
         The index of the dataset of each sample, uint8[size] (uint16 for more than 255 datasets); [0, 1, 0, 1, 0, 0]

@@ -257,7 +257,7 @@ def _train_heads(adapted: PeftModel, model_type: str, new_weights: Sequence[str]
 
 # ---- prompts and new tokens -----------------------------------------------------------------------------------------
 def new_token_names(args: FinetuningArgs) -> list[str]:
-    """List the tokens that `--peft new_tokens` adds to the vocabulary, also where another `--peft` is chosen."""
+    """List the tokens that `--peft new_tokens` adds to the vocabulary; `--num_virtual_tokens` is their number."""
     return [f"<prompt_{number}>" for number in range(args.num_virtual_tokens)]
 
 

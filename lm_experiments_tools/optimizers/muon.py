@@ -66,8 +66,6 @@ class Muon(AdamWScale):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"torch {torch.__version__} has no Muon, which came with torch 2.9")
         if others not in OTHERS:
             raise ValueError(f"others={others!r} must be one of {', '.join(OTHERS)}")
         if others_lr_scale < 0:

@@ -62,7 +62,7 @@ class ValidateCallback:
         """Validate now, and update the best metric, patience and learning rate; every worker calls it.
 
         Raises:
-            UserError: validation does not give `--optimize_metric`, or not as a number.
+            UserError: validation does not give `--optimize_metric`, or not as a number; a checkpoint is saved first.
         """
         values = trainer.validate(trainer.valid_dataloader)
         if values is None:  # cut short by a signal; the restarted run makes up for it

@@ -28,9 +28,9 @@ _PROJECTIONS = ("q", "k"), ("query", "key")
 
 
 def monitoring_callbacks(args: TrainerArgs, trainer: TrainingLoop) -> list[Callback]:
-    """Create the callbacks of `--log_norms` and `--log_maxima`, which replace `backend.before_update`.
+    """Create the callbacks of `--log_norms` and `--log_maxima`; none with `--validate_only`.
 
-    There are none with `--validate_only`.
+    Resets `backend.before_update`, which `--log_norms` sets.
 
     Raises:
         UserError: `--log_norms` with DeepSpeed or apex, which hide the gradients of parameters.

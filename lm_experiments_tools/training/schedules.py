@@ -400,7 +400,7 @@ class LearningRate:
             state: trainer state of the checkpoint.
 
         Returns:
-            Log message about the two lengths; None if they give equal rates.
+            Log message about the two lengths; None if both give the same rates, or no step is left.
 
         Raises:
             UserError: the schedule has ended at 0, so further updates would change nothing.

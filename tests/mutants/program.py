@@ -124,7 +124,7 @@ def run_tests(folder: Path, tests: list[str]) -> None:
     with (folder / "log.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not cluster"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=0", "-m", "not slow and not gpu and not cluster"]
     os._exit(importlib.import_module("pytest").main([*options, *tests]))
 
 
@@ -153,10 +153,11 @@ class Mutant:
             run_tests(folder, tests)
 
     def outcome(self, timeout: float) -> str | None:
-        """Give "killed", "SURVIVED" or "timed out"; None while tests are running."""
+        """Give "killed", "SURVIVED", "timed out" or "NO TESTS" (see log.txt); None while tests are running."""
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
-            outcome = "killed" if os.waitstatus_to_exitcode(status) else "SURVIVED"
+            code = os.waitstatus_to_exitcode(status)
+            outcome = {0: "SURVIVED", 4: "NO TESTS", 5: "NO TESTS"}.get(code, "killed")  # pytest's exit codes
         elif time.monotonic() - self.started > timeout:
             os.killpg(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -198,7 +199,7 @@ def main() -> None:
                 free.append(mutant.folder)
                 running.remove(mutant)
     for target in TARGETS:
-        counts = {outcome: outcomes[target, outcome] for outcome in ("killed", "timed out", "SURVIVED")}
+        counts = {outcome: outcomes[target, outcome] for outcome in ("killed", "timed out", "SURVIVED", "NO TESTS")}
         print(f"{target}: {counts['killed']} of {sum(counts.values())} killed, {counts['timed out']} timed out")
     shutil.rmtree(free[0].parent)
 

@@ -90,8 +90,8 @@ def random_spans_helper(
     return random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)[:2]
 
 
-def words_for(gaps, num_gaps):
-    """Random words by which `random_span_lengths` chooses these gaps of `num_gaps`: Floyd's picks in rising order."""
+def integers_for(gaps, num_gaps):
+    """Random integers by which `random_span_lengths` chooses these gaps of `num_gaps`, in rising order."""
     bounds = np.arange(num_gaps - len(gaps), num_gaps) + 1
     return [-(-(gap << 32) // bound) for gap, bound in zip(np.sort(gaps).tolist(), bounds.tolist(), strict=True)]
 
@@ -109,7 +109,7 @@ def random_spans_noise_mask(length, noise_density, seeds, mean_noise_span_length
         counts = count_spans(int(length), noise_density, mean_noise_span_length)
         parts = counts.num_nonnoise_tokens, counts.num_noise_tokens
         words = [
-            words_for(gaps_of_t5(part, counts.num_spans, seed), part - 1)
+            integers_for(gaps_of_t5(part, counts.num_spans, seed), part - 1)
             for part, seed in zip(parts, seeds[::-1], strict=True)
         ]
         spans = random_span_lengths(counts, np.array(words, np.uint64).T.reshape(-1, 1)).reshape(-1)
@@ -155,8 +155,8 @@ def nonnoise_span_to_unique_sentinel(tokens, mask, vocabulary, seeds):
     return in_graph(ours, [tokens, mask], tokens.dtype)
 
 
-def prefix_integers(seeds, num_words):
-    return draw_integers(stream_key(int(seeds.reshape(-1)[0]), "noise"), np.array([0]), np.array([0]), num_words)
+def prefix_integers(seeds, count):
+    return draw_integers(stream_key(int(seeds.reshape(-1)[0]), "noise"), np.array([0]), np.array([0]), count)
 
 
 @counted
@@ -187,13 +187,13 @@ def prefix_lm(dataset, sequence_length, output_features):
 
 def split_tokens(dataset, unused_vocabulary, max_tokens_per_segment):
     """The rows of our token stream, in an epoch that starts at its first token, in their order."""
-    rows = [row for example in dataset.as_numpy_iterator() for row in tape_rows(example, max_tokens_per_segment)]
+    rows = [row for example in dataset.as_numpy_iterator() for row in token_rows(example, max_tokens_per_segment)]
     signature = {"targets": tf.TensorSpec([None], tf.int32)}
     return tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
 
 
 @counted
-def tape_rows(example, length):
+def token_rows(example, length):
     source = SimpleNamespace(tokens=example["targets"].astype(np.uint16), fingerprint="")
     data = CausalLMDataset(source, length, eos_id=EOS, pad_id=FILLER, vocab_size=1000, encoder_decoder=True)
     epoch = next(e for e in range(100_000) if epoch_shift(data.seed, e, data.num_tokens) == 0)

@@ -202,8 +202,8 @@ class ExampleDataset:
         counts = firsts[rows + 1] - firsts[rows]
         if (counts == 1).all():
             return firsts[rows]
-        words = draw_integers(stream_key(self.seed, f"drawn {purpose}"), epochs, rows, 1)[0]
-        return firsts[rows] + (words * counts.astype(np.uint64) >> _32).astype(np.int64)
+        drawn = draw_integers(stream_key(self.seed, f"drawn {purpose}"), epochs, rows, 1)[0]
+        return firsts[rows] + (drawn * counts.astype(np.uint64) >> _32).astype(np.int64)
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Return the lengths of the given samples in tokens, from which batches of similar lengths are made.

@@ -127,7 +127,7 @@ def mask_tokens(
 
 
 def _by_words(random_integers: np.ndarray, starts: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """Random bits that are below `bound` in all tokens of a word or in none; how far below is each token's own."""
+    """Random integers that are below `bound` in all tokens of a word or in none; how far below is each token's own."""
     columns = np.arange(random_integers.shape[-1])
     first = np.maximum.accumulate(np.where(starts, columns, 0), axis=-1)
     is_chosen = np.take_along_axis(random_integers < bound, first, axis=-1)

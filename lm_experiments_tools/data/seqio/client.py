@@ -100,7 +100,7 @@ def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"--task {args.task} through seqio needs the package {package}: "
-                'pip install "lm_experiments_tools[seqio]"'
+                'pip install "lm_experiments_tools[seqio]" (Python 3.11 or newer)'
             )
     if ":" not in args.task and args.data_path:
         find_files(args.data_path)

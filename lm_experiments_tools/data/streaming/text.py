@@ -173,7 +173,8 @@ class StreamText:
         stream: index of the stream.
         position: position to begin at.
         text_key: key of the text in a JSON record.
-        max_bad_lines: maximum number of unusable records of the stream; None for the default limit.
+        max_bad_lines: maximum number of unusable records of this text in the stream; None stops only where most
+            records are unusable.
         listed_in: path of the list of unusable records, for error messages.
         sharing: number of streams that read the text and use its documents in round robin, and the index of this one.
         rejected: list that receives the records rejected in epoch 0; None for a new list.

@@ -53,8 +53,8 @@ class ChunkSettings:
         plan: the texts and how they are divided among streams.
         folder: folder for the list of unusable records.
         encoder: converts text to token ids.
-        max_bad_lines: maximum number of unusable records, of a stream and of all streams that a training process
-            reads; None for the default limit.
+        max_bad_lines: maximum number of unusable records of all streams that a training process reads; None for
+            the default limit.
     """
 
     plan: MixedPlan

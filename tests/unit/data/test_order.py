@@ -1,4 +1,4 @@
-"""The keyed permutation and the counter-based random words."""
+"""The keyed permutation and the counter-based random integers."""
 
 from math import factorial, sqrt
 
@@ -56,7 +56,7 @@ def test_sizes_of_any_corpus_are_served():
     assert abs(images.mean() / size - 0.5) < 0.05
 
 
-def test_the_order_of_a_run_that_began_with_an_older_release_stays():
+def test_the_order_is_pinned():
     expected = [[788, 859, 590, 455], [435, 885, 9, 524]]
     for epoch, first in zip((0, 2), expected, strict=True):
         assert permute(np.arange(4), 1000, 3, np.full(4, epoch)).tolist() == first
@@ -93,7 +93,7 @@ def test_places_and_pairs_are_uniform_over_epochs(size):
     assert abs(chi_square_z(np.bincount((second - first) % size)[1:], size - 1)) < 4
 
 
-def test_random_words_of_a_sample_do_not_depend_on_the_batch():
+def test_random_integers_of_a_sample_do_not_depend_on_the_batch():
     key = stream_key(0, "noise")
     epochs, samples = np.array([0, 3, 3, 70_000]), np.array([9, 9, 2**40 + 9, 9])
     words = draw_integers(key, epochs, samples, 54)
@@ -105,7 +105,7 @@ def test_random_words_of_a_sample_do_not_depend_on_the_batch():
     np.testing.assert_array_equal(draw_integers(key, epochs, samples, 7), words[:7])
 
 
-def test_random_words_are_uniform_and_uncorrelated():
+def test_random_integers_are_uniform_and_uncorrelated():
     words = draw_integers(stream_key(5, "noise"), np.zeros(20_000), np.arange(20_000), 8)
     for bits in (words >> np.uint64(24), words & np.uint64(0xFF)):  # high and low byte
         assert abs(chi_square_z(np.bincount(bits.reshape(-1).astype(int), minlength=256), 256)) < 4

@@ -146,7 +146,7 @@ def setup_requirements() -> dict[str, list[Requirement]]:
         runpy.run_path(str(ROOT / "setup.py"))
     (keywords,) = calls
     return {
-        extra: [Requirement(line) for line in lines]
+        extra: [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate()]
         for extra, lines in {"": keywords["install_requires"], **keywords["extras_require"]}.items()
     }
 

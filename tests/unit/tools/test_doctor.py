@@ -101,11 +101,11 @@ def test_what_is_missing_is_named_with_the_command_of_its_extra(told, monkeypatc
             raise importlib.metadata.PackageNotFoundError(name)
         return have.get(name) or real(name)
 
-    required = ["torch>=2.6", 'peft>=0.21; extra == "peft"', 'bitsandbytes>=0.50; extra == "quantize"']
+    required = ["torch>=2.12", 'peft>=0.21.2; extra == "peft"', 'bitsandbytes>=0.50; extra == "quantize"']
     required += ['accelerate>=1.15; extra == "accelerate"', 'x; python_version >= "9.1" and extra == "bert"']
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: required)
-    assert doctor.missing_requirements() == {"peft": ["peft>=0.21"], "quantize": ["bitsandbytes>=0.50"]}
+    assert doctor.missing_requirements() == {"peft": ["peft>=0.21.2"], "quantize": ["bitsandbytes>=0.50"]}
     assert main(["doctor"]) == 0
     assert "[quantize]" in capsys.readouterr().out
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["bitsandbytes>=0.50"])

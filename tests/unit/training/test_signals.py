@@ -15,6 +15,7 @@ from lm_experiments_tools.checkpoint import train_state
 from lm_experiments_tools.config import restart
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.errors import RunError
+from lm_experiments_tools.training.signals import StopSignals
 from tests.helpers import loops
 from tests.helpers.loops import At
 from tests.helpers.toys import RaggedPairs, tiny_t5, weights_of
@@ -51,6 +52,16 @@ def test_an_interrupt_that_python_drops_while_a_run_starts_stops_it_before_it_tr
     finally:
         signal.signal(signal.SIGINT, before)
     assert (stop.value.code, loops[0].state.step) == (130, 0)
+
+
+def test_the_death_of_the_launcher_counts_as_sigterm_once(monkeypatch, caplog):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launcher = os.getppid()
+    with StopSignals() as signals:
+        assert signals.pending == [0, 0]
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert signals.pending == signals.pending == [1, 0]
+    assert f"the launcher of this worker (process {launcher}) ended without a signal" in caplog.text
 
 
 def test_word_of_other_hosts_is_for_training_alone(monkeypatch):
