@@ -201,6 +201,13 @@ def test_same_step_is_replaced(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"step_000007", "last"}
 
 
+def test_a_kill_before_a_link_was_renamed_does_not_stop_the_next_update(tmp_path, caplog):
+    write(tmp_path, 6)
+    (tmp_path / ".last.link").symlink_to("step_000006")
+    write(tmp_path, 7)
+    assert os.readlink(tmp_path / "last") == "step_000007" and not caplog.messages
+
+
 def test_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path, caplog):
     write(tmp_path, 6)
     path = write(tmp_path, 7)
