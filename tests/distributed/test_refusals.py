@@ -50,6 +50,7 @@ def failed(folder: Path, launcher: list[str], source: str, **environ: str) -> st
     return job.output
 
 
+@pytest.mark.slow
 def test_cpu_flag_with_two_processes_is_refused(tmp_path):
     no_gpu()
     said = one_refusal(tmp_path, accelerate_launch("--cpu", "--num_processes", "2"))

@@ -177,6 +177,7 @@ def streamed_alone(text, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_stream_resumed_without_its_cache_ends_with_the_same_losses(text, streamed_alone, tmp_path):
     command = streamed(text, tmp_path)
     kill_after("alone", command, tmp_path / "checkpoints" / "step_000010", timeout=120)
