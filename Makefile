@@ -139,7 +139,7 @@ oldest: ## tests of models and training with the lowest versions of setup.py: PY
 	$(PYTHON) -m venv --clear build/oldest
 	build/oldest/bin/python -m pip install --quiet uv==0.13.9
 	build/oldest/bin/uv pip install --quiet --python build/oldest/bin/python --resolution lowest-direct \
-	  --index-strategy unsafe-best-match -e '.[accelerate,metrics,peft]' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-timeout>=2.3'
+	  --index-strategy unsafe-best-match -e '.[accelerate,metrics,peft,plots]' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-timeout>=2.3'
 	@build/oldest/bin/python -m pytest -q -m "not slow and not gpu and not cluster and not distributed" \
 	  --deselect tests/unit/attention/test_attention_compiled.py::test_a_compiled_model_has_one_graph_for_a_shape_and_two_for_all_lengths \
 	  --ignore tests/unit/recipes/test_settings.py \
