@@ -335,15 +335,15 @@ def _launcher_command() -> list[str] | None:
 
 def describe_environment() -> dict[str, Any]:
     """Return the versions of Python and all packages, the platform, CPU, memory and GPUs."""
-    distributions = [d for d in importlib.metadata.distributions() if d.metadata["Name"]]
-    packages = {d.metadata["Name"]: d.version for d in sorted(distributions, key=lambda d: d.metadata["Name"].lower())}
+    headers = (distribution.metadata for distribution in importlib.metadata.distributions())  # a file is parsed each
+    packages = {header["Name"]: header["Version"] for header in headers if header["Name"]}
     description = {
         "python": sys.version,
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "gpus": [],
-        "packages": packages,
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
     }
     torch = sys.modules.get("torch")  # imported already in a run
     if torch is not None and torch.cuda.is_available():

@@ -166,10 +166,12 @@ class SentencePieceVocabulary(Vocabulary):
         (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
         # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
         tokenizer = T5Tokenizer.from_pretrained(str(directory))
-        if self._first_difference(tokenizer):
+        difference = self._first_difference(tokenizer)
+        if difference:
             (directory / "spiece.model").unlink()
             tokenizer = self._fast_tokenizer(model)
-        if difference := self._first_difference(tokenizer):
+            difference = self._first_difference(tokenizer)
+        if difference:
             raise UserError(f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer: {difference}")
         tokenizer.save_pretrained(str(directory))
 
@@ -180,8 +182,11 @@ class SentencePieceVocabulary(Vocabulary):
         no_text, model = {*self.special_ids}, self._processor
         ordinary = (i for i in range(self.num_pieces) if not (i in no_text or model.is_control(i) or model.is_byte(i)))
         texts = [*_SAMPLE_TEXTS, *(model.id_to_piece(index).replace("\u2581", " ") for index in ordinary)]
-        found = tokenizer(texts, add_special_tokens=False, split_special_tokens=True).input_ids
-        for text, expected, ids in zip(texts, self.encode_batch(texts), found, strict=True):
+        backend = tokenizer.backend_tokenizer  # a third faster than the tokenizer around it
+        backend.encode_special_tokens = True  # as text
+        found = backend.encode_batch_fast(texts, add_special_tokens=False)
+        backend.encode_special_tokens = False
+        for text, expected, ids in zip(texts, self.encode_batch(texts), (row.ids for row in found), strict=True):
             if sorted(ids) != sorted(expected):  # rounding decides the order where two segmentations score the same
                 return f"it encodes {text!r} as {expected[:8]}, transformers as {ids[:8]}"
         return ""
