@@ -169,6 +169,14 @@ def test_less_than_a_row_is_one_padded_example(make, num_tokens):
         assert sorted(row) == list(range(10, 10 + num_tokens))
 
 
+def test_a_warning_names_data_of_less_than_a_row_and_no_other(caplog):
+    span_corruption(text(20))
+    assert "the data has only 20 tokens: each epoch is one padded example" in caplog.text
+    caplog.clear()
+    data = span_corruption(text(1000))
+    assert data.last_row_is_short and "padded" not in caplog.text
+
+
 @every_objective
 def test_an_example_does_not_depend_on_its_batch(make):
     data = make(text(1000))
