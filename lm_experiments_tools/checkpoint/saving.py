@@ -70,7 +70,7 @@ class Saver:
 
     @contextmanager
     def alongside(self) -> Iterator[None]:
-        """Context in which `save` writes checkpoints while training continues; its end waits for the last one."""
+        """Context in which `save` may write while training continues; its end waits, and logs a failure."""
         self._is_training = True
         try:
             yield

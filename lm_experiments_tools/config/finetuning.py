@@ -436,7 +436,7 @@ class FinetuningArgs(
                 `--epochs` are set, the one of the command line is used.
 
         Raises:
-            UserError: no data is named, or both lengths are given on the command line.
+            UserError: no data is named, or both lengths are given in the same place.
         """
         if not self.data_path and not self.validate_only:
             raise UserError("--data_path is missing: name the training data, such as train.jsonl or train.tsv.")

@@ -51,7 +51,7 @@ def inherited_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def of_t5(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Default values for flags of run_t5_pretraining.py that depend on pre-trained weights: {name: (value, origin)}.
+    """Default values for flags of run_t5_pretraining.py from pre-trained weights: {name: (value, origin)}.
 
     Args:
         given: the flags that the user has set; they get no default.

@@ -71,7 +71,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Evaluate the trained model and write the results."""
+        """Write the results; fine-tuning evaluates the trained model first."""
 
     def find_or_train(self) -> None:
         """Train or validate the model, or run the learning-rate range test (`--find_lr`)."""

@@ -138,7 +138,7 @@ def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor])
 
 
 def unmasked(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Predict the most likely token at each masked position of a row, by a masked language model.
+    """Return a row's ids, and the true and the predicted ids at its masked positions, by a masked language model.
 
     Args:
         row: entries of one validation example, with `labels` at masked positions.

@@ -169,7 +169,7 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
 
 
 def mask_of(tokenizer: Any) -> str:
-    """Return the tokenizer's mask token; if it has none, the token that `--task mlm` uses instead."""
+    """Return the mask token, or the one that `--task mlm` uses instead. Raises UserError if there is none."""
     from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, sentinel_piece
 
     known = [token for token in (*MASK_PIECES, sentinel_piece(0)) if token in tokenizer.get_vocab()]

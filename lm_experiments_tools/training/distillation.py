@@ -33,7 +33,7 @@ def distilled(
     """Add distillation to a loss: (1 - weight) * token loss + weight * mean KL(teacher || student), in nats.
 
     Args:
-        loss: its first term is the token loss; other terms, such as sentence pairs, do not change.
+        loss: its first term is the token loss (`loss` becomes `loss_lm`); other terms do not change.
         predict: result of `predictor`: f(inputs) -> the teacher's logits [batch, labels, vocabulary].
         autocast: context of the teacher's forward pass.
     """

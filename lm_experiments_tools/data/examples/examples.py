@@ -100,7 +100,7 @@ class TextFields:
 def text_examples(
     path: str, fields: TextFields, bad: BadRows, *, merge: bool, with_targets: bool = True
 ) -> Iterator[Example]:
-    """Read sources with their targets from a file or dataset, for models that generate text.
+    """Yield sources with their targets from a file or dataset, for models that generate text.
 
     Args:
         path: file, dataset or rows in memory, see `read_rows`.
