@@ -31,6 +31,7 @@ def test_sigterm_on_one_rank_saves_on_all_and_stops_all(kind, tmp_path):
     assert newest.name in ("step_000005", "step_000006")  # the step at whose start all workers learned of it
 
 
+@pytest.mark.slow
 def test_steps_of_half_horovodruns_grace_period_are_saved_before_it_kills(tmp_path):
     """It kills 5 s after its SIGTERM; the step in hand has 2.6 s, and another one would be too many.
 
@@ -44,6 +45,7 @@ def test_steps_of_half_horovodruns_grace_period_are_saved_before_it_kills(tmp_pa
     assert newest.name == "step_000003"
 
 
+@pytest.mark.slow
 def test_workers_of_a_killed_torchrun_save_and_stop(tmp_path):
     """Orphans would train on, unseen, and write to the directory in which the run is started again."""
     skip_without("accelerate")

@@ -118,7 +118,7 @@ MODELS = {
     ),
 }
 
-IMPLEMENTATIONS, OFTEN = ("eager", "sdpa", "block_sparse"), [*MODELS][2:]
+IMPLEMENTATIONS, OFTEN = ("eager", "sdpa", "block_sparse"), [*MODELS][3:]
 for kind, make, positions in (
     ("t5", t5, modeling_t5.configuration_t5.POSITIONS),
     ("bert", bert, modeling_bert.configuration_bert.POSITIONS),
