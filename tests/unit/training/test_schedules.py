@@ -176,6 +176,7 @@ def test_a_users_function_is_a_schedule():
         ("cosine_with_floor", {"num_warmup_steps": 0, "num_training_steps": 9, "min_lr_ratio": 3}, "from 0 to 1"),
         ("constant", {"num_warmup_steps": 5}, "no effect with --lr_scheduler constant"),
         ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9}, "needs --lr"),
+        ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9, "base_lr": 1e-8}, "must be larger"),
         ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9, "base_lr": 1e-7}, "must be larger"),  # lr_end
         ("legacy", {"num_training_steps": 9, "base_lr": 0.0}, "positive --lr"),
         ("t5_inverse_sqrt", {"num_warmup_steps": 0}, "which is 0"),
