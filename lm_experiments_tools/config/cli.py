@@ -94,6 +94,8 @@ def parse(
     except UserError as error:
         raise UserError(_with_origins(str(error), settings)) from None
     origins = {name: settings[name].origin if name in settings else DEFAULT for name in flags}
+    if hasattr(args, "check_origins"):
+        args.check_origins(origins)
     if written.get("print_config"):
         if resolve is not None:
             args, origins = resolve_name(resolve)(args, origins)
@@ -110,6 +112,8 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
     for group in help_groups(type(args)):
         lines.append(f"# {(group.__doc__ or group.__name__).splitlines()[0]}")
         for name in inspect.get_annotations(group):
+            if name == "iters" and getattr(args, "phases", ()):
+                continue  # each phase has its own
             value = getattr(args, name)
             value = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Tokens) else value
             braced = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True)
@@ -197,7 +201,7 @@ def _print(text: str, end: str = "\n") -> None:
 
 # ---- command line ---------------------------------------------------------------------------------------------------
 def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """The values of a command line by flag; the last value of a repeated flag wins, except for `--config`."""
+    """The values of a command line by flag. The last value of a repeated flag wins; those of a list are joined."""
     given: dict[str, Any] = {}
     unknown: list[str] = []
     rest = list(argv)
@@ -224,7 +228,7 @@ def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[s
         except ValueError as error:
             raise UserError(f"{written} {error}.") from None
         if flag.is_list:
-            given[flag.name] = (*given.get("config", ()), *values) if flag.name == "config" else values
+            given[flag.name] = (*given.get(flag.name, ()), *values)
         else:
             given[flag.name] = not values[0] if is_negated else values[0]
     if unknown:

@@ -1,12 +1,12 @@
 """Phases: consecutive parts of a run with different settings, such as a longer context at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import yaml
 
-from lm_experiments_tools.config.flags import HARMLESS, at_least, check_conflict, flags_of, is_given, needs
+from lm_experiments_tools.config.flags import DEFAULT, HARMLESS, at_least, check_conflict, flags_of, is_given, needs
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.config.settings import read_settings
@@ -22,6 +22,7 @@ _FLAGS = {
     "iters", "data_path", "valid_data_path", "dropout_rate", "trained", "model_options", "average", "save_interval",
     "log_interval", "valid_interval",
 }  # fmt: skip
+_TWO_LENGTHS = "--iters and --phases exclude each other: give each phase its own length."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +53,22 @@ class PhaseArgs:
         check_phased_run(self)
         phases_of(self)
 
+    def check_origins(self, origins: Mapping[str, str]) -> None:
+        """Refuse `--iters` beside `--phases` if it is given, even as its default. Raises UserError.
+
+        Args:
+            origins: for each setting, where its value came from.
+        """
+        if self.phases and origins["iters"] != DEFAULT:
+            raise UserError(_TWO_LENGTHS)
+
 
 def check_phased_run(args: Any) -> None:
     """Refuse flags that cannot be combined with `--phases`. Raises UserError."""
     if not args.phases:
         return
     if is_given(args, "iters"):
-        raise UserError("--iters and --phases exclude each other: give each phase its own length.")
+        raise UserError(_TWO_LENGTHS)
     for flag in ("find_lr", "validate_only"):
         if is_given(args, flag):
             raise UserError(f"--{flag} and --phases exclude each other: leave one out.")

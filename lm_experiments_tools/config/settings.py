@@ -50,9 +50,11 @@ def read_setting(flag: Flag, node: yaml.Node, origin: str) -> Any:
         return tuple(map(phase_text, items))
     if not all(isinstance(item, yaml.ScalarNode) for item in items):
         raise UserError(f"{origin}: {flag.name} takes {describe(flag.annotation)}, not a {node.id}.")
-    is_null = node.value not in typing.get_args(flag.annotation) and str(node.value).lower() in NULL_WORDS
-    if items == [node] and node.style is None and is_null:
-        if type(None) not in typing.get_args(flag.annotation):
+    options = typing.get_args(flag.annotation)
+    is_null = node.value not in options and str(node.value).lower() in NULL_WORDS
+    # "none" is null only for flags that have it: it is no null of YAML, and a metric's name.
+    if items == [node] and node.style is None and is_null and (type(None) in options or node.value.lower() != "none"):
+        if type(None) not in options:
             raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
         return None
     try:
@@ -65,12 +67,13 @@ def read_setting(flag: Flag, node: yaml.Node, origin: str) -> Any:
 def phase_text(node: yaml.MappingNode) -> str:
     """Write the YAML mapping of a phase in one line: "{iters: 1000, lr: 1e-4}"."""
 
-    def plain(node: yaml.Node) -> Any:
+    def text(node: yaml.Node) -> str:
         if isinstance(node, yaml.MappingNode):
-            return {str(key.value): plain(value) for key, value in node.value}
+            return phase_text(node)
         if isinstance(node, yaml.SequenceNode):
-            return [plain(item) for item in node.value]
-        return None if node.style is None and node.value.lower() in NULL_WORDS else node.value
+            return f"[{', '.join(map(text, node.value))}]"
+        is_null = node.style is None and node.value.lower() in NULL_WORDS
+        return (node.value or "null") if is_null else json.dumps(node.value)
 
-    pairs = [f"{json.dumps(str(key.value))}: {json.dumps(plain(value))}" for key, value in node.value]
+    pairs = [f"{json.dumps(str(key.value))}: {text(value)}" for key, value in node.value]
     return f"{{{', '.join(pairs)}}}"

@@ -315,7 +315,7 @@ class CheckpointArgs:
     keep_checkpoints: Annotated[int | None, HARMLESS, COUNT] = 3
     """Newest checkpoints to keep; the best one is kept as well. None: all."""
     save_in_background: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY] = True
-    """Copy the state and write checkpoints while training goes on (not with DeepSpeed, where training waits)."""
+    """Copy the state and write checkpoints while training goes on."""
     init_checkpoint: Annotated[str | None, HARMLESS] = None
     """Checkpoint to start from when this run has none of its own to resume."""
     reset_optimizer: Annotated[bool, HARMLESS, _OF_INIT_CHECKPOINT] = False

@@ -214,12 +214,12 @@ def _checked_rule(
     said = f"--optimizer_groups {pattern}"
     own = {key: options[key] for key in ("lr_scale", "weight_decay") if key in options}
     for key, value in own.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not (0 if key == "weight_decay" else 1e-12) <= value < math.inf
-        ):
-            raise UserError(f"{said}: {key} is {value!r}, but it takes a number of at least 0.")
+        least, takes = 1e-12, "above 0 (freeze by --trained or --freeze)"
+        if key == "weight_decay":
+            least, takes = 0.0, "of at least 0"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and least <= value < math.inf):
+            raise UserError(f"{said}: {key} is {value!r}, but it takes a number {takes}.")
     if "weight_decay" in own and taken is not None and "weight_decay" not in taken:
         raise UserError(f"{said}: --optimizer {name} takes no weight_decay: drop it.")
     others = {key: value for key, value in options.items() if key not in own}

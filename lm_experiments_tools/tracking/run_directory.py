@@ -50,6 +50,7 @@ _LAUNCHER_MODULES = (
     "accelerate.commands.accelerate_cli",
     "horovod.runner.launch",
 )
+_STARTED_IN = os.getcwd()  # a run enters --working_dir
 _claims: dict[Path, IO[str]] = {}  # directories this process writes to; their files are open until it ends
 _LOG_BYTES = 100 * 2**20
 _GIT_SECONDS = 30
@@ -318,7 +319,7 @@ def relaunch_script(argv: Sequence[str]) -> str:
     if command is None:  # `python -m module` is only in orig_argv
         command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
     exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
-    return "\n".join(["#!/bin/sh", f"cd {shlex.quote(os.getcwd())}", *exports, f"exec {shlex.join(command)}", ""])
+    return "\n".join(["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f"exec {shlex.join(command)}", ""])
 
 
 def _launcher_command() -> list[str] | None:

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import flags_of
+from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 
@@ -126,7 +128,9 @@ def test_flag_forms():
     assert parse("--early_stopping_patience", "-1")[0].early_stopping_patience == -1
     assert parse("--keep_checkpoints", "none")[0].keep_checkpoints is None
     assert parse("--vocab", "-hello")[0].vocab == "-hello"
-    assert parse("--data_path", "a", "-b", "-1e-3")[0].data_path == ("a", "-b", "-1e-3")
+    assert parse("--data_path", "a", "-b", "-1e-3")[0].data_path == ("tokens", "a", "-b", "-1e-3"), (
+        "as in REQUIRED, too"
+    )
     assert "--lr is -0.001" in refusal("--lr", "-1e-3")
 
 
@@ -216,6 +220,41 @@ def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
     assert read("--config", write_yaml("weights: [1, 2]"), "--weights", "5") == (5.0,)
     with pytest.raises(UserError, match="weights takes a list, each a number, not 'x'"):
         read("--weights", "1", "x")
+    assert read("--weights", "1", "--weights", "3", "4") == (1.0, 3.0, 4.0), "none of them is dropped"
+    assert read("--config", write_yaml("weights: [1, 2]"), "--weights=5", "--weights=6") == (5.0, 6.0)
+
+
+def test_none_in_yaml_is_a_word_where_a_flag_has_no_null(write_yaml):
+    """As on the command line. YAML itself knows ~, null and nothing at all as null (yaml.safe_load)."""
+    data = ["--data_path", "d.jsonl", "--from_pretrained", "m"]
+
+    def read(args_class, words, *lines):
+        return cli.parse(args_class, [*words, "--config", write_yaml("\n".join(lines))])[0]
+
+    assert cli.parse(FinetuningArgs, [*data, "--metrics", "none"])[0].metrics == ("none",)
+    for line in ("metrics: none", "metrics: [none]", "metrics: 'none'"):
+        assert read(FinetuningArgs, data, line).metrics == ("none",)
+    for text in ("~", "null", ""):
+        assert yaml.safe_load(f"metrics: {text}") == {"metrics": None}
+        with pytest.raises(UserError, match="line 1: metrics has no value, but it takes a list, each text"):
+            read(FinetuningArgs, data, f"metrics: {text}")
+    assert read(T5PretrainingArgs, REQUIRED, "valid_interval: none").valid_interval is None
+    phase = "- {iters: 5, lr_scheduler: none, data_path: [none, other], noise_density: 0.3}"
+    args = read(T5PretrainingArgs, [*REQUIRED, "--model_path=run"], "phases:", phase)
+    (first,) = phases_of(args)
+    assert (first.lr_scheduler, first.data_path, first.iters) == (None, ("none", "other"), 5)
+
+
+def test_iters_beside_phases_is_refused_even_as_its_default(write_yaml, capsys):
+    phases = ["--model_path", "run", "--phases", "{iters: 4}", "--phases", "{iters: 5}"]
+    args, _ = parse(*phases)
+    assert [phase.iters for phase in phases_of(args)] == [4, 5]
+    default = str(T5PretrainingArgs.iters)
+    assert "--iters and --phases exclude each other" in refusal(*phases, "--iters", default)
+    assert "--iters and --phases exclude each other" in refusal(*phases, "--config", write_yaml(f"iters: {default}"))
+    with pytest.raises(SystemExit):
+        parse(*phases, "--print_config")
+    assert cli.parse(T5PretrainingArgs, ["--config", write_yaml(capsys.readouterr().out)])[0] == args
 
 
 def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):

@@ -146,22 +146,27 @@ def test_no_git_is_no_failure(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("call", [["script.py"], ["-m", "module"]])
 def test_cmd_runs_the_same_again(tmp_path, call):
-    """The recorded script is run, from elsewhere, and must give the child the same arguments and directory."""
+    """The recorded script is run, from elsewhere, and must give the child the same arguments and directory.
+
+    The run works in another one (`--working_dir`).
+    """
     script = """
 import json, os, sys
 from lm_experiments_tools.tracking.run_directory import relaunch_script
 if os.environ.get("AGAIN"):
     print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("OMP_NUM_THREADS")]))
 else:
+    os.chdir("elsewhere")
     open("cmd.sh", "w").write(relaunch_script(sys.argv))
 """
+    (tmp_path / "elsewhere").mkdir()
     for name in ("script.py", "module.py"):
         (tmp_path / name).write_text(script)
     arguments = ["--prefix", "two words", "$HOME", "it's", "", "é*"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *call, *arguments], cwd=tmp_path, env=environment, check=True)
     bare = {"PATH": os.environ["PATH"], "AGAIN": "1"}
-    command = ["sh", str(tmp_path / "cmd.sh")]
+    command = ["sh", str(tmp_path / "elsewhere" / "cmd.sh")]
     result = subprocess.run(command, cwd="/", env=bare, check=True, capture_output=True, text=True)
     assert json.loads(result.stdout) == [arguments, str(tmp_path), "1"]
 
