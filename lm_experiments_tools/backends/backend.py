@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,12 @@ class PendingStep:
     @classmethod
     def done(cls, grad_norm: float, applied: bool) -> PendingStep:
         return cls(lambda: (grad_norm, applied), is_done=True)
+
+
+def peak_process_bytes() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    # The kernel reports KiB, except on macOS, where it reports bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Backend(Collectives):
@@ -106,6 +113,8 @@ class Backend(Collectives):
         check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
         use_ordered_kernels(self.device)
         args.check_shares(self.world_size)
+        if self.device.type == "mps":
+            raise UserError("--reproducible sums in float64, which Apple's GPUs lack: add --backend local.")
         virtual = args.virtual_size(self.world_size)
         self.shares = virtual // self.world_size
         self.reproducible = [args.reproducible, virtual]
@@ -368,7 +377,7 @@ class Backend(Collectives):
         """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        return peak_process_bytes() / 2**20
 
     def describe(self) -> str:
         """Describe the parallelism that is in use in one line, for the log."""

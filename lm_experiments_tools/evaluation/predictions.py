@@ -172,7 +172,7 @@ class Predictions:
         logits = outputs["logits"].detach()
         if self.task == "multi_label":
             return labels_above(logits, self.thresholds), [0] * len(logits)
-        values = logits.argmax(-1) if self.task == "classification" else logits.to(torch.float64).squeeze(-1)
+        values = logits.argmax(-1) if self.task == "classification" else logits.squeeze(-1)
         return values.tolist(), [0] * len(values)
 
     # ---- at its end

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 import torch
 
+from lm_experiments_tools.backends.backend import peak_process_bytes
 from lm_experiments_tools.config.planning import bytes_of
 from lm_experiments_tools.data.tokens.cold import available_memory
 from lm_experiments_tools.errors import RunError, UserError
@@ -152,7 +153,7 @@ def try_steps(args: ExperimentArgs, device: str, memory: float | None = None) ->
 
 def _peak_of_steps(args: ExperimentArgs, device: str, memory: float | None) -> int | None:
     before = psutil.Process().memory_info()
-    if device == "cpu" and memory is not None:
+    if device == "cpu" and memory is not None and hasattr(before, "data"):  # not on macOS, which sets no such limit
         _limit_memory(before.data + memory)
     try:
         prepared = prepare(args, device)
@@ -168,7 +169,7 @@ def _peak_of_steps(args: ExperimentArgs, device: str, memory: float | None) -> i
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{args.model_cls} cannot be tried: {reason}") from None  # its traceback may not be pickled
     if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before.rss
+        return peak_process_bytes() - before.rss
     return torch.cuda.max_memory_allocated()
 
 

@@ -108,7 +108,12 @@ class MetricSums:
 
 def _detached(value: Any) -> Tensor | float:
     """A float64 copy on the value's own device: bf16 or fp32 running sums would lose the small terms."""
-    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach()
+    if value.device.type == "mps":  # Apple's GPUs have no float64
+        value = value.cpu()
+    return value.to(torch.float64, copy=True)
 
 
 def _on_grid(value: Tensor | float) -> Tensor | float:
