@@ -37,6 +37,7 @@ class Saver:
         in_background: write in a thread while training continues. Rank 0 then holds a second copy of weights and
             optimizer state in memory until the files are written.
         tokenizer_dir: folder whose tokenizer files are copied into every checkpoint.
+        resume: checkpoint that `--resume` names; a later start by the same command reads it in the manifest.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Saver:
         *,
         in_background: bool = True,
         tokenizer_dir: Path | None = None,
+        resume: str | None = None,
     ) -> None:
+        self.resume = resume
         self.backend, self.writer, self.tokenizer_dir = backend, writer, tokenizer_dir
         self.in_background = in_background
         self._is_training = False
@@ -54,7 +57,9 @@ class Saver:
         self._writing: Future[None] | None = None
 
     @classmethod
-    def of_run(cls, args: TrainerArgs, backend: Backend, tokenizer_dir: Path | None) -> Saver:
+    def of_run(
+        cls, args: TrainerArgs, backend: Backend, tokenizer_dir: Path | None, resume: str | None = None
+    ) -> Saver:
         """Create the saver of `--model_path`; without this flag it saves nothing."""
         writer = None
         if args.model_path:
@@ -62,7 +67,7 @@ class Saver:
             average = getattr(args, "average", None)  # which reads them at the end
             periodic = (args.save_interval, average) if average else (1, 0)
             writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, links_in=run, periodic=periodic)
-        return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir)
+        return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir, resume=resume)
 
     def is_own(self, checkpoint: Path) -> bool:
         """True if this saver's run wrote the checkpoint."""
@@ -130,7 +135,7 @@ class Saver:
         write(save_weights, backend.model_state())
         write(lambda tree: save_tree(path / "optimizer", tree, write=keep), backend.optimizer_state())
         write(lambda tree: _save_trainer(path, tree, keep), self._trainer_tree(state, workers))
-        manifest = {"world_size": backend.world_size, "backend": backend.describe()}
+        manifest = {"world_size": backend.world_size, "backend": backend.describe(), "resume": self.resume}
 
         def complete() -> None:
             if postponed is not None:

@@ -228,13 +228,18 @@ class CheckpointWriter:
         )
 
 
-def find_resume(resume: str, model_path: Path | str | None, flag: str = "resume") -> Path | None:
+def find_resume(
+    resume: str, model_path: Path | str | None, flag: str = "resume", *, continues: bool = True
+) -> Path | None:
     """Find the checkpoint from which a run continues; None for a new run. Writes nothing.
+
+    A job that is started again by the same command continues from its newest checkpoint, whatever `resume` names.
 
     Args:
         resume: "auto" (newest valid checkpoint of the run), "never", or the folder of a checkpoint or run.
         model_path: run directory, if there is one.
         flag: name of the flag that set `resume`, for messages.
+        continues: False to take the named checkpoint in any case, to validate it.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or "never" would mix two runs in one folder.
@@ -255,10 +260,14 @@ def find_resume(resume: str, model_path: Path | str | None, flag: str = "resume"
             f"--{flag} {resume}: no such checkpoint; name an existing one, or a run (auto: --model_path's)"
         )
     verify(path)
-    if root is None or not root.is_dir() or path.parent.resolve() == root.resolve():
+    newest = find_newest_valid(root) if continues and root is not None and root.is_dir() else None
+    if newest is None or _step_of(newest) <= _step_of(path):
         return path
-    newest = find_newest_valid(root)  # of an earlier start of the same command
-    return newest if newest is not None and _step_of(newest) >= _step_of(path) else path
+    # The run's own earlier checkpoint may be named to go back to it, but only by the first start of this command.
+    if path.parent.resolve() == root.resolve() and read_manifest(newest)["extra"].get("resume") != resume:
+        return path
+    logger.info("--%s %s: this command has saved later checkpoints, and continues from %s", flag, resume, newest)
+    return newest
 
 
 def _step_of(path: Path) -> int:

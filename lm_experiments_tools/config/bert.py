@@ -99,7 +99,8 @@ class BertObjectiveArgs:
     mlm_prob_end: Annotated[float | None, PART, _OF_PACKING] = None
     """Fraction that --mlm_prob changes to, linearly over --mlm_prob_samples. None: it stays."""
     mlm_prob_samples: Annotated[int | None, COUNT, needs("mlm_prob_end")] = None
-    """Rows, over all workers, after which --mlm_prob_end is reached: updates times the global batch."""
+    """Rows, over all workers, after which --mlm_prob_end is reached: updates times the global batch. A phase that sets
+    another --mlm_prob or --mlm_prob_end counts from its start."""
     valid_mlm_prob: Annotated[float | None, HARMLESS, PART, _OF_PACKING, VALIDATION] = None
     """Fraction of tokens to predict in validation. None: --mlm_prob."""
     mask_replace: Annotated[tuple[float, ...], _OF_PACKING] = (0.8, 0.1, 0.1)

@@ -69,6 +69,19 @@ def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
     return 0, "it is other data: read from its beginning"
 
 
+_RAMP = ("mlm_prob", "mlm_prob_end", "mlm_prob_samples")
+
+
+def ramp_start(args: Any, before: TrainState) -> int:
+    """Samples consumed when the masking rate began to change: a phase or run with other rates starts to count anew.
+
+    Args:
+        before: trainer state of the previous phase, or of the run that is continued.
+    """
+    is_same = all(before.facts.get(name) == getattr(args, name, None) for name in _RAMP)
+    return before.ramp_start if is_same else before.consumed_samples
+
+
 def average_weights(trainer: TrainingLoop) -> None:
     """Set the weights to a mean of checkpoints at the end of a phase, if `--average N` is set.
 

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
 from lm_experiments_tools.training.batches import num_rows_of
 from lm_experiments_tools.training.metrics import LoggingInterval
-from lm_experiments_tools.training.phases import data_start
+from lm_experiments_tools.training.phases import data_start, ramp_start
 from lm_experiments_tools.training.run_folder import claim_for_all
 
 if TYPE_CHECKING:
@@ -60,10 +61,12 @@ _KERNELS = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
 def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Prepare a training loop: load weights, wrap the model for the backend, and restore a checkpoint's state."""
     args, backend = trainer.args, trainer.backend
+    run = args if trainer.phase is None else trainer.phase.run
     if args.model_path:
-        claim_for_all(args if trainer.phase is None else trainer.phase.run, backend, once_more=True)
-    trainer.saver = Saver.of_run(args, backend, trainer.tokenizer_dir)
-    resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path), takes_long=True)
+        claim_for_all(run, backend, once_more=True)
+    trainer.saver = Saver.of_run(args, backend, trainer.tokenizer_dir, run.resume_path())
+    find = partial(checkpoint.find_resume, args.resume, args.model_path, continues=not args.validate_only)
+    resume_from = on_main(backend, find, takes_long=True)
     source = resume_from
     if source is None and trainer.phase is not None:
         source = resume_from = trainer.phase.branch
@@ -87,6 +90,11 @@ def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None)
         (begin_phase if begins else resume)(trainer, resume_from, facts)
     elif source is not None:
         _initialize_from(trainer, source)
+    if not args.validate_only and (warning := trainer.learning_rate.check_end(trainer.state)) and backend.is_main:
+        logger.warning(warning)
+    dataset, state = getattr(trainer.stream and trainer.stream.loader, "dataset", None), trainer.state
+    if hasattr(dataset, "ramp_start"):
+        dataset.ramp_start = state.ramp_start + state.data_offset
     _record_facts(trainer, facts)
 
 
@@ -157,6 +165,7 @@ def begin_phase(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> 
     state, stream = trainer.state, trainer.stream
     position, reason = data_start(trainer, state)
     state.data_offset, state.data_fingerprint = position - state.consumed_samples, stream.fingerprint
+    state.ramp_start = ramp_start(trainer.args, state)
     stream.loader.seek(position)
     if per_rank is not None:
         stream.restore_random_state(per_rank["random_state"])
@@ -178,7 +187,7 @@ def _initialize_from(trainer: TrainingLoop, source: Path) -> None:
         trainer.learning_rate.resume(loaded.plateau)
     if args.skip_used_data:
         state.consumed_samples, state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
-        state.data_offset = loaded.data_offset
+        state.data_offset, state.ramp_start = loaded.data_offset, ramp_start(args, loaded)
         state.data_fingerprint = loaded.data_fingerprint
         if trainer.stream is not None:
             trainer.stream.seek(state, per_rank and per_rank["stream"], loaded.data_order)

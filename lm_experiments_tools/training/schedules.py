@@ -1,6 +1,7 @@
 """Learning-rate schedules: functions of the optimizer step that return a multiplier of `lr`.
 
-The number of applied updates alone determines the rate, so a schedule has no state to save.
+The number of applied updates alone determines the rate, so a schedule has no state to save. After its last update a
+schedule is constant.
 
 Transformers' schedules are found by name. `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are
 nanoT5's. `module:function` names a user's function of one of these forms::
@@ -82,7 +83,9 @@ def get_schedule(
             raise UserError(f"--lr_scheduler {name} needs {flag}, {problem}.")
     _check_numbers(name, accepted, general)
     arguments = {key: value for key, value in general.items() if key in accepted and value is not None}
-    return factory(**arguments, **options)
+    schedule, end = factory(**arguments, **options), arguments.get("num_training_steps")
+    # Some of transformers' schedules rise again after their end, as the cosine does.
+    return schedule if end is None else lambda step: schedule(min(step, end))
 
 
 def _is_required(parameter: Parameter | None) -> bool:
@@ -394,16 +397,11 @@ class LearningRate:
     def keep_length(self, state: TrainState) -> str | None:
         """Keep the checkpoint's schedule length if `--iters` has changed; `--num_training_steps` overrides it.
 
-        The schedule is constant after its end.
-
         Args:
             state: trainer state of the checkpoint.
 
         Returns:
             Log message about the two lengths; None if both give the same rates, or no step is left.
-
-        Raises:
-            UserError: the schedule has ended at 0, so further updates would change nothing.
         """
         args, then, now = self._args, state.schedule_steps, self.length
         if self.schedule is None or then in (None, now) or state.step >= args.iters:
@@ -413,20 +411,39 @@ class LearningRate:
         if all(curves[then](step) == curves[now](step) for step in steps):
             return None  # a schedule that has no end
         self.length = then if args.num_training_steps is None else now
-        curve, end = curves[self.length], self.length
-        self.schedule = lambda step: curve(min(step, end))
-        curves[end] = self.schedule
+        self.schedule, end = curves[self.length], self.length
         rates = {length: [self.base[0] * curves[length](step) for step in steps] for length in curves}
-        if self.base[0] and not any(rates[end]):
-            raise UserError(
-                f"the learning-rate schedule has ended after {end} updates at 0, and updates up to --iters "
-                f"{args.iters} would change nothing: stretch it by --num_training_steps {args.iters}."
-            )
         shown = {length: f"{first:.3g} now and {last:.3g} at the end" for length, (first, last) in rates.items()}
         other = then if end == now else now
         return (
             f"the learning-rate schedule is {end} updates long ({shown[end]}); of {other} updates "
             f"(--num_training_steps {other}) it would be {shown[other]}"
+        )
+
+    def check_end(self, state: TrainState) -> str | None:
+        """Check that the schedule does not end at 0 before the run ends.
+
+        Args:
+            state: trainer state before the first update of this start.
+
+        Returns:
+            Warning for a schedule that will end at 0 before `--iters`.
+
+        Raises:
+            UserError: it has ended already, so all updates would change nothing.
+        """
+        args, done = self._args, state.step - state.schedule_start
+        length = args.iters - state.schedule_start
+        if self.schedule is None or state.step >= args.iters or length <= self.length or self.schedule(length - 1):
+            return None
+        stretch = f"stretch it by --num_training_steps {length}"
+        if done < self.length:
+            updates = f"the last {length - self.length} updates up to --iters {args.iters} change nothing"
+            return f"the learning-rate schedule ends at 0 after {self.length} updates, so {updates}: {stretch}"
+        afresh = ", or start it afresh by --reset_lr" if args.init_checkpoint and not args.reset_lr else ""
+        raise UserError(
+            f"the learning-rate schedule has ended after {self.length} updates at 0, and updates up to --iters "
+            f"{args.iters} would change nothing: {stretch}{afresh}."
         )
 
     def resume(self, plateau: dict) -> None:

@@ -371,9 +371,10 @@ class TrainingLoop:
         state.skipped_updates += 1
         state.skipped_in_a_row += 1
         first = state.consumed_samples - info.samples
+        position = first + state.data_offset
         logger.warning(
             "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
-            info.grad_norm, info.step, first, state.consumed_samples - 1, state.skipped_updates,
+            info.grad_norm, info.step, position, position + info.samples - 1, state.skipped_updates,
         )  # fmt: skip
         trace_non_finite(self, step, first)
         if state.skipped_in_a_row >= self.args.max_skipped_updates:

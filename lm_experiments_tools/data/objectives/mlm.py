@@ -165,7 +165,13 @@ class MaskedRows:
         replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
         starts_word: bool[vocab_size], subwords that begin a word, to mask whole words; None masks single tokens.
         seed: determines the mask.
+
+    Attributes:
+        ramp_start: number of the sample at which the rate begins to change. Samples are numbered by their position in
+            the data, where a phase or a branch of a run may start anywhere.
     """
+
+    ramp_start = 0
 
     def __init__(
         self, rows: SampleDataset, rate: MaskingRate, *, mask_id: int, special_ids: Sequence[int] | np.ndarray,
@@ -232,7 +238,8 @@ class MaskedRows:
         if self.starts_word is not None:
             starts = self.starts_word[ids]
             starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token
-        rate = self.rate.start if self.rate.end is None else self.rate.at(samples)[:, None]  # a number is faster
+        # One number for all rows is faster than an array.
+        rate = self.rate.start if self.rate.end is None else self.rate.at(samples - self.ramp_start)[:, None]
         return mask_tokens(
             ids, random_integers, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts
         )

@@ -25,6 +25,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models import inherited
 from lm_experiments_tools.recipes.bert import bert_tokenizer, document_datasets
 from lm_experiments_tools.tools.main import main as lmtools
+from lm_experiments_tools.training.trainer import TrainingLoop
 from megatron.preprocess_data import main as preprocess
 from run_bert_pretraining import main
 from tests.helpers import runs
@@ -221,3 +222,45 @@ def test_inspection_shows_rows_of_text(data, work, capsys):
     assert lmtools(["inspect", "pretrain-bert", *flags, "--input_seq_len", "32", "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     assert "packed rows of 32 tokens" in shown and "documents  30" in shown and "[CLS]" in shown
+
+
+MODEL = "transformers:ModernBertForMaskedLM"
+
+
+def masked_shares(monkeypatch):
+    """Filled with the share of masked tokens of each update."""
+    shares, step = [], TrainingLoop.train_step
+
+    def note(self, batch, seconds=0.0):
+        shares.append(((batch["labels"] >= 0).sum() / batch["attention_mask"].sum()).item())
+        return step(self, batch, seconds)
+
+    monkeypatch.setattr(TrainingLoop, "train_step", note)
+    return shares
+
+
+def test_the_masking_rate_counts_examples_of_the_run_not_of_the_data(data, work, monkeypatch):
+    """Over a border to other data and other lengths, and on a branch; a ramp of a phase's own begins with it."""
+    rows, steps, shares = 16, 8, masked_shares(monkeypatch)
+    ramp = {"mlm_prob": 0.1, "mlm_prob_end": 0.9, "mlm_prob_samples": rows * steps}
+    run = {"packing": "stream", "batch_size": rows, "iters": None, "lr": 1e-5, "from_pretrained": None, **ramp}
+    run |= {"base_model": data / "modern", "tokenizer": data / "modern", "model_cls": MODEL}
+    linear = [0.1 + 0.8 * step / steps for step in range(steps)]
+
+    def check(expected, **flags):
+        shares.clear()
+        start(data, **{**run, **flags})
+        assert shares == pytest.approx(expected, abs=0.1) and len(shares) == len(expected)
+
+    def phases(*parts):
+        return tuple(map(json.dumps, parts))
+
+    other = {"iters": 3, "data_path": str(data / "valid.jsonl")}
+    check(linear, phases=phases({"iters": 3}, other, {"iters": 2, "input_seq_len": 96}), save_interval=2)
+    check(linear[6:], branch_from="run/checkpoints/step_000006", iters=2, model_path="branch", input_seq_len=32,
+          save_interval=1)  # fmt: skip
+    shutil.rmtree("branch/checkpoints/step_000008")
+    check(linear[7:], branch_from="run/checkpoints/step_000006", iters=2, model_path="branch", input_seq_len=32,
+          save_interval=1)  # fmt: skip
+    start_later = phases({"iters": 3, "mlm_prob_end": None, "mlm_prob_samples": None}, {"iters": steps})
+    check([0.1] * 3 + linear, phases=start_later, model_path="late")

@@ -166,6 +166,25 @@ def test_fewer_or_more_iters_of_a_run_cut_short_leave_its_curve(tmp_path):
     assert curve(start(tmp_path, iters=9, **flags)[0], [8]) == pytest.approx([0.0]), "transformers' cosine rises again"
 
 
+def test_updates_after_the_end_of_a_schedule_at_0_are_refused_or_warned_of(tmp_path, caplog):
+    """A fresh run, one that counts from 0 after another, and a resumed one; a schedule that ends above 0 is fine."""
+    cosine = {"lr_scheduler": "cosine", "num_warmup_steps": 0}
+    with caplog.at_level("WARNING"):
+        fresh = start(tmp_path / "run", iters=8, num_training_steps=4, save_interval=6, **cosine)[0]
+    assert "ends at 0 after 4 updates, so the last 4 updates up to --iters 8" in caplog.text
+    assert curve(fresh, [3, 4, 6, 8]) == pytest.approx([1e-2 * (1 + math.cos(math.pi * 3 / 4)) / 2, 0, 0, 0])
+    fresh.train()
+    source = {"init_checkpoint": str(tmp_path / "run" / "last"), "reset_iteration": True, "iters": 4}
+    with pytest.raises(UserError, match=r"after 4 updates at 0.*--num_training_steps 12, or .* --reset_lr"):
+        start(None, **source, **cosine)
+    assert curve(start(None, reset_lr=True, **source, **cosine)[0], [0])[0] == 1e-2
+    assert curve(start(None, **source, **cosine, num_training_steps=12)[0], [8])[0] == pytest.approx(1e-2 / 4)
+    with pytest.raises(UserError, match=r"after 4 updates at 0.*--num_training_steps 9"):
+        start(tmp_path / "run", iters=9, num_training_steps=4, **cosine)
+    floored = {"lr_scheduler": "cosine_with_min_lr", "num_warmup_steps": 0, "lr_min_ratio": 0.1}
+    assert curve(start(None, **source, **floored)[0], [8])[0] == pytest.approx(1e-3)
+
+
 def test_a_run_resumed_from_another_ones_checkpoint_goes_on_from_its_own(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     start(old)[0].train()
@@ -174,6 +193,29 @@ def test_a_run_resumed_from_another_ones_checkpoint_goes_on_from_its_own(tmp_pat
         assert loop.state.step == step
         loop.train()
     assert start(new, iters=9, resume=str(new / "checkpoints" / "step_000006"))[0].state.step == 6, "its own, by name"
+
+
+def test_a_requeued_return_to_an_earlier_step_goes_on_from_the_newest(tmp_path):
+    """The same command, killed again and again; another checkpoint may still be named, and each one validated."""
+
+    def steps():
+        return sorted(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_*"))
+
+    flags = {"iters": 8, "save_interval": 2, "keep_checkpoints": None, "valid": 8}
+    start(tmp_path, **flags)[0].train()
+    back = str(tmp_path / "checkpoints" / "step_000002")
+    for begins, killed in ((2, 5), (5, 7)):
+        stop = At(killed, lambda loop: setattr(loop.signals, "agreed", signal.SIGTERM))
+        loop = start(tmp_path, resume=back, callbacks=[stop], **flags)[0]
+        assert loop.state.step == begins
+        with pytest.raises(SystemExit):
+            loop.train()
+    assert steps() == [2, 4, 5, 6, 7] and (tmp_path / "checkpoints" / "superseded-step_000008").is_dir()
+    assert start(tmp_path, resume=back, validate_only=True, **flags)[0].state.step == 2
+    assert start(tmp_path, resume=str(tmp_path / "checkpoints" / "step_000004"), **flags)[0].state.step == 4
+    loop = start(tmp_path, resume=back, **flags)[0]
+    loop.train()
+    assert steps() == [2, 4, 5, 6, 7, 8]
 
 
 class Tokens:

@@ -56,7 +56,7 @@ CASES = [
 @pytest.mark.parametrize("warmup", [0, 1, 30])
 @pytest.mark.parametrize(("name", "ours", "theirs"), CASES)
 def test_schedule_equals_transformers_exactly(name, ours, theirs, warmup):
-    """Also past the end (210 updates), where a resumed run may go."""
+    """Up to the end (210 updates); the rate of the end is that of all updates after it."""
     from transformers.optimization import get_scheduler
 
     opt = optimizer()
@@ -66,6 +66,8 @@ def test_schedule_equals_transformers_exactly(name, ours, theirs, warmup):
     given = {"num_warmup_steps": warmup} if takes_warmup else {}
     schedule = get_schedule(name, **given, num_training_steps=210, base_lr=BASE_LR, **ours)
     expected = rates(opt, reference, 240)
+    if name not in ("constant_with_warmup", "inverse_sqrt"):  # which have no end
+        expected[210:] = [expected[210]] * 31
     assert [BASE_LR * schedule(k) for k in range(241)] == expected
     assert name.startswith("constant") or min(expected) < max(expected)
 
