@@ -31,7 +31,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
-from lm_experiments_tools.modules.devices import lacks_triton
+from lm_experiments_tools.modules.devices import has_bf16, lacks_triton, supports_bf16_on_cpu
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
 if TYPE_CHECKING:
@@ -217,14 +217,6 @@ def _keep_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
-def has_bf16(device: str) -> bool:
-    """True if bfloat16 products are faster than fp32's on this hardware."""
-    if device == "cuda":
-        return torch.cuda.get_device_capability()[0] >= 8
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in names)
-
-
 def lacks_compiler(device: str) -> str | None:
     """Reason why torch.compile cannot run on this machine; None if it can."""
     if device == "cuda":
@@ -235,7 +227,7 @@ def lacks_compiler(device: str) -> str | None:
 
 def _refuse_unavailable(args: ExperimentArgs, free: Sequence[str], device: str) -> None:
     """Refuse a given flag that the machine cannot do; `--fp16` and a GPU's bf16 are refused where they are set up."""
-    is_emulated = device == "cpu" and not (has_bf16("cpu") or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    is_emulated = device == "cpu" and not supports_bf16_on_cpu()
     if args.bf16 and "bf16" not in free and is_emulated:
         raise UserError("--bf16: this CPU has no bfloat16 arithmetic: leave it out, or add --speed off.")
     if args.compile and "compile" not in free and (lacking := lacks_compiler(device)):

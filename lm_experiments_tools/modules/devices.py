@@ -1,4 +1,4 @@
-"""Devices: alignment and asynchronous reads of tensors, embeddings in main memory, and where Triton runs."""
+"""Devices: alignment and asynchronous reads of tensors, embeddings in main memory, where bfloat16 and Triton run."""
 
 from __future__ import annotations
 
@@ -73,6 +73,24 @@ def read_later(value: Tensor) -> Callable[[], float | bool | list]:
         return copy.tolist()
 
     return read
+
+
+@cache
+def has_bf16(device: str) -> bool:
+    """True if bfloat16 products are faster than float32's on this machine's devices of a type ("cpu", "cuda").
+
+    On a CPU the limits that ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA set count as its hardware.
+    """
+    if device == "cuda":
+        return torch.cuda.get_device_capability()[0] >= 8
+    if device != "cpu" or "AVX512" not in torch.backends.cpu.get_cpu_capability() or not supports_bf16_on_cpu():
+        return False
+    return any(torch.cpu.get_capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def supports_bf16_on_cpu() -> bool:
+    """True if the CPU's matrix library computes in bfloat16, be it slowly."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 # ---- Triton ---------------------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """The optimizer Muon for the hidden matrices of a model, with AdamWScale or AdamW for all other parameters.
 
-It calls the functions of torch.optim.Muon. Unlike that class, it takes all parameters, skips steps on the device, and
-gathers all FSDP2 matrices in one communication.
+Unlike torch.optim.Muon, it takes all parameters, computes in the fastest number format of the device, skips steps on
+the device, and gathers all FSDP2 matrices in one communication.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.devices import has_bf16
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale, Scalars
 from lm_experiments_tools.optimizers.state import (
     float32_of,
@@ -26,6 +28,8 @@ from lm_experiments_tools.optimizers.state import (
 
 HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalized
 OTHERS = ("AdamWScale", "AdamW")
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the polynomial A x + B x^3 + C x^5, by Jordan et al. 2024
+EPSILON = 1e-7  # smallest norm that a matrix is divided by
 
 
 class Muon(AdamWScale):
@@ -33,10 +37,11 @@ class Muon(AdamWScale):
 
     Hidden matrices are the weights of numbered layers. Their parameter groups have `is_hidden`, which
     `build_optimizer` sets. The update of a hidden matrix is its Nesterov momentum, made orthogonal by five
-    Newton-Schulz steps in bf16. All other groups are updated by the optimizer `others`, with lr * `others_lr_scale`.
+    Newton-Schulz steps, in bf16 where the hardware has it and in fp32 elsewhere. All other groups are updated by the
+    optimizer `others`, with lr * `others_lr_scale`.
 
-    Under FSDP2 the momentum is gathered in bf16 in one collective per step, so updates equal those of the unsharded
-    model.
+    Under FSDP2 the momentum is gathered in that format in one collective per step, so updates equal those of the
+    unsharded model.
 
     Args:
         params: parameter groups; those without `is_hidden` are not hidden.
@@ -93,20 +98,16 @@ class Muon(AdamWScale):
                 self._update(parameter, group, None, known)
 
     def _update_hidden(self, work: Sequence[tuple[Tensor, dict]]) -> None:
-        from torch.optim import _muon as torchs  # its functions; what is gathered differs
-
-        coefficients = (torchs.DEFAULT_A, torchs.DEFAULT_B, torchs.DEFAULT_C)
         directions = [self._direction(parameter, group) for parameter, group in work]
         for (parameter, group), full in zip(work, _full_matrices(directions), strict=True):
-            update = torchs._zeropower_via_newtonschulz(full, coefficients, group["ns_steps"], torchs.EPS)
+            update = orthogonalized(full, group["ns_steps"])
             if is_sharded(parameter):
                 update = update[local_slice(parameter)]
             shard = local(parameter)
             weights, skip = float32_of(shard), self.skip_on(shard.device)
             weights.mul_(unless(skip, 1 - group["lr"] * group["weight_decay"], instead=1))
-            weights.add_(
-                unless(skip, update), alpha=-torchs._adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-            )
+            rate = group["lr"] * _rate_factor(group["adjust_lr_fn"], parameter.shape)
+            weights.add_(unless(skip, update), alpha=-rate)
             round_into(shard, weights)
 
     def _direction(self, parameter: Tensor, group: dict) -> Tensor:
@@ -118,6 +119,25 @@ class Muon(AdamWScale):
         with restored_if_skipped(self.skip_on(buffer.device), [local(buffer)]):
             buffer.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+
+def orthogonalized(matrix: Tensor, num_steps: int = 5) -> Tensor:
+    """Approximate the orthogonal factor U V^T of a matrix U S V^T, by Newton-Schulz steps of a quintic polynomial.
+
+    Computes and returns bf16 where the hardware has it, otherwise fp32. Five steps bring singular values above 1 / 500
+    of the Frobenius norm to between 0.68 and 1.21, not to 1; see https://kellerjordan.github.io/posts/muon/.
+
+    Args:
+        matrix: [rows, columns], any floating dtype.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(_fastest_dtype(matrix.device))
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=EPSILON)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.T if is_tall else x
 
 
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:
@@ -143,13 +163,24 @@ def _is_in_layer(name: str) -> bool:
     return any(map(str.isdigit, words)) and not any(word.endswith("bias") for word in words)
 
 
+def _fastest_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if has_bf16(device.type) else torch.float32
+
+
+def _rate_factor(adjust_lr_fn: str | None, shape: torch.Size) -> float:
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
 def _full_matrices(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors in bf16, DTensors unsharded: one collective for all, which adds shards to zeros."""
+    """The tensors, DTensors unsharded in the dtype to compute in: one collective, which adds shards to zeros."""
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     parts = []
     for tensor in sharded:
-        part = torch.zeros(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
-        part[local_slice(tensor)] = local(tensor).bfloat16()
+        part = torch.zeros(tensor.shape, dtype=_fastest_dtype(tensor.device), device=tensor.device)
+        part[local_slice(tensor)] = local(tensor).to(part.dtype)
         parts.append(part)
     gathered = iter(sums_over_slices(sharded, parts))
     return [next(gathered) if is_sharded(tensor) else tensor for tensor in tensors]

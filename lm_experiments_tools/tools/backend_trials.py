@@ -28,7 +28,7 @@ _FACTS = "facts of torch: "
 _STEP = f"""
 import importlib.util, json, torch
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.models.speed import has_bf16
+from lm_experiments_tools.modules.devices import has_bf16
 backend = LocalBackend()
 model = torch.nn.Linear(8, 8)
 backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

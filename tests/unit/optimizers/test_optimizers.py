@@ -12,6 +12,7 @@ from lm_experiments_tools.optimizers import (
     AdamWScale,
     build_optimizer,
     get_optimizer,
+    muon,
     parameter_groups,
 )
 
@@ -237,7 +238,10 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("others", ["AdamWScale", "AdamW"])
 @pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}])
-def test_muon_is_torchs_on_hidden_matrices_and_the_other_optimizer_on_the_rest_bit_for_bit(others, options):
+def test_muon_is_torchs_on_hidden_matrices_and_the_other_optimizer_on_the_rest_bit_for_bit(
+    others, options, monkeypatch
+):
+    monkeypatch.setattr(muon, "has_bf16", lambda device: True)  # torch's computes in bf16 on any hardware
     ours, theirs = Stack(), Stack()
     settings = {"name": "Muon", "lr": 0.02, "weight_decay": 0.1, "extra": {"others": others, **options}}
     optimizer = build_optimizer(ours, **settings)
@@ -246,10 +250,10 @@ def test_muon_is_torchs_on_hidden_matrices_and_the_other_optimizer_on_the_rest_b
     vectors = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     rest = torch.optim.AdamW(groups, 0.02, eps=1e-6, fused=True) if others == "AdamW" else AdamWScale(groups, 0.02)
-    muon = torch.optim.Muon(hidden, 0.02, weight_decay=0.1, **options)
+    torchs = torch.optim.Muon(hidden, 0.02, weight_decay=0.1, **options)
     for number in range(10):
         ours.step(number, optimizer)
-        theirs.step(number, muon, rest)
+        theirs.step(number, torchs, rest)
         if number == 5:  # what a checkpoint holds continues
             resumed = build_optimizer(
                 ours, name="Muon", lr=0.02, weight_decay=0.1, extra={"others": others, **options}
@@ -259,6 +263,24 @@ def test_muon_is_torchs_on_hidden_matrices_and_the_other_optimizer_on_the_rest_b
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert [group["is_hidden"] for group in optimizer.param_groups] == [True, False, False]
+
+
+@pytest.mark.parametrize(("is_in_hardware", "tolerance"), [(True, 0.08), (False, 1e-5)])
+@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
+def test_muon_changes_singular_values_as_its_polynomial_does_and_is_in_bf16_only_in_hardware(
+    shape, is_in_hardware, tolerance, monkeypatch
+):
+    """Against the polynomial of the singular values in float64; singular vectors stay."""
+    monkeypatch.setattr(muon, "has_bf16", lambda device: is_in_hardware)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values /= values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    found = muon.orthogonalized(matrix)
+    assert found.dtype == (torch.bfloat16 if is_in_hardware else torch.float32)
+    error = torch.linalg.matrix_norm(found.double() - left * values @ right, 2)
+    assert error < tolerance and ((values > 0.68) & (values < 1.21)).all()
 
 
 def test_muon_scales_the_rate_of_the_others_and_refuses_what_it_cannot_update():
