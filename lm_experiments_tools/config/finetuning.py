@@ -134,7 +134,7 @@ class TaskArgs:
     """Field of the target text, or of a list of references. None: t, target, targets, output or summary."""
     id_field: Annotated[str | None, HARMLESS, _OF_SOURCES] = None
     """Field of the id that predictions carry. None: id or, for text_to_text, pid, where there is one, else the number
-    of the row. For evaluation of text_to_text, rows of one id are one example with several references."""
+    of the row. For evaluation of text_to_text, rows of one id and source are one example with several references."""
     prefix: Annotated[str, _OF_SOURCES] = ""
     """Text put before every source, for example "summarize: "."""
     suffix: Annotated[str, _OF_SOURCES, _WRITTEN] = ""
@@ -147,7 +147,7 @@ class TaskArgs:
     is_duplicate or Quality; for multi_label first of all labels."""
     label_names: Annotated[tuple[str, ...], needs("task", *LABEL_TASKS)] = ()
     """classification, multi_label: all labels, in the order of their numbers. Empty: those of the training data,
-    sorted."""
+    sorted, without -1."""
     label_words: Annotated[
         tuple[str, ...], needs("task", "classification"), needs("model_type", "encoder-decoder")
     ] = ()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -135,6 +136,7 @@ class Predictions:
         self.label_names, self.folder = tuple(label_names), folder
         self.generates, self.task = args.needs_generation(), args.task
         self.metrics = chosen_metrics(args)
+        self._check_ids()
         self.measurable = self._measurable()
         self.thresholds = thresholds_of(args, self.label_names)
         words = tuple(label_words) or tuple(args.label_words) or self.label_names
@@ -142,6 +144,14 @@ class Predictions:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         self.lines = tempfile.TemporaryFile(dir=folder)  # of this worker
+
+    def _check_ids(self) -> None:
+        names = Counter(example.name for example in self.examples)
+        if len(names) < len(self.examples) and any(metric.writes_by_id for metric in self.metrics.values()):
+            raise UserError(
+                f"--metrics {', '.join(self.metrics)} writes {{id: prediction}}, and several examples of the "
+                f"{self.split} data have the id {names.most_common(1)[0][0]}: name another field by --id_field."
+            )
 
     def _measurable(self) -> bool:
         without = [example.name for example in self.examples if not self._references(example)]

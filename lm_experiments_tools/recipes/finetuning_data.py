@@ -33,6 +33,7 @@ from lm_experiments_tools.data.examples.examples import (
     in_order,
     label_examples,
     numbered,
+    plain_number,
     text_examples,
 )
 from lm_experiments_tools.data.examples.instructions import (
@@ -206,7 +207,14 @@ class _Reader:
                 raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
             if args.task == "multi_label" and {*self.found} <= {"0", "1"}:
                 raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
-            return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
+            written: dict[str, str] = {}
+            for name in self.found:
+                if (other := written.setdefault(plain_number(name), name)) != name:
+                    raise UserError(
+                        f"the labels {other} and {name} are the same number: name all labels by --label_names, both "
+                        "of these if they differ."
+                    )
+            return saved if sorted(map(plain_number, saved)) == sorted(written) else in_order(self.found)
         if not saved:
             raise UserError("the labels are unknown: give --data_path or --label_names.")
         return saved
@@ -235,7 +243,8 @@ class _Reader:
             yield example
         bad.report()
         if example is None:
-            raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows).")
+            first = f", the first is {bad.first}" if bad.first else ""
+            raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows{first}).")
 
     def _read(self, path: str, bad: BadRows, split: str, encoder: TextEncoder) -> Iterator[Example]:
         args, training = self.args, split == "train"

@@ -7,16 +7,20 @@ understood (Hugging Face's translation datasets, plain pairs, several references
     {"source": "a long text", "target": "short"}        {"source": "a long text", "targets": ["short", "brief"]}
     {"id": "q1", "pid": "q1_0", "input": "a question", "output": "an answer"}
 
-In evaluation, rows with the same id form one example, with all their targets as references. In training, each row is
-an example with its first target. Test data may have no targets or labels at all.
+In evaluation, rows with the same id and source form one example, with all their targets as references. In training,
+each row is an example with its first target. A target may be empty text. Test data may have no targets or labels at
+all. Numbers are read as text, null as empty text.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,9 +45,15 @@ PAIR_FIELDS = (
 )
 SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
 LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
-HIDDEN_LABELS = ("-1", "-1.0")  # what Hugging Face's sets hold in the place of labels that are not given away
+# Labels that are not given: -1 in sets of Hugging Face, - in SNLI, and an empty cell. A class has one of these names
+# only if `--label_names` says so. Null has other spellings in Python (pandas).
+HIDDEN_LABELS = ("-1", "-1.0", "-", "")
+_NULL = ("None", "nan", "NaT", "<NA>")
 _MULTI_HOT = {"0": False, "False": False, "1": True, "True": True}
-_WHOLE_NUMBER = re.compile(r"-?\d+\.0+")  # 1.0 for 1: what a table has where a label is missing
+_WHOLE_NUMBER = re.compile(r"^(-?\d+)\.0+$")  # 1.0 for 1: what pandas writes if a label of the column is missing
+# Characters of lists, and other separators than commas, in a text that should name labels.
+_NO_NAMES = re.compile(r"[|;\n\[\]{}\"]|(^|,)\s*\(?'")
+_OTHER_FORMS = 'see "Other forms of rows" in docs/finetuning_data.md'
 _LARGEST = float(np.finfo(np.float32).max)  # of the numbers to predict
 
 
@@ -90,11 +100,15 @@ class TextFields:
         return key, field_of(record, key)
 
     def has_target(self, row: Row) -> bool:
-        """Return True if a row has a target, False if its target field is missing, null or an empty list."""
+        """Return True if a row has a target, False if its target field is missing, null, an empty list or empty text.
+
+        Test data without targets has them empty throughout.
+        """
         try:
-            return self.target_of(_texts_of(row))[1] not in (None, [])
+            value = self.target_of(_texts_of(row))[1]
         except BadRecord:
             return False
+        return not (_is_null(value) or value == [] or (isinstance(value, str) and not value.strip()))
 
 
 def text_examples(
@@ -112,22 +126,53 @@ def text_examples(
     Raises:
         UserError: there are too many bad rows.
     """
+    num_empty = number = 0
     examples = converted(read_rows(path, bad), lambda row: _text_example(row, fields, with_targets), bad)
-    yield from _merged(examples, bad) if merge else (example for _, example in examples)
+    for example in _merged(examples) if merge else (example for _, example in examples):
+        number, num_empty = number + 1, num_empty + (example.targets[:1] == ("",))
+        yield example
+    if num_empty:
+        logger.warning("%s: the target of %d of %d examples is empty", path, num_empty, number)
 
 
-def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str, Example]:
+def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[object, Example]:
+    """The example of a row, and what it has in common with rows that are further references of it."""
     record = _texts_of(row)
-    source = text_of(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
-    targets = _targets(*fields.target_of(record)) if with_targets else ()
-    return row.where, Example(fields.prefix + source, targets, name=_name(row.fields, fields.id, "id", "pid"))
+    key = fields.source or _found(record, SOURCE_FIELDS, "--source_id")
+    source = text_in(record, key)
+    if "prefix" in record and "prefix" not in (key, fields.target):  # the task's name, as in simpletransformers
+        task = text_in(record, "prefix", may_be_empty=True).rstrip(" :")
+        source = f"{task}: {source}" if task else source
+    targets = texts_in(record, fields.target_of(record)[0]) if with_targets else ()
+    name = _name(row.fields, fields.id, "id", "pid")
+    example = Example(fields.prefix + source, targets, name=name or str(row.number))
+    return (name, source) if name else row.number, example
+
+
+def _is_null(value: Any) -> bool:
+    """True for None, NaN and pandas' values of the same meaning."""
+    return value is None or (not isinstance(value, str | list | tuple | dict | np.ndarray) and str(value) in _NULL)
+
+
+def text_in(record: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+    """Return the text in a field of a row. A number becomes text, and null is empty text.
+
+    Raises:
+        BadRecord: the field is missing, is neither text nor a number, or is empty although it may not be.
+    """
+    value = field_of(record, key)
+    text = "" if _is_null(value) else str(value)
+    if text and not isinstance(value, str | int | float | np.generic):
+        parts = f" with {', '.join(map(repr, list(value)[:4]))}" if isinstance(value, dict) else ""
+        raise BadRecord(f"{key!r} is of type {type(value).__name__}{parts}, not text: {_OTHER_FORMS}")
+    return "" if may_be_empty and not text.strip() else text_of({key: text}, key)
 
 
 def _name(record: dict[str, Any], field: str | None, *usual: str) -> str:
     """The value of this field; None: of the first usual one with a value, else empty."""
     if field is None:
-        return next((str(record[key]) for key in usual if record.get(key) is not None), "")
-    if field_of(record, field) is None or not str(record[field]).strip():
+        return next((str(record[key]) for key in usual if not _is_null(record.get(key))), "")
+    if _is_null(field_of(record, field)) or not str(record[field]).strip():
         raise BadRecord(f"{field!r} is empty, and is to be the id")
     return str(record[field])
 
@@ -139,27 +184,29 @@ def _texts_of(row: Row) -> dict[str, Any]:
     return record
 
 
-def _targets(key: str, value: Any) -> tuple[str, ...]:
-    if value == []:
+def texts_in(record: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Return the target texts in a field of a row: one text, which may be empty, or a list of them.
+
+    Raises:
+        BadRecord: the field is missing or null, the list is empty, or a target is neither text nor a number.
+    """
+    value = field_of(record, key)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    texts = value if isinstance(value, list | tuple) else [value]
+    if not texts:
         raise BadRecord(f"{key!r} is an empty list of references")
-    return tuple(text_of({key: target}, key) for target in (value if isinstance(value, list) else [value]))
+    if any(map(_is_null, texts)):
+        raise BadRecord(f'{key!r} is null, no target (an empty one is "")')
+    return tuple(text_in({key: text}, key, may_be_empty=True) for text in texts)
 
 
-def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
-    """Examples of one id put together, in the order of their first rows."""
-    found: dict[str | int, tuple[str, Example]] = {}
-    for number, (where, example) in enumerate(examples):
-        key = example.name or number
-        if key not in found:
-            found[key] = where, example
-            continue
-        first_where, first = found[key]
-        if first.source == example.source:
-            found[key] = first_where, replace(first, targets=first.targets + example.targets)
-        else:
-            bad.add(where, f"the id {key!r} of {first_where} again, with another source")
-    for key, (_, example) in found.items():
-        yield example if example.name else replace(example, name=f"row {key}" if str(key) in found else str(key))
+def _merged(examples: Iterable[tuple[object, Example]]) -> Iterator[Example]:
+    """Examples of one id and source put together, in the order of their first rows."""
+    found: dict[object, Example] = {}
+    for key, example in examples:
+        first = found.get(key)
+        found[key] = replace(first, targets=first.targets + example.targets) if first else example
+    yield from found.values()
 
 
 def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
@@ -167,7 +214,7 @@ def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
         if name in record:
             return name
     found = ", ".join(map(repr, list(record)[:8])) or "none"
-    raise BadRecord(f"no field {', '.join(names)} (there is {found}): name it by {flag}")
+    raise BadRecord(f"no field {', '.join(names)} (there is {found}): name it by {flag}, or {_OTHER_FORMS}")
 
 
 @dataclass(frozen=True)
@@ -206,20 +253,22 @@ class LabelFields:
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
     def names_in(self, record: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the names of all labels of a row that may have several. A text is split at commas.
+        """Return the names of all labels of a row that may have several.
 
-        A list of zeros and ones with one item per known label marks the labels that apply, unless 0 or 1 is itself the
-        name of a label.
+        A text is a list as JSON or Python writes it, or names with commas between them. A list of zeros and ones with
+        one item per known label marks the labels that apply, unless 0 or 1 is itself the name of a label.
 
         Args:
             record: fields of the row.
             known: names of all labels, in the order of their numbers; empty if they are not known yet.
         """
         value = self.label_of(record)
+        listed = _list_in(value) if isinstance(value, str) else None
         if not self.several:
+            if listed is not None and value.strip() not in known:
+                raise BadRecord(f"the label {value!r} is a list: --task multi_label reads lists")
             return (_label_name(value, known),)
-        if isinstance(value, str):
-            value = [part for part in value.split(",") if part.strip()]
+        value = listed if listed is not None else _split(value, known) if isinstance(value, str) else value
         if not isinstance(value, list | tuple):
             raise BadRecord(f"the labels {value!r} are no list, nor text with commas between them")
         names = tuple(_label_name(label, known) for label in value)
@@ -230,7 +279,7 @@ class LabelFields:
         return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
-        """Return True if a row has a label, False if its label field is missing, null or -1.
+        """Return True if a row has a label, False if its label field is missing, null, or one of `HIDDEN_LABELS`.
 
         Args:
             row: the row to look at.
@@ -240,8 +289,7 @@ class LabelFields:
             value = self.label_of(row.fields)
         except BadRecord:
             return False
-        hidden = str(value).strip() in HIDDEN_LABELS and {*names}.isdisjoint(HIDDEN_LABELS)
-        return value is not None and not hidden
+        return not _is_hidden(value, names)
 
 
 @dataclass
@@ -292,15 +340,48 @@ def in_order(labels: Iterable[str]) -> tuple[str, ...]:
     return tuple(labels if any(map(math.isnan, numbers.values())) else sorted(labels, key=numbers.__getitem__))
 
 
+def plain_number(name: str) -> str:
+    """Return the name of a label as it is, or without decimals if it is a whole number: "1" for "1.0"."""
+    return _WHOLE_NUMBER.sub(r"\1", name)
+
+
+def _is_hidden(value: Any, known: Sequence[str]) -> bool:
+    """True for a label that is not given."""
+    return _is_null(value) or (str(value).strip() in HIDDEN_LABELS and {*known}.isdisjoint(HIDDEN_LABELS))
+
+
+def _list_in(text: str) -> list[Any] | tuple[Any, ...] | None:
+    """The list that a cell of a table holds, as JSON or as Python writes it (pandas); None for other text."""
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = parse(text)
+            # Python joins texts without a comma between them, as numpy prints arrays.
+            if isinstance(found, list | tuple) and (parse is json.loads or repr(found) == text.strip()):
+                return found
+    return None
+
+
+def _split(text: str, known: Sequence[str]) -> list[str]:
+    """Names of labels with commas between them."""
+    names = [name for part in text.split(",") if (name := part.strip())]
+    if _NO_NAMES.search(text) and not {*names} <= {*known}:
+        raise BadRecord(
+            f"the labels {text!r} are neither a list of JSON nor names with commas between them: separate labels by "
+            "commas (not by | or ;), or name all labels by --label_names"
+        )
+    return names
+
+
 def _label_name(value: Any, known: Sequence[str] = ()) -> str:
     """The name of a label; of a `ClassLabel` its number, where that is `known` and the name is not."""
     if isinstance(value, NamedClass):
         return str(int(value)) if str(int(value)) in known and value.name not in known else value.name
+    if _is_hidden(value, known):
+        raise BadRecord(
+            f"no label ({value!r}): leave out the row, or name all labels by --label_names if this is one of them"
+        )
     if isinstance(value, (str, int)):  # True and False are ints
-        name = str(value).strip()
-        if not name:
-            raise BadRecord("the label is empty")
-        return name.partition(".")[0] if _WHOLE_NUMBER.fullmatch(name) else name
+        return str(value).strip()
     if isinstance(value, float) and value.is_integer():  # what pandas makes of integers
         return str(int(value))
     raise BadRecord(f"the label {value!r} is neither a string nor an integer")
@@ -337,7 +418,7 @@ def label_examples(
     Raises:
         UserError: there are too many bad rows, or the sentence fields differ from those of other data.
     """
-    numbers = {_label_name(name): number for number, name in enumerate(names)}
+    numbers = {name.strip(): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
 
     def label_of(row: Row) -> int | float | tuple[int, ...] | None:
@@ -346,8 +427,8 @@ def label_examples(
     def convert(row: Row) -> Example:
         nonlocal rounded
         keys = sentences.checked(fields.texts_of(row.fields), row, path)
-        texts = [text_of(row.fields, key) for key in keys]
-        label, name = label_of(row), _name(row.fields, fields.id, "id")
+        texts = [text_in(row.fields, key) for key in keys]
+        label, name = label_of(row), _name(row.fields, fields.id, "id") or str(row.number)
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
         source = fields.prefix + t5_text(keys, texts)
@@ -357,8 +438,7 @@ def label_examples(
         rounded += not numbers and float(target) != label
         return Example(source, (target,), label=label, name=name)
 
-    for number, example in enumerate(converted(read_rows(path, bad), convert, bad)):
-        yield example if example.name else replace(example, name=str(number))
+    yield from converted(read_rows(path, bad), convert, bad)
     if rounded:
         logger.warning("%s: %d labels are rounded to the nearest 0.2, as T5 did for STS-B", path, rounded)
 
@@ -391,7 +471,8 @@ def numbered(
         names: the labels in the order of their final numbers.
         words: target text of each label for an encoder-decoder; None for an encoder.
     """
-    numbers = [names.index(name) for name in found]
+    known = {name: number for number, name in enumerate(names)}
+    numbers = [_class_number(name, known) for name in found]
     for example in examples:
         if isinstance(example.label, tuple):
             yield replace(example, label=tuple(sorted(numbers[label] for label in example.label)))
@@ -401,16 +482,22 @@ def numbered(
 
 
 def _class_number(name: str, numbers: dict[str, int]) -> int:
+    """The number of a label. An unknown 1.0 is the label 1, and the other way round."""
     if name not in numbers:
+        same = [known for known in numbers if plain_number(known) == plain_number(name)]
+        if len(same) == 1:
+            return numbers[same[0]]
         raise BadRecord(f"the label {name!r} is none of {', '.join(list(numbers)[:20])}")
     return numbers[name]
 
 
 def _number(value: Any) -> float:
+    if _is_null(value) or value == "":
+        raise BadRecord(f"no label ({value!r}): leave out the row")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise BadRecord(f"the label {value!r} is not a number") from None
+        raise BadRecord(f"the label {value!r} is not a number with a decimal point") from None
     if not abs(number) <= _LARGEST or number == IGNORED_LABEL:  # also nan
         raise BadRecord(
             f"the label {value!r} cannot be predicted: give finite float32 values other than {IGNORED_LABEL}"

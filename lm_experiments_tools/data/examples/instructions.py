@@ -29,7 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.examples.examples import Example
+from lm_experiments_tools.data.examples.examples import Example, text_in, texts_in
 from lm_experiments_tools.data.examples.rows import BadRows, Row
 from lm_experiments_tools.data.text.records import BadRecord, converted
 from lm_experiments_tools.errors import UserError
@@ -181,9 +181,9 @@ def instruction_examples(
         for parts in data.parts:
             _check_room(task, parts, num_tokens, limit)
         instances = task["Instances"][: data.max_instances]
-        rows = (Row(f"{path}, instance {number}", value) for number, value in enumerate(instances, 1))
+        rows = (Row(f"{path}, instance {number + 1}", value, number) for number, value in enumerate(instances))
         # Bound now: the generator is used up before the next task is read.
-        yield from converted(rows, lambda row, task=task: _example(row.fields, task, data.parts, fits), bad)
+        yield from converted(rows, lambda row, task=task: _example(row, task, data.parts, fits), bad)
 
 
 def _task_files(data: InstructionData, names_file: str) -> list[Path]:
@@ -195,7 +195,7 @@ def _task_files(data: InstructionData, names_file: str) -> list[Path]:
             f"{names_file} (--sni_split)."
         )
     try:
-        names = listing.read_text(encoding="utf-8").split()
+        names = listing.read_text(encoding="utf-8-sig").split()
     except UnicodeDecodeError as error:
         raise UserError(f"{listing} is not UTF-8 at byte {error.start}: copy it again.") from None
     paths = [tasks / f"{name}.json" for name in names]
@@ -212,18 +212,18 @@ def _task_files(data: InstructionData, names_file: str) -> list[Path]:
 
 def _read_task(path: Path) -> dict[str, Any]:
     try:
-        task = json.loads(path.read_text(encoding="utf-8"))
+        task = json.loads(path.read_text(encoding="utf-8-sig"))
         definition = task["Definition"]
         lists = [task["Instances"], *(task.get(f"{kind} Examples", []) for kind in ("Positive", "Negative"))]
-        examples = lists[1] + lists[2]
-        texts = [definition if isinstance(definition, str) else definition[0]]
-        texts += [example[key] for example in examples for key in ("input", "output")]
-        texts += [example["explanation"] for example in examples if example.get("explanation") is not None]
-        is_valid = all(isinstance(text, str) for text in texts) and all(isinstance(found, list) for found in lists)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        is_valid = isinstance(definition if isinstance(definition, str) else definition[0], str)
+        is_valid = is_valid and all(isinstance(found, list) for found in lists)
+        for example in lists[1] + lists[2]:  # numbers become text
+            keys = ("input", "output", "explanation")[: 2 if example.get("explanation") is None else 3]
+            example |= {key: text_in(example, key, may_be_empty=True) for key in keys}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, BadRecord) as error:
         raise UserError(f"{path} is no task of Super-Natural-Instructions ({error}): copy it again.") from None
     if not (is_valid and definition and task["Instances"]):
-        raise UserError(f"{path} has no instance, no definition, or an example that is no text: copy it again.")
+        raise UserError(f"{path} has no instance, no definition, or no lists of them: copy it again.")
     return {**task, "Task": path.stem}
 
 
@@ -233,19 +233,16 @@ def _check_room(task: dict[str, Any], parts: PromptParts, num_tokens: Callable[[
         raise UserError(f"the prompt of {task['Task']} has {length} tokens without an input: raise --input_seq_len.")
 
 
-def _example(instance: Any, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:
+def _example(row: Row, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:
+    instance: Any = row.fields
     if not isinstance(instance, dict):
         raise BadRecord(f"of type {type(instance).__name__}, not an object")
     for key in ("input", "output"):
         if key not in instance:
             raise BadRecord(f"no field {key!r} (there is {', '.join(map(repr, instance)) or 'none'})")
-    outputs = instance["output"] if isinstance(instance["output"], list) else [instance["output"]]
-    texts = [instance["input"], *outputs]
-    if not all(isinstance(text, str) for text in texts) or not outputs:
-        raise BadRecord("its input and outputs are not all strings, or there is no output")
-    if not all(text.strip() for text in outputs):
-        raise BadRecord("an output is empty")
-    prompts = [prompt_text(task, instance["input"], some, fits) for some in parts]
-    name = "" if instance.get("id") is None else str(instance["id"])
+    task_input = text_in(instance, "input", may_be_empty=True)
+    outputs = texts_in(instance, "output")
+    prompts = [prompt_text(task, task_input, some, fits) for some in parts]
+    name = str(row.number if instance.get("id") is None else instance["id"])
     variants = tuple(prompts) if len(prompts) > 1 else ()
-    return Example(prompts[0], tuple(outputs), name=name, group=task["Task"], variants=variants)
+    return Example(prompts[0], outputs, name=name, group=task["Task"], variants=variants)

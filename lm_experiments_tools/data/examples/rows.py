@@ -3,25 +3,29 @@
 | input | a row is |
 |---|---|
 | `.jsonl`, `.json`, `.ndjson` | one line: a JSON object |
-| `.json` with one list, or an object with a list "data" | an object of the list |
-| `.csv` | a record (RFC 4180: quoted fields may contain commas and line ends); the first one names the columns |
+| `.json` with one list, or one object with a list of objects "data" | an object of the list |
+| `.csv` | a record (RFC 4180: quoted fields may contain delimiters and line ends); the first one names the columns |
 | `.tsv` | one line, split at tabs, without quoting (as GLUE's files); the first one names the columns |
 | `.parquet`, `.arrow`, `name[:config][:split]` | a row of a Hugging Face dataset, of files or of the hub |
 | `PythonRows` | a dict |
 
-Files may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's files, which have no column names, are recognized. Rows
-of MNLI's files also have the names premise and hypothesis.
+The first line of a `.csv` decides its delimiter: a comma, semicolon, tab or bar, or the one of a line `sep=;`. A
+`.tsv` whose first line is quoted is read with quoting. Tables are UTF-8, or UTF-16 with a byte order mark. Files may
+be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's files, which have no column names, are recognized. Rows of MNLI's
+files also have the names premise and hypothesis.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from lm_experiments_tools.data.examples.python_rows import PythonRows
@@ -33,18 +37,17 @@ from lm_experiments_tools.data.text.records import (
     Rejected,
     RejectedRecords,
     allowed,
-    decoded,
     parse_object,
     read_lines,
     read_shard,
     too_long,
 )
 from lm_experiments_tools.data.text.sources import (
-    COMPRESSIONS,
     JSON_SUFFIXES,
     check_readable,
     endings,
     find_files,
+    open_decompressed,
     whole_file,
 )
 from lm_experiments_tools.errors import UserError
@@ -54,23 +57,39 @@ logger = logging.getLogger(__name__)
 CSV_SUFFIXES = (".csv",)
 TSV_SUFFIXES = (".tsv",)
 SUFFIXES = JSON_SUFFIXES + CSV_SUFFIXES + TSV_SUFFIXES
-# Names of the files of a split in a folder, the first one that is there.
+# Names of the files, or of the subfolders, of a split in a folder: those of Hugging Face, and GLUE's of MNLI.
 FILES_OF = {
-    "train": ("train",),
-    "valid": ("dev", "validation", "valid", "dev_matched", "validation_matched"),
-    "test": ("test", "test_matched"),
+    "train": ("train", "training"),
+    "valid": ("dev", "validation", "valid", "val", "dev_matched", "validation_matched"),
+    "test": ("test", "testing", "test_matched"),
 }
+_HUB_NAMES = {"train": "train", "valid": "validation", "test": "test"}
 _COLA = ("source", "label", "mark", "sentence")
 _MNLI = {"promptID", "pairID", "sentence1", "sentence2"}  # of its table, and of SNLI's in the same form
 _LOGGED = 10  # bad rows that are named one by one
+_DELIMITERS = ",;\t|"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+# A cell that only a quoted table has: it is in quotation marks, and those within it are doubled.
+_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')
+_NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
+_UNQUOTED = "a .tsv is read without quoting: rename a quoted table to .csv, which may have tabs too"
+# The position of a row with its fields; with the reason why it cannot be read; or with None if all of it is blank.
+Entry = tuple[str, dict[str, Any] | BadRecord | None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of fine-tuning data: its fields as a dict, and its position (`file:line`) for error messages."""
+    """One row of fine-tuning data.
+
+    Attributes:
+        where: position (`file:line`) for error messages.
+        fields: its fields as a dict.
+        number: number of the row in its file or dataset, from 0. Rows that cannot be used count too.
+    """
 
     where: str
     fields: dict[str, Any]
+    number: int = 0
 
     def rejected(self, error: BadRecord) -> Rejected:
         """Return the record that reports this row as rejected, with the error as its reason."""
@@ -134,7 +153,9 @@ class BadRows(RejectedRecords):
 
 
 def resolve(path: str, split: str) -> str:
-    """Return the path of the data of one split. For a folder, this is the file that is named after the split.
+    """Return the path of the data of one split.
+
+    For a folder, this is the file that is named after the split. A dataset `name[:config]` gets the split's name.
 
     Args:
         path: file, folder or dataset.
@@ -155,6 +176,8 @@ def resolve(path: str, split: str) -> str:
         raise UserError(f"{path} does not exist.")
     else:
         find_files([path])  # refuses what cannot be the name of a dataset
+        name, config, _ = hf_datasets.split_name(path)
+        return path if path.count(":") > 1 else f"{name}:{config or ''}:{_HUB_NAMES[split]}"
     return path
 
 
@@ -169,22 +192,29 @@ def _split_of_rows(rows: PythonRows, split: str) -> PythonRows:
 
 
 def _file_in(folder: str, split: str) -> str:
-    names = sorted(os.listdir(folder))
-    for stem in (stem + suffix for stem in FILES_OF[split] for suffix in SUFFIXES):
-        for name in (stem + compression for compression in ("", *COMPRESSIONS)):
-            if os.path.isfile(os.path.join(folder, name)):
-                return os.path.join(folder, name)
+    names, stems = sorted(os.listdir(folder)), FILES_OF[split]
+    files = [name for name in names if _is_file_of_rows(name) and _stem(name) in stems]
+    if len(files) > 1:
+        raise UserError(f"folder {folder} has several {split} files, {', '.join(files)}: name one of them.")
+    if files:
+        return os.path.join(folder, files[0])
     data_files = [name for name in names if hf_datasets.is_data_file(name)]
-    for stem in FILES_OF[split]:  # of several files too: train-00000-of-00002.parquet
-        if any(re.match(rf"{stem}[-_.]", name) for name in data_files):
-            return f"{folder}::{'validation' if split == 'valid' else split}"
+    if any(re.match(rf"{stem}[-_.]", name) for stem in stems for name in data_files):
+        return f"{folder}::{_HUB_NAMES[split]}"  # of several files too: train-00000-of-00002.parquet
+    for name in (*stems, "data"):  # a DatasetDict on disk, a snapshot of the hub
+        if os.path.isdir(os.path.join(folder, name)):
+            return _file_in(os.path.join(folder, name), split)
     others = [stem for other, stems in FILES_OF.items() if other != "train" for stem in stems]
     if data_files and not any(re.match(rf"{stem}[-_.]", name) for stem in others for name in data_files):
         return folder  # of one split, or of none by their names
     raise UserError(
-        f"folder {folder} has none of the {split} files {', '.join(f'{stem}.tsv' for stem in FILES_OF[split])} "
+        f"folder {folder} has none of the {split} files {', '.join(f'{stem}.tsv' for stem in stems)} "
         f"(or .csv, .jsonl, .json, .parquet): it has {', '.join(names[:8]) or 'nothing'}."
     )
+
+
+def _stem(name: str) -> str:
+    return name.lower().removesuffix("".join(endings(name)))
 
 
 def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
@@ -197,51 +227,51 @@ def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
     Raises:
         UserError: a file is damaged, or there are too many bad rows.
     """
+    classes: dict[str, list[str]] = {}
     if isinstance(path, PythonRows):
         classes = hf_datasets.class_names(getattr(path.rows, "features", None))
-        for number, fields in enumerate(path.dicts()):
-            yield Row(f"{path}, row {number}", _with_class_names(fields, classes))
+        entries = ((f"{path}, row {number}", fields) for number, fields in enumerate(path.dicts()))
     elif not _is_file_of_rows(path):
-        yield from _read_dataset(path)
-    elif endings(path)[0] in JSON_SUFFIXES:
-        yield from _read_json(path, bad)
+        classes = hf_datasets.class_names(hf_datasets.load_streaming(path).features)
+        shards = (hf_datasets.read_shard(path, shard, "") for shard in range(hf_datasets.num_shards(path)))
+        rows = enumerate(chain.from_iterable(shards), 1)
+        entries = ((f"{path}, row {number}", fields) for number, fields in rows)
     else:
-        yield from _read_table(path, bad)
+        entries = _read_json(path) if endings(path)[0] in JSON_SUFFIXES else _read_table(path)
+    for number, (where, found) in enumerate(entries):
+        if isinstance(found, BadRecord):
+            bad.add(where, str(found))
+        elif found is not None:
+            yield Row(where, _with_class_names(found, classes), number)
 
 
 def _is_file_of_rows(path: str) -> bool:
     return endings(path)[0] in SUFFIXES
 
 
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    return read_lines(whole_file(path))
-
-
-def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
+def _read_json(path: str) -> Iterator[Entry]:
     if endings(path)[0] == ".json" and (whole := _whole_json(path)) is not None:
         for number, record in enumerate(whole):
-            if isinstance(record, dict):
-                yield Row(f"{path}, element {number}", record)
-            else:
-                bad.add(f"{path}, element {number}", f"a JSON {type(record).__name__}, not an object")
+            is_row = isinstance(record, dict)
+            error = BadRecord(f"a JSON {type(record).__name__}, not an object")
+            yield f"{path}, element {number}", record if is_row else error
         return
     for item in read_shard(whole_file(path), None):
-        if isinstance(item, Record):
-            yield Row(f"{path}:{item.line}", item.value)
-        else:
-            bad.reject(item)
+        yield f"{path}:{item.line}", item.value if isinstance(item, Record) else BadRecord(item.reason)
 
 
 def _whole_json(path: str) -> list[Any] | None:
     """The list that a file is, or has as "data"; None for JSON lines."""
-    first = next((line for _, line in _lines(path) if line.strip()), b"").strip()
+    filled = (line.strip() for _, line in read_lines(whole_file(path)) if line.strip())
+    first, is_alone = next(filled, b""), next(filled, None) is None
     try:
-        is_whole = isinstance(parse_object(first).get("data"), list)
+        data = parse_object(first).get("data")
+        is_whole = is_alone and isinstance(data, list) and all(isinstance(item, dict) for item in data)
     except BadRecord:
         is_whole = first[:1] == b"[" or first == b"{" or (first[:1] == b"{" and b'"data"' in first)
     if not is_whole:
         return None
-    lines = [line for _, line in _lines(path)]
+    lines = [line for _, line in read_lines(whole_file(path))]
     try:
         found = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as error:
@@ -253,23 +283,50 @@ def _whole_json(path: str) -> list[Any] | None:
     return found
 
 
-def _read_table(path: str, bad: BadRows) -> Iterator[Row]:
-    records = _csv_records(path, bad) if endings(path)[0] in CSV_SUFFIXES else _tsv_records(path, bad)
-    columns: tuple[str, ...] = ()
-    for number, values in records:
-        if not columns:
-            if endings(path)[0] not in CSV_SUFFIXES and _is_cola(values):
-                columns = _COLA
-            else:
-                columns = _column_names(path, values)
-                continue
-        if len(values) == len(columns):
-            fields = dict(zip(columns, values, strict=True))
-            if _MNLI <= fields.keys():
-                fields |= {"premise": fields["sentence1"], "hypothesis": fields["sentence2"]}
-            yield Row(f"{path}:{number}", fields)
-        else:
-            bad.add(f"{path}:{number}", f"{len(values)} columns, where the first line has {len(columns)}")
+def _read_table(path: str) -> Iterator[Entry]:
+    is_csv, columns, skipped = endings(path)[0] in CSV_SUFFIXES, (), 0
+    lines = _text_lines(path, newline="" if is_csv else "\n")
+    first, delimiter = next(lines, ""), "\t"
+    if is_csv and first.lower().startswith("sep="):  # a line for Excel alone
+        first, delimiter, skipped = next(lines, ""), first[4:5], 1
+    elif is_csv:
+        delimiter = max(_DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
+    is_quoted = is_csv or first.startswith('"')
+    for number, values in _records(path, chain([first], lines), delimiter if is_quoted else ""):
+        where = f"{path}:{number + skipped}"
+        if isinstance(values, BadRecord):
+            yield where, values
+        elif not columns and not is_csv and _is_cola(values):
+            columns = _COLA
+            yield where, _fields(values, columns, is_quoted)
+        elif not columns:
+            columns = _column_names(path, values)
+        elif any(map(str.strip, values)):
+            yield where, _fields(values, columns, is_quoted)
+        elif len(values) > 1:
+            yield where, None
+
+
+def _fields(values: list[str], columns: Sequence[str], is_quoted: bool) -> dict[str, Any] | BadRecord:
+    """The fields of a row of a table. Spreadsheets fill rows up with empty cells, and pandas names no index."""
+    if len(values) < len(columns) or any(map(str.strip, values[len(columns) :])):
+        hint = f"; {_UNQUOTED}" if not is_quoted and any('"' in value for value in values) else ""
+        return BadRecord(f"{len(values)} columns, where the first line has {len(columns)}{hint}")
+    if not is_quoted and any('""' in value and _QUOTED.fullmatch(value) for value in values):
+        return BadRecord(f"a value is in quotation marks; {_UNQUOTED}")
+    if not _is_utf8(values):
+        return BadRecord(_NOT_UTF8)
+    fields = {name: value for name, value in zip(columns, values, strict=False) if name}
+    if _MNLI <= fields.keys():
+        fields |= {"premise": fields["sentence1"], "hypothesis": fields["sentence2"]}
+    return fields
+
+
+def _is_utf8(values: list[str]) -> bool:
+    try:
+        return "".join(values).encode() is not None
+    except UnicodeEncodeError:  # of a byte that is not UTF-8
+        return False
 
 
 def _is_cola(values: list[str]) -> bool:
@@ -277,56 +334,50 @@ def _is_cola(values: list[str]) -> bool:
 
 
 def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
-    names = tuple(value.strip() for value in values)
-    if len(set(names)) < len(names):
-        raise UserError(f"{path} names a column twice in its first line ({', '.join(names)}): rename one.")
-    return names
+    """Names of the columns, "" for one without a name. Those behind the last name are no columns."""
+    if not _is_utf8(values) or "\0" in "".join(values):
+        raise UserError(f"{path}: its first line is {_NOT_UTF8}.")
+    names = [value.strip() for value in values]
+    while names and not names[-1]:
+        names.pop()
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
+        raise UserError(f"{path} names a column twice in its first line ({', '.join(named)}): rename one.")
+    return tuple(names)
 
 
-def _decoded(path: str, bad: BadRows) -> Iterator[tuple[int, str]]:
-    for number, line in _lines(path):
-        try:
-            yield number, decoded(line)
-        except BadRecord as error:
-            bad.add(f"{path}:{number}", str(error))
+def _text_lines(path: str, newline: str) -> Iterator[str]:
+    """Lines of a text file, of UTF-16 if it begins with its mark. Bytes that are not UTF-8 become lone surrogates."""
+    shard = whole_file(path)
+    try:
+        with open_decompressed(path) as file:
+            encoding = "utf-16" if file.peek(2)[:2] in _UTF16 else "utf-8-sig"
+            yield from io.TextIOWrapper(file, encoding, errors="surrogateescape", newline=newline)
+    except (EOFError, UnicodeDecodeError) as error:  # of a compressed file, of half a character of UTF-16
+        shard.check_unchanged()
+        raise UserError(f"{path} is damaged ({error}); compress or copy it again.") from None
+    shard.check_unchanged()
 
 
-def _tsv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
-    for number, line in _decoded(path, bad):
-        if line.strip():
-            yield number, line.rstrip("\r\n").split("\t")
+def _records(path: str, lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str] | BadRecord]]:
+    """(first line, values) of each record. One with a quoted value may go over several lines.
 
-
-def _csv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
-    """(first line, values) of each record, which may go over several lines."""
+    Args:
+        delimiter: character between quoted values; "" for tabs without quoting.
+    """
+    if not delimiter:
+        yield from ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
+        return
     csv.field_size_limit(MAX_DOCUMENT_BYTES)  # of the process; the default of 128 KiB is less than a SCROLLS input
-    last = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal last
-        for number, line in _decoded(path, bad):
-            last = number
-            yield line
-
-    reader = csv.reader(lines(), strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
-        first = last + 1
+        first = reader.line_num + 1
         try:
-            values = next(reader)
+            values: list[str] | BadRecord = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
             if "unexpected end" in str(error):
                 raise UserError(f"{path}:{first}: a quotation mark of this record is never closed: fix it.") from None
-            bad.add(f"{path}:{first}", f"not valid csv: {error}")
-            continue
-        if values:
-            yield first, values
-
-
-def _read_dataset(item: str) -> Iterator[Row]:
-    number, classes = 0, hf_datasets.class_names(hf_datasets.load_streaming(item).features)
-    for shard in range(hf_datasets.num_shards(item)):
-        for fields in hf_datasets.read_shard(item, shard, ""):
-            number += 1
-            yield Row(f"{item}, row {number}", _with_class_names(fields, classes))
+            values = BadRecord(f"not valid csv: {error}")
+        yield first, values

@@ -246,6 +246,51 @@ def test_sources_and_targets_are_found_by_their_names(row, fields, expected, tmp
     assert example.name == str(row.get("id", 0))
 
 
+def test_empty_targets_and_numbers_are_texts_that_are_trained(tmp_path, caplog):
+    rows = [{"source": f"w{n}", "target": target} for n, target in enumerate(("w5", "", " ", 3, 0.5, True, ["", 7]))]
+    path = write_json(tmp_path / "a.jsonl", rows)
+    tokenizer = word_tokenizer()
+    data = read(tokenizer, data_path=(path,), valid_data_path=path, bucket_rows=1, batch_size=7)
+    texts = ["w5", "", "", "3", "0.5", "True", ""]
+    assert [example.targets for example in data.splits["valid"].examples] == [*((t,) for t in texts[:6]), ("", "7")]
+    batch = next(data.train)
+    data.train.close()
+    found = {n: ids for n, (_, ids) in zip(batch["example"].tolist(), rows_of(batch), strict=True)}
+    expected = tokenizer(text_target=texts)["input_ids"]
+    assert [[i for i in found[n] if i != IGNORED_LABEL] for n in range(7)] == expected
+    assert caplog.text.count("a.jsonl: the target of 3 of 7 examples is empty") == 2  # of training and validation
+
+
+def test_a_test_set_of_empty_targets_has_none(tmp_path, caplog):
+    path = write_json(tmp_path / "a.jsonl", [{"source": "w1", "target": "w2"}])
+    (tmp_path / "test.csv").write_text("source,target\nw1,\nw2,\n")
+    data = read(word_tokenizer(), data_path=(path,), test_data_path=str(tmp_path / "test.csv"))
+    assert [example.targets for example in data.splits["test"].examples] == [(), ()]
+    assert "has a target" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_column_prefix_is_put_before_the_source_as_in_simpletransformers(suffix, tmp_path):
+    """Its T5 model reads `prefix + ": " + input_text`."""
+    rows = [{"prefix": p, "input_text": f"w{n}", "target_text": n} for n, p in enumerate(("judge", "count: ", ""))]
+    path = write_json(tmp_path / "a.jsonl", rows)
+    if suffix == "csv":
+        with open(path := str(tmp_path / "a.csv"), "w", newline="") as file:
+            csv.DictWriter(file, rows[0]).writerows([dict(zip(rows[0], rows[0], strict=True)), *rows])
+    fields = TextFields("input_text", "target_text", prefix="p ")
+    found = [(e.source, *e.targets) for e in text_examples(path, fields, BadRows(0), merge=False)]
+    assert found == [("p judge: w0", "0"), ("p count: w1", "1"), ("p w2", "2")]
+    (example, *_) = text_examples(path, TextFields("prefix", "input_text"), BadRows(1), merge=False)
+    assert (example.source, example.targets) == ("judge", ("w0",))
+
+
+def test_rows_of_one_document_are_examples_of_their_own_in_evaluation(tmp_path):
+    rows = [{"id": f"doc{n // 4}", "source": f"w{n}", "target": f"w{n % 3}"} for n in range(12)]
+    path = write_json(tmp_path / "a.jsonl", rows)
+    examples = read(word_tokenizer(), data_path=(path,), valid_data_path=path).splits["valid"].examples
+    assert [(e.name, e.source, *e.targets) for e in examples] == [(r["id"], r["source"], r["target"]) for r in rows]
+
+
 def test_null_is_no_id(tmp_path):
     """Such rows are numbered, as rows without one are."""
     rows = [{"id": None, "source": word, "target": "w1"} for word in WORDS[:3]]
@@ -317,11 +362,11 @@ def test_folder_gives_the_file_of_each_split(tmp_path):
     [
         (["b", "a", "b"], ("a", "b")),
         ([10, 9, 9], ("9", "10")),
-        (["1.5", "-1"], ("-1", "1.5")),
+        (["1.5", "-2"], ("-2", "1.5")),
         ([1.0, 0.0], ("0", "1")),
         (["nan", "9", "10"], ("10", "9", "nan")),
         (["9", "nan", "10"], ("10", "9", "nan")),
-        (["1.0", "1", "-inf"], ("-inf", "1")),
+        (["1.0", "2.10", "2.0", "-inf"], ("-inf", "1.0", "2.0", "2.10")),
     ],
 )
 def test_labels_are_those_of_the_training_data_in_order(labels, expected, tmp_path):

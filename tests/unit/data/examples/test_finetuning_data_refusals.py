@@ -7,7 +7,7 @@ import pytest
 
 from lm_experiments_tools.data.examples.rows import BadRows, read_rows
 from lm_experiments_tools.errors import UserError
-from tests.helpers.finetuning_toys import WORDS, pairs, read, word_tokenizer, write_json
+from tests.helpers.finetuning_toys import WORDS, read, word_tokenizer, write_json
 
 GOOD = '{"source": "w1", "target": "w2"}'
 ENCODER = {"model_type": "encoder", "optimize_metric": "loss"}
@@ -29,14 +29,19 @@ def write(path, text):
          "'sauce', 'target'): name it by --source_id"),
         ("a.jsonl", '{"source": "w1"}', {}, ":2: no field t, target, targets, output, summary"),
         ("a.jsonl", '{"source": "w1", "x": "w2"}', {"target_id": "target"}, ":2: no key 'target' (there is"),
-        ("a.jsonl", '{"source": "w1", "target": " "}', {}, ":2: 'target' is empty"),
         ("a.jsonl", '{"source": "", "target": "w1"}', {}, ":2: 'source' is empty"),
+        ("a.jsonl", '{"source": null, "target": "w1"}', {}, ":2: 'source' is empty"),
+        ("a.jsonl", '{"source": "w1", "target": {"text": ["w2"], "start": 1}}', {}, ":2: 'target' is of type dict "
+         "with 'text', 'start', not text: see \"Other forms of rows\" in docs/finetuning_data.md"),
         ("a.jsonl", '{"source": "w1", "targets": []}', {}, ":2: 'targets' is an empty list of references"),
-        ("a.jsonl", '{"source": "w1", "targets": ["w1", ""]}', {}, ":2: 'targets' is empty"),
-        ("a.jsonl", '{"source": "w1", "target": null}', {}, ":2: 'target' is of type NoneType, not a string"),
+        ("a.jsonl", '{"source": "w1", "targets": ["w1", null]}', {}, ":2: 'targets' is null"),
+        ("a.jsonl", '{"source": "w1", "target": null}', {}, ":2: 'target' is null, no target (an empty one is \"\")"),
         ("a.jsonl", '{"translation": "w1"}', {}, ":2: 'translation' is of type str, not an object of two texts"),
         ("a.jsonl", '{"source": "w1", "target": "\\ud800"}', {}, ":2: 'target' contains half of a surrogate pair"),
-        ("b.jsonl", '{"text": "w1", "label": ""}', CLASSES, ":2: the label is empty"),
+        ("b.jsonl", '{"text": "w1", "label": ""}', CLASSES, ":2: no label ('')"),
+        ("b.jsonl", '{"text": "w1", "label": -1}', CLASSES, ":2: no label (-1): leave out the row, or name all"),
+        ("b.jsonl", '{"text": "w1", "label": NaN}', CLASSES, ":2: no label (nan)"),
+        ("b.jsonl", '{"text": "w1", "label": "[\'a\']"}', CLASSES, ":2: the label \"['a']\" is a list: --task multi"),
         ("b.jsonl", '{"text": "w1", "label": [1]}', CLASSES, ":2: the label [1] is neither a string nor an integer"),
         ("b.jsonl", '{"text": "w1", "label": 0.5}', CLASSES, ":2: the label 0.5 is neither a string nor an integer"),
         ("b.jsonl", '{"text": "w1"}', CLASSES, ":2: no field label, gold_label, score, is_duplicate, Quality"),
@@ -46,7 +51,7 @@ def write(path, text):
         ("b.jsonl", '{"question": "w1", "sentence": "w2", "label": "a"}', CLASSES, ":2: a pair (question, "
          "sentence), where "),
         ("c.jsonl", '{"text": "w1", "label": "b"}', NUMBERS, ":2: the label 'b' is not a number"),
-        ("c.jsonl", '{"text": "w1", "label": NaN}', NUMBERS, ":2: the label nan"),
+        ("c.jsonl", '{"text": "w1", "label": NaN}', NUMBERS, ":2: no label (nan)"),
         ("c.jsonl", '{"text": "w1", "label": 1%s}' % ("0" * 400), NUMBERS, ":2: the label 1"),
         ("c.jsonl", '{"text": "w1", "label": -4e38}', NUMBERS, ":2: the label -4e+38"),
     ],
@@ -71,7 +76,14 @@ def test_bad_row_is_a_sentence_with_its_place_and_may_be_left_out(name, bad, fla
         ("a.csv", 'source,target\nw1,"w2"w3\n', ":2: not valid csv: ',' expected after '\"'"),
         ("a.csv", 'source,target\nw1,w2\nw1,"w2\nw3,w4\nw5,w6\n', ":3: a quotation mark of this record"),
         ("a.csv", "source,source\nw1,w2\n", " names a column twice in its first line (source, source)"),
-        ("a.tsv", b"source\ttarget\nw1\t\xe9\n", ":2: not UTF-8 at byte 3"),
+        ("a.tsv", b"source\ttarget\nw1\t\xe9\n", ":2: not UTF-8: save the file as UTF-8"),
+        ("a.csv", "größe,b\n1,2\n".encode("cp1252"), ": its first line is not UTF-8"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), ": its first line is not UTF-8"),
+        ("a.csv", "a,b,\n1,2,3\n", ":2: 3 columns, where the first line has 2"),
+        ("a.tsv", 'a\tb\n"x\ty"\t1\n', ":2: 3 columns, where the first line has 2; a .tsv is read without quoting: "
+         "rename a quoted table to .csv"),
+        ("a.tsv", 'a\tb\n"x"\t"y"\n"an ""x"" too"\t1\n', ":3: a value is in quotation marks; a .tsv is read "
+         "without quoting: rename a quoted table to .csv"),
         ("a.jsonl", '[{"source": "w1", "target": "w2"}]', ":1: a JSON list, not an object"),
     ],
 )  # fmt: skip
@@ -153,11 +165,22 @@ def test_names_of_fields_that_no_model_reads_may_differ(tmp_path):
     assert len(data.train.dataset) == 2
 
 
-def test_an_id_with_two_sources_is_named(tmp_path):
-    rows = [{"id": "x", "input": f"w{n}", "output": "w1"} for n in range(2)]
-    train, valid = write_json(tmp_path / "t.jsonl", pairs(2)), write_json(tmp_path / "v.jsonl", rows)
-    with pytest.raises(UserError, match=r"v\.jsonl:2: the id 'x' of .*v\.jsonl:1 again, with another source"):
-        read(word_tokenizer(), data_path=(train,), valid_data_path=valid)
+def test_the_first_bad_row_is_named_where_all_are_bad_but_allowed(tmp_path):
+    path = write_json(tmp_path / "a.jsonl", [{"sauce": "w1", "target": "w2"}] * 40)
+    with pytest.raises(
+        UserError, match=r"no example in .* \(40 bad rows, the first is .*:1: no field s, source, .*--source"
+    ):
+        read(word_tokenizer(), data_path=(path,), max_bad_lines=None)
+
+
+def test_labels_of_one_number_are_refused_until_they_are_named(tmp_path):
+    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": label} for label in ("2.0", "2", "2.10")])
+    with pytest.raises(
+        UserError, match=r"the labels 2\.0 and 2 are the same number: name all labels by --label_names"
+    ):
+        read(word_tokenizer(), data_path=(path,), **CLASSES)
+    for names in (("2", "2.10"), ("2.10", "2", "2.0")):
+        assert read(word_tokenizer(), data_path=(path,), label_names=names, **CLASSES).label_names == names
 
 
 def test_labels_of_no_training_data_must_be_named(tmp_path):
@@ -234,21 +257,10 @@ def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
         ({"t": task(Instances={"a": 1})}, None, {}, "copy it again"),
         ({"t": task(Instances=5)}, None, {}, "copy it again"),
         ({"t": task(**{"Negative Examples": {}})}, None, {}, "copy it again"),
-        ({"t": task(**{"Positive Examples": [{"input": 3, "output": "x"}]})}, None, {}, "an example that is no text"),
-        (
-            {"t": task(**{"Positive Examples": [{"input": "x", "output": "x", "explanation": 0}]})},
-            None,
-            {},
-            "that is no text",
-        ),
+        ({"t": task(**{"Positive Examples": [{"input": ["x"], "output": "x"}]})}, None, {}, "of type list, not text"),
         ({"t": task(Instances=[{"input": "w1"}])}, None, {}, "t.json, instance 1: no field 'output'"),
-        ({"t": task(Instances=[{"input": "w1", "output": [" "]}])}, None, {}, "instance 1: an output is empty"),
-        (
-            {"t": task(Instances=[{"input": 1, "output": ["w"]}])},
-            None,
-            {},
-            "instance 1: its input and outputs are not",
-        ),
+        ({"t": task(Instances=[{"input": "w1", "output": [None]}])}, None, {}, "instance 1: 'output' is null"),
+        ({"t": task(Instances=[{"input": {}, "output": ["w"]}])}, None, {}, "instance 1: 'input' is of type dict"),
         ({"t": task(Instances=["x"])}, None, {}, "instance 1: of type str, not an object"),
         ({"t": task()}, None, {"input_seq_len": 11}, "the prompt of t has 13 tokens"),
     ],
@@ -258,6 +270,27 @@ def test_instructions_that_cannot_be_used_are_a_sentence(tasks, listed, flags, r
     with pytest.raises(UserError) as raised:
         read(word_tokenizer(), data_path=(folder,), **INSTRUCTIONS, **flags)
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_numbers_and_empty_texts_of_instructions_are_texts(encoding, tmp_path):
+    def values(*three):
+        one, two, three = three
+        example = {"input": one, "output": two, "explanation": three}
+        instances = [{"input": one, "output": output} for output in (one, [one, two], "", three)]
+        return task(Instances=instances, **{"Positive Examples": [example]})
+
+    found = []
+    for name, content in (("numbers", values(1, 2.5, 30)), ("texts", values("1", "2.5", "30"))):
+        folder = sni(tmp_path / name, {"t": content})
+        for path in (tmp_path / name).rglob("*.*"):
+            path.write_text(path.read_text(), encoding=encoding)
+        flags = {"num_pos_examples": 1, "add_explanation": True, **INSTRUCTIONS}
+        found.append(
+            read(word_tokenizer(), data_path=(folder,), test_data_path=folder, **flags).splits["test"].examples
+        )
+    assert found[0] == found[1] and [e.targets for e in found[0]] == [("1",), ("1", "2.5"), ("",), ("30",)]
+    assert [example.name for example in found[0]] == ["0", "1", "2", "3"]
 
 
 def test_an_explanation_that_is_null_is_none(tmp_path):

@@ -80,6 +80,52 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
         rows_of(tmp_path / "half.parquet")
 
 
+def test_json_lines_may_have_a_list_called_data(tmp_path):
+    rows = [{"source": "w1", "data": [1, 2]}, {"source": "w2", "data": [{"a": 1}]}]
+    for some in (rows, rows[:1]):
+        (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in some))
+        assert rows_of(tmp_path / "a.json") == some
+
+
+def test_a_folder_has_its_validation_data_by_any_name_of_hugging_face(tmp_path):
+    splits = pytest.importorskip("datasets.data_files").SPLIT_KEYWORDS
+    for name in splits["validation"]:
+        folder = tmp_path / name
+        folder.mkdir()
+        for stem, some in (("train", ROWS[:3]), (name, ROWS[3:])):
+            write_json(folder / f"{stem}.jsonl", some)
+        assert rows_of(folder) == ROWS[:3] and rows_of(folder, "valid") == ROWS[3:]
+    write_json(folder / "validation.json", ROWS)
+    with pytest.raises(UserError, match="has several valid files"):
+        rows_of(folder, "valid")
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet", "csv", "json"])
+def test_a_saved_data_set_and_a_snapshot_of_the_hub_are_read_by_splits(form, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    splits = {"train": ROWS[:3], "validation": ROWS[3:4], "test": ROWS[4:]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    folder = tmp_path / "set"
+    if form == "saved":
+        saved.save_to_disk(folder)
+        splits = {name: rows.to_list() for name, rows in datasets.load_from_disk(folder).items()}
+    else:
+        (folder / "data").mkdir(parents=True)
+        (folder / "README.md").write_text("---\n---\n")
+        for name, rows in saved.items():
+            file = folder / "data" / f"{name}{'-00000-of-00001' if form == 'parquet' else ''}.{form}"
+            getattr(rows, f"to_{form}")(str(file))
+    for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        assert rows_of(folder, split) == splits[name]
+
+
+def test_a_data_set_of_the_hub_gives_each_flag_its_split(tmp_path):
+    assert resolve("owner/name", "valid") == "owner/name::validation"
+    assert resolve("owner/name:en", "test") == "owner/name:en:test"
+    assert resolve("owner/name::train", "valid") == "owner/name::train"
+
+
 class Again:
     """Gives its rows as often as it is asked."""
 
@@ -119,7 +165,7 @@ def rows_of_source(value, split):
     [
         (5, "x is of type int: give a path, or rows as dicts"),
         ([["w1", "w2"]], "rows given as x, row 0 is of type list, not a dict"),
-        ({"source": ["w1"]}, "rows given as x has no split train, only source"),
+        ({"source": ["w1"]}, "rows given as x has no split train or training, only source"),
     ],
 )
 def test_what_is_no_row_is_refused(value, sentence):
@@ -184,10 +230,10 @@ def test_lists_of_zeros_and_ones_without_label_names_are_refused(tmp_path):
     assert encoded_labels(path, label_names=("0", "1"))[1] == [[1, 1], [1, 1]]  # which both rows name
 
 
-def test_labels_1_and_1_0_are_one_class(tmp_path):
+def test_labels_1_and_1_0_are_one_class_where_labels_are_named(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nw1,1.0\nw2,0\nw3,1\nw4,0.0\n")
     path = tmp_path / "a.csv"
-    assert encoded_labels(path, "classification") == (("0", "1"), [1, 0, 1, 0])
+    assert encoded_labels(path, "classification", label_names=("0", "1"))[1] == [1, 0, 1, 0]
     assert encoded_labels(path, "classification", label_names=("1.0", "0.0"))[1] == [0, 1, 0, 1]
 
 

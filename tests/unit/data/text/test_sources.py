@@ -155,8 +155,10 @@ def test_a_single_parquet_file_is_read_as_a_dataset(folder):
 
 def test_rows_of_examples_are_read_from_the_same_endings(folder):
     (folder / "train.tsv.xz").write_bytes(lzma.compress(b"a\tb\n1\t2\n"))
-    (folder / "train.NDJSON").write_bytes(line("x"))
     assert resolve(str(folder), "train") == str(folder / "train.tsv.xz")
+    (folder / "train.NDJSON").write_bytes(line("x"))
+    with pytest.raises(UserError, match=r"several train files, train\.NDJSON, train\.tsv\.xz: name one of them"):
+        resolve(str(folder), "train")
     for name, expected in (("train.tsv.xz", {"a": "1", "b": "2"}), ("train.NDJSON", {"text": "x"})):
         path = resolve(str(folder / name), "train")
         assert [row.fields for row in read_rows(path, BadRows(0))] == [expected]

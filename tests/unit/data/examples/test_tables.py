@@ -1,0 +1,156 @@
+"""Tables of spreadsheet programs and pandas are read as pandas and the csv module read them; cells that hold lists."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
+from lm_experiments_tools.data.examples.python_rows import as_source
+from lm_experiments_tools.data.examples.rows import BadRows, read_rows
+from lm_experiments_tools.errors import UserError
+from tests.helpers.finetuning_toys import write_json
+
+ROWS = [["a; b, c", "x"], ['He said "fine"', "y"], ["two\nlines", "x"], ["grün\tZürich", "y"]]
+HEADER = ["text", "label"]
+LABELS = [["noise"], ["price", "it's"], [], ["taste", "noise", "price"]]
+
+
+def table(delimiter=",", rows=(HEADER, *ROWS), **options):
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter, **options).writerows(rows)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("semicolon.csv", table(";").encode()),
+        ("tabs.csv", table("\t").encode()),
+        ("bars.csv", table("|").encode("utf-8-sig")),
+        ("excel.csv", b"\xef\xbb\xbfsep=;\r\n" + table(";").encode()),
+        ("unicode.csv", table("\t").encode("utf-16")),
+        ("big.csv", table(";").encode("utf-16-be").join([b"\xfe\xff", b""])),
+        ("mac.csv", table().replace("\r\n", "\r").encode()),
+        ("all.tsv", table("\t", quoting=csv.QUOTE_ALL).encode()),
+        ("blank.csv", table(rows=[[*row, "", ""] for row in (HEADER, *ROWS, ["", ""])]).encode()),
+        ("long.csv", table(rows=[HEADER, *([*row, "", ""] for row in ROWS)]).encode()),
+        ("quoted.csv", table(";", quoting=csv.QUOTE_ALL).encode()),
+    ],
+)
+def test_a_table_of_a_spreadsheet_program_has_the_rows_that_were_written(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    expected = [dict(zip(HEADER, row, strict=True)) for row in ROWS]
+    assert [row.fields for row in read_rows(str(tmp_path / name), BadRows(0))] == expected
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
+def test_a_table_of_pandas_is_read_as_pandas_reads_it(delimiter, quoting, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"text": [row[0] for row in ROWS], "n": [1.0, None, 2.0, 0.0], "label": ["NA", "-", "", "1"]}
+    )
+    for index in (True, False):
+        path = tmp_path / f"{index}.csv"
+        frame.to_csv(path, index=index, sep=delimiter, quoting=quoting)
+        again = pandas.read_csv(path, sep=delimiter, dtype=str, keep_default_na=False, index_col=0 if index else None)
+        assert [row.fields for row in read_rows(str(path), BadRows(0))] == again.to_dict("records")
+
+
+def test_rows_keep_their_numbers_when_others_are_left_out(tmp_path):
+    """The ids of predictions are the rows of the file, as pandas numbers them."""
+    pandas = pytest.importorskip("pandas")
+    (tmp_path / "a.csv").write_text('text,label\nw0,0\n"",1\nw2,1\n\n,\nw4,0\nw5,7\nw6,0\n')
+    frame = pandas.read_csv(tmp_path / "a.csv", dtype=str, keep_default_na=False)
+    frame = frame.assign(target="w1").to_dict("records")
+    lines = [json.dumps(row) for row in frame]
+    lines[1] = "{"
+    (tmp_path / "b.jsonl").write_text("\n\n".join(lines) + "\n")
+    (tmp_path / "c.tsv").write_bytes(b"text\tlabel\nw0\t0\n\xff\t1\nw2\t1\n\n\t\nw4\t0\nw5\t0\t0\nw6\t0\n")
+    for path in (*(str(tmp_path / name) for name in ("a.csv", "b.jsonl", "c.tsv")), as_source(frame, "rows")):
+        examples = [*label_examples(path, LabelFields(), BadRows(9), names=("0", "1"))]
+        assert [frame[int(example.name)]["text"] for example in examples] == [e.source for e in examples] != []
+        assert [example.name for example in examples] == ["0", "2", "4", "6"]
+    examples = text_examples(as_source(frame, "rows"), TextFields(), BadRows(9), merge=True)
+    assert [example.name for example in examples] == ["0", "2", "4", "5", "6"]
+
+
+def labels_of(path, several=True, known=()):
+    found, bad = {name: number for number, name in enumerate(known)}, BadRows(0)
+    options = {"names": known} if known else {"found": found}
+    examples = [*label_examples(path, LabelFields(several=several), bad, **options)]
+    return [sorted([*found][number] for number in example.label) for example in examples]
+
+
+@pytest.mark.parametrize("write", [str, json.dumps, ", ".join, ",".join, tuple, lambda labels: str(tuple(labels))])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_lists_of_labels_in_cells_are_those_that_were_written(write, suffix, tmp_path):
+    expected = [sorted(labels) for labels in LABELS]
+    rows = [{"text": "w1", "labels": write(labels)} for labels in LABELS]
+    path = write_json(tmp_path / "a.jsonl", rows)
+    if suffix == "csv":
+        pytest.importorskip("pandas").DataFrame(rows).to_csv(path := str(tmp_path / "a.csv"), index=False)
+    assert labels_of(path) == expected == labels_of(path, known=("taste", "noise", "it's", "price"))
+
+
+@pytest.mark.parametrize("labels", [[1, 0, 1], [1.0, 0.0, 1.0], [True, False, True]])
+def test_a_multi_hot_list_in_a_cell_needs_the_names(labels, tmp_path):
+    for number, cell in enumerate((str(labels), json.dumps(labels))):
+        (tmp_path / f"{number}.csv").write_text(f'text,labels\nw1,"{cell}"\n')
+        assert labels_of(str(tmp_path / f"{number}.csv"), known=("noise", "price", "taste")) == [["noise", "taste"]]
+        with pytest.raises(UserError, match="are multi-hot: name all labels by --label_names"):
+            labels_of(str(tmp_path / f"{number}.csv"))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["a|b", "a;b", "a\nb", "['a' 'b']", "['a', 'b'", "[1 0 1]", "{'a', 'b'}", "'a', 'b'", "('a','b')", "[nan]",
+     "array(['a', 'b'], dtype=object)", '"a", "b"', "[a, b]", '{"a": 1}', "[np.str_('a'), np.str_('b')]"],
+)  # fmt: skip
+def test_a_cell_that_is_no_list_of_labels_is_refused(cell):
+    with pytest.raises(UserError, match=r"row 0: the labels .* by commas \(not by \| or ;\), or name all labels by"):
+        labels_of(as_source([{"text": "w1", "labels": cell}], "rows"))
+
+
+def test_names_with_separators_are_labels_where_they_are_named():
+    rows = as_source([{"text": "w1", "labels": "a|b, [c]"}, {"text": "w1", "labels": ["a|b"]}], "rows")
+    assert labels_of(rows, known=("[c]", "a|b")) == [["[c]", "a|b"], ["a|b"]]
+
+
+NULLS = [None, float("nan"), -1, -1.0, "-1", "-", "", " "]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("null", [*map(repr, NULLS), "pandas.NA", "numpy.int64(-1)", "numpy.float32('nan')"])
+def test_a_label_that_is_not_given_is_no_class(null, several):
+    numpy, pandas = pytest.importorskip("numpy"), pytest.importorskip("pandas")
+    value = eval(null, {"nan": float("nan"), "numpy": numpy, "pandas": pandas})
+    if several and isinstance(value, str) and not value.strip():
+        return  # no label applies
+    rows = [{"text": "w1", "label": value if not several else [value]}, {"text": "w1", "label": "b"}]
+    with pytest.raises(UserError, match=r"row 0: no label \(.*--label_names if this is one of them"):
+        [*label_examples(as_source(rows, "rows"), LabelFields(several=several), BadRows(0), found={})]
+    bad, found = BadRows(1), {}
+    assert len([*label_examples(as_source(rows, "rows"), LabelFields(several=several), bad, found=found)]) == 1
+    assert found == {"b": 0} and bad.count == 1
+
+
+@pytest.mark.parametrize("source", ["rows", "disk", "parquet"])
+def test_a_class_label_of_minus_one_is_no_class(source, tmp_path, monkeypatch):
+    """As in SNLI of the hub. The numbers are those of `ClassLabel`."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    label = datasets.ClassLabel(names=["entailment", "neutral", "contradiction"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": label})
+    rows = datasets.Dataset.from_dict({"text": ["w1"] * 6, "label": [2, -1, 0, 1, -1, None]}, features=features)
+    path = as_source(rows, "rows") if source == "rows" else str(tmp_path / "set")
+    if source == "disk":
+        rows.save_to_disk(path)
+    elif source == "parquet":
+        rows.to_parquet(path := f"{path}.parquet")
+    bad, found = BadRows(3), {}
+    examples = [*label_examples(path, LabelFields(), bad, found=found)]
+    assert [*found] == label.int2str([2, 0, 1]) and bad.count == 3
+    assert [example.name for example in examples] == ["0", "2", "3"]
