@@ -4,7 +4,7 @@
 |---|---|---|
 | `BertWordPieceLowerCase` | `vocab_file`, one subword per line | BERT's uncased tokenizer: lower case, no accents |
 | `BertWordPieceCase` | `vocab_file` | BERT's cased tokenizer |
-| `HFTokenizer` | `name_or_path`, a folder or a name on the hub | the result of AutoTokenizer |
+| `HFTokenizer` | `name_or_path`, a folder, a file or a name on the hub | the result of `read_pretrained` |
 
 Special tokens in a text are encoded as ordinary text: "[MASK]" becomes `[`, `mask`, `]`, as in Google's BERT and with
 transformers' `split_special_tokens=True`. Otherwise ids equal those of transformers' tokenizers.
@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
-from lm_experiments_tools.data.text.fast_tokenizer import FastTokenizer, open_pretrained
+from lm_experiments_tools.data.text.fast_tokenizer import FastTokenizer, open_pretrained, read_wordpiece
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 
@@ -45,7 +45,7 @@ def build_tokenizer(
     Args:
         tokenizer_type: "BertWordPieceLowerCase", "BertWordPieceCase" or "HFTokenizer".
         vocab_file: a vocab.txt, or a folder that contains one, for WordPiece.
-        name_or_path: folder or hub name of an HFTokenizer.
+        name_or_path: folder, file or hub name of an HFTokenizer.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or lacks a special token that BERT needs.
@@ -150,8 +150,8 @@ class BertDataTokenizer:
         return ids, lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, with special tokens."""
-        return self._tokenizer.backend.decode([int(index) for index in ids], skip_special_tokens=False)
+        """Return the text of `ids`, with special tokens and without ignored labels (-100)."""
+        return self._tokenizer.backend.decode([int(i) for i in ids if i >= 0], skip_special_tokens=False)
 
     @property
     def unk(self) -> int | None:
@@ -278,18 +278,10 @@ def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
     path = path / "vocab.txt" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"the vocabulary {path} does not exist; `lmtools vocab --type wordpiece` makes one from text")
-    try:
-        lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"the vocabulary {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
-    pieces = [line.removesuffix("\r") for line in lines]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
+    vocab = read_wordpiece(path)
     missing = [piece for piece in _BERT_ROLES.values() if piece not in vocab]
     if missing:
-        raise UserError(f"the vocabulary {path} ({len(pieces)} lines) has no {', '.join(missing)}")
-    if len(vocab) < len(pieces):
-        twice = next(piece for index, piece in enumerate(pieces) if vocab[piece] != index)
-        logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
+        raise UserError(f"the vocabulary {path} ({len(vocab)} lines) has no {', '.join(missing)}")
     backend = tokenizers.BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
     special = {role: vocab[_BERT_ROLES[role]] for role in _ROLES}
     other_case = partial(_from_vocab_file, path, not lowercase)
@@ -298,19 +290,17 @@ def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
 
 
 def _from_pretrained(name: str) -> BertDataTokenizer:
-    from transformers import AutoTokenizer
-
     verify_model(Path(name))
-    remedy = "give a folder with the tokenizer.json that a tokenizer's save_pretrained() writes"
-    pretrained = open_pretrained(
-        f"the tokenizer {name}", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False), remedy
-    )
+    pretrained = open_pretrained(f"the tokenizer {name}", Path(name))
     special = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
     bos, eos = pretrained.bos_token_id, pretrained.eos_token_id  # of a decoder's tokenizer, which has neither role
     special["cls"] = special["cls"] if special["cls"] is not None else eos if bos is None else bos
     special["sep"] = special["sep"] if special["sep"] is not None else eos
     missing = [f"{role}_token" for role in _ROLES if special[role] is None]
     if missing:
-        raise UserError(f"the tokenizer {name} has no {', '.join(missing)}, which BERT needs")
+        raise UserError(
+            f"the tokenizer {name} has no {', '.join(missing)}, which BERT needs: add them by "
+            f"tokenizer.add_special_tokens({{{missing[0]!r}: '[{missing[0][:-6].upper()}]'}}) and save_pretrained()"
+        )
     special["eod"] = special["sep"] if pretrained.eos_token_id is None else pretrained.eos_token_id
     return BertDataTokenizer(pretrained.backend_tokenizer.to_str(), special, name, pretrained)

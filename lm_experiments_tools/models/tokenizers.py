@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, hub_source
-from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.data.examples.text_encoder import added_end
-from lm_experiments_tools.data.text.fast_tokenizer import load_pretrained
+from lm_experiments_tools.data.text.fast_tokenizer import check_words, load_pretrained, read_pretrained
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_names
 from lm_experiments_tools.models.build import register_own_models
@@ -28,7 +26,6 @@ _TOKENIZER_SETTINGS = (
     "bos_token", "eos_token", "unk_token", "pad_token", "extra_special_tokens", "model_max_length", "padding_side",
     "truncation_side", "clean_up_tokenization_spaces", "chat_template",
 )  # fmt: skip
-_LEAST_TOKENS = 2  # besides special ones; an empty T5Tokenizer has one, the mark of a space
 
 
 def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> PreTrainedTokenizerBase:
@@ -45,7 +42,7 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
     files = files or ModelFiles(args)
     flag, name = files.tokenizer_flag
     named = f"{flag} {name}"
-    tokenizer = named_tokenizer(name, flag, None if Path(name).suffix == ".model" else files.tokenizer)
+    tokenizer = named_tokenizer(name, flag, None if Path(name).is_file() else files.tokenizer)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise UserError(f"{named}: the tokenizer has neither a padding nor an end-of-text token to pad with.")
@@ -68,23 +65,10 @@ def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTr
         UserError: there is no tokenizer, or its vocabulary is empty.
     """
     path, named = Path(name), f"{flag} {name}"
-    if path.suffix == ".model":
-        tokenizer = _from_sentencepiece(path)
-    else:
-        source = source or (Source(name, path) if path.is_dir() else hub_source(name, flag))
-        tokenizer = read_tokenizer(source, named)
-    _check_vocabulary(tokenizer, named)
+    source = source or (Source(name, path) if path.exists() else hub_source(name, flag))
+    tokenizer = read_tokenizer(source, named)
+    check_words(tokenizer, named)
     return tokenizer
-
-
-def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
-
-    with tempfile.TemporaryDirectory() as folder, disk_errors_named(Path(folder)):
-        Vocabulary.load(path).save_tokenizer(folder)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
@@ -93,18 +77,19 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
     Args:
         named: the flag with its value, for error messages.
     """
-    from transformers import AutoTokenizer, BertTokenizerFast
+    from transformers import AutoTokenizer
 
-    if source.path is not None:
-        verify_model(source.path)
+    path = source.path
+    if path is not None and path.is_dir():
+        verify_model(path)
         register_own_models(source)
-        files = {file.name for file in source.path.iterdir()}
-        if "vocab.txt" in files and not files & {"tokenizer.json", "tokenizer_config.json"}:
-            return BertTokenizerFast.from_pretrained(source.name)
-        if files & {"spiece.model", "sentencepiece.model"} and "tokenizer_config.json" not in files:
-            return _from_sentencepiece(source.path)
-    remedy = "name a tokenizer with --tokenizer"
-    return load_pretrained(named, lambda: AutoTokenizer.from_pretrained(source.name, trust_remote_code=False), remedy)
+
+    def load() -> PreTrainedTokenizerBase:
+        if path is not None:
+            return read_pretrained(path)
+        return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False)
+
+    return load_pretrained(named, load, "name a tokenizer with --tokenizer")
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -130,14 +115,3 @@ def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in dict.fromkeys(begins)],
     )
     return changed
-
-
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, named: str) -> None:
-    """Refuse a tokenizer without words, which transformers makes of a config.json without tokenizer files."""
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ordinary = {*tokenizer.get_vocab().values()} - special
-    if len(ordinary) < _LEAST_TOKENS:
-        raise UserError(
-            f"{named}: there is no vocabulary ({len(ordinary)} tokens besides {len(special)} special ones): save the "
-            "tokenizer there too (tokenizer.save_pretrained), or name one by --tokenizer."
-        )

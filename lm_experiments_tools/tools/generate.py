@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_groups, needs
+from lm_experiments_tools.data.text.byte_vocabulary import swap_sentinels
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ def mask_of(tokenizer: Any) -> str:
     """Return the mask token, or the one that `--task mlm` uses instead. Raises UserError if there is none."""
     from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, sentinel_piece
 
-    known = [token for token in (*MASK_PIECES, sentinel_piece(0)) if token in tokenizer.get_vocab()]
+    names = (*MASK_PIECES, sentinel_piece(0), f"▁{sentinel_piece(0)}")
+    known = [token for token in names if token in tokenizer.get_vocab()]
     if tokenizer.mask_token is None and not known:
         raise UserError("the tokenizer has no mask_token: name it in tokenizer_config.json.")
     return tokenizer.mask_token or known[0]
@@ -183,7 +185,7 @@ def _encoded(opened: Opened, texts: Sequence[str], args: GenerateArgs) -> BatchE
     from lm_experiments_tools.models.build import check_positions, first_position
 
     tokenizer, continues = opened.tokenizer, opened.writes_on
-    rows = [tokenizer(text)["input_ids"] for text in texts]
+    rows = [swap_sentinels(tokenizer, tokenizer(text)["input_ids"]) for text in texts]
     length, what = max(map(len, rows)), f"a text of {max(map(len, rows))} tokens"
     if continues:
         rows = [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
@@ -206,7 +208,7 @@ def text_of(tokenizer: Any, row: Sequence[int]) -> str:
     """Decode token ids to text, without special tokens, but with sentinels such as <extra_id_0>."""
     special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     hidden = {index for token, index in special if not _SENTINEL.fullmatch(token)}
-    return tokenizer.decode([token for token in row if token not in hidden]).strip()
+    return tokenizer.decode([token for token in swap_sentinels(tokenizer, row) if token not in hidden]).strip()
 
 
 def filled(text: str, output: str) -> str:
@@ -231,7 +233,7 @@ def _logits(opened: Opened, batch: BatchEncoding) -> Tensor:
 
 def _masked(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[dict[str, Any]]:
     tokenizer, logits = opened.tokenizer, _logits(opened, batch)
-    mask = tokenizer.convert_tokens_to_ids(mask_of(tokenizer))
+    (mask,) = swap_sentinels(tokenizer, [tokenizer.convert_tokens_to_ids(mask_of(tokenizer))])
     found = []
     for ids, scores in zip(batch["input_ids"], logits, strict=True):
         chosen = scores[ids == mask][:, : len(tokenizer)].softmax(-1).topk(min(args.top, len(tokenizer)))

@@ -69,5 +69,5 @@ def run(args: VocabArgs) -> None:
     print(
         f"{summary.size:,} ids from {summary.sample_bytes / 1e6:.1f} MB of text in {seconds:.1f} s "
         f"({summary.sample_bytes / 1e6 / seconds:.1f} MB/s): {summary.path}"
-        + (f"; {summary.rejected}" if summary.rejected.count else "")
+        f"; unknown tokens in it: {summary.unknown:.2%}" + (f"; {summary.rejected}" if summary.rejected.count else "")
     )

@@ -134,8 +134,9 @@ def plan_spans(
     if counts.num_spans > num_sentinels:
         raise UserError(
             f"{inputs_length} inputs hold {counts.num_spans} noise spans but the vocabulary has {num_sentinels} "
-            f"sentinels: give one with at least {counts.num_spans} (`lmtools vocab --extra_ids`), shorten the inputs "
-            "or lengthen the spans."
+            "sentinels: shorten the inputs, lengthen the spans, train one with more (`lmtools vocab --extra_ids`), or "
+            "add them to a Hugging Face tokenizer: tokenizer.add_tokens([f'<extra_id_{k}>' for k in range(100)], "
+            "special_tokens=True) and save_pretrained()."
         )
     return counts
 

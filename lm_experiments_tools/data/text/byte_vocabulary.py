@@ -1,6 +1,8 @@
 """ByT5's vocabulary (Xue et al., "ByT5", TACL 2022): each byte of UTF-8 is a token.
 
-Ids: <pad> 0, </s> 1, <unk> 2 (unused), byte b 3 + b, <extra_id_k> 259 + k, as in transformers.
+Ids: <pad> 0, </s> 1, <unk> 2 (unused), byte b 3 + b, <extra_id_k> 259 + k, as in transformers. But the published
+models were trained with other sentinels (t5's, of a vocabulary without extra ids): sentinel k is 258 - k, a byte. No
+text in UTF-8 has such a byte for k < 11, and ByT5 masks about 9 spans. From k = 11 on sentinel k is <extra_id_k>.
 """
 
 from __future__ import annotations
@@ -24,10 +26,18 @@ if TYPE_CHECKING:
 _SPECIAL = ("<pad>", "</s>", "<unk>")
 _FIRST, _END = len(_SPECIAL), len(_SPECIAL) + 256  # ids of bytes
 _BYT5_SENTINELS = 125
+_NO_TEXT = 11  # the bytes 0xF5 to 0xFF
+
+
+def swap_sentinels(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Sequence[int]:
+    """Exchange the ids of ByT5Tokenizer's first <extra_id_k> and those of the sentinels; other tokenizers' stay."""
+    if tokenizer.__class__.__name__ != "ByT5Tokenizer":
+        return ids
+    return [2 * _END - 1 - i if _END - _NO_TEXT <= i < _END + _NO_TEXT else i for i in ids]
 
 
 class ByteVocabulary(Vocabulary):
-    """ByT5's vocabulary: one token for each of the 256 bytes, and `num_sentinels` sentinel tokens for span corruption.
+    """ByT5's vocabulary: one token for each of the 256 bytes, and `extra_ids` tokens after them.
 
     The argument `path` is None for ByT5's original vocabulary; the attribute is then `Path("bytes")`.
     """
@@ -35,11 +45,13 @@ class ByteVocabulary(Vocabulary):
     pad_id, eos_id, unk_id, mask_id = 0, 1, 2, None
     num_pieces = _END
 
-    def __init__(self, num_sentinels: int = _BYT5_SENTINELS, path: Path | None = None) -> None:
+    def __init__(self, extra_ids: int = _BYT5_SENTINELS, path: Path | None = None) -> None:
         self.path, self._is_named = path or Path(BYTES), path is None
-        self.num_sentinels, self.size = num_sentinels, _END + num_sentinels
-        self.sentinel_ids = np.arange(_END, self.size, dtype=np.int64)
-        self.special_ids = [*range(_FIRST), *self.sentinel_ids.tolist()]
+        self.size = _END + extra_ids
+        numbers = np.arange(max(extra_ids, _NO_TEXT), dtype=np.int64)
+        self.sentinel_ids = np.where(numbers < _NO_TEXT, _END - 1 - numbers, _END + numbers)
+        self.num_sentinels = len(numbers)
+        self.special_ids = [*range(_FIRST), *range(_END - _NO_TEXT, self.size)]
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> ByteVocabulary:
@@ -70,17 +82,19 @@ class ByteVocabulary(Vocabulary):
     def _piece(self, index: int) -> str:
         if index < _FIRST:
             return _SPECIAL[index]
+        if index >= _END:
+            return sentinel_piece(index - _END)
         character = chr(index - _FIRST)
         return character if character.isascii() and character.isprintable() else f"<0x{index - _FIRST:02X}>"
 
     @property
     def token_bytes(self) -> np.ndarray:
         ids = np.arange(self.size)
-        return ((ids >= _FIRST) & (ids < _END)).astype(np.int64)
+        return ((ids >= _FIRST) & (ids < _END - _NO_TEXT)).astype(np.int64)
 
     @cached_property
     def identity(self) -> str:
-        return json_sha256([BYTES, self.num_sentinels])
+        return json_sha256([BYTES, self.size])
 
     @property
     def sha256(self) -> str:
@@ -91,4 +105,4 @@ class ByteVocabulary(Vocabulary):
 
         for name in ("tokenizer.json", *MODEL_NAMES):  # of another vocabulary
             (Path(directory) / name).unlink(missing_ok=True)
-        ByT5Tokenizer(extra_ids=self.num_sentinels).save_pretrained(str(directory))
+        ByT5Tokenizer(extra_ids=self.size - _END).save_pretrained(str(directory))

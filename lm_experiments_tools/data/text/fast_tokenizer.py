@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import tokenizers
 
+from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
 from lm_experiments_tools.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -20,7 +24,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+ROLES = {  # of special tokens, and their names
+    "pad_token": ("<pad>", "[PAD]", "<|padding|>"),
+    "eos_token": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
+    "sep_token": ("[SEP]",),
+    "bos_token": ("<s>", "<bos>"),
+    "cls_token": ("[CLS]",),
+    "unk_token": ("<unk>", "[UNK]"),
+    "mask_token": MASK_PIECES,
+}
 WORD_MARKS = ("\u2581", "\u0120")  # of the space before a word: SentencePiece's, byte-level BPE's
 
 
@@ -165,27 +180,114 @@ def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
         raise UserError(f"{what} cannot be loaded ({type(error).__name__}): {reason}; {remedy}") from error
 
 
-def open_pretrained(what: str, load: Callable[[], PreTrainedTokenizerBase], remedy: str) -> PreTrainedTokenizerBase:
-    """Load a Hugging Face tokenizer and check that it can be used.
+def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer as AutoTokenizer does, and from files that it does not read alone.
+
+    Args:
+        path: a folder, a tokenizer.json, vocab.txt or SentencePiece model. Without tokenizer_config.json and a
+            config.json that names the model's type, a folder may have only a tokenizer.json, a vocab.txt (BERT's
+            WordPiece, cased if it has capital letters), vocab.json and merges.txt (byte-level BPE of RoBERTa or
+            GPT-2), or a SentencePiece model.
+    """
+    from transformers import AutoTokenizer, BertTokenizerFast, GPT2TokenizerFast, RobertaTokenizerFast
+
+    folder, suffix = (path.parent, path.suffix) if path.is_file() else (path, "")
+    names = {file.name for file in folder.iterdir()}
+    if suffix == ".json" and not ("tokenizer_config.json" in names and path.name == "tokenizer.json"):
+        return _of_one_file(path)
+    if suffix == ".txt" or ("vocab.txt" in names and not names & {"tokenizer.json", "tokenizer_config.json"}):
+        vocab = read_wordpiece(path if suffix else folder / "vocab.txt")
+        if "[UNK]" not in vocab:
+            raise UserError(f"{path} is no WordPiece vocabulary of BERT, which has a line [UNK]")
+        is_cased = any(piece != piece.lower() for piece in vocab if not re.fullmatch(r"\[.*\]", piece))
+        logger.info("%s is read as a %s vocabulary of BERT", path, "cased" if is_cased else "uncased")
+        return BertTokenizerFast(vocab=vocab, do_lower_case=not is_cased)
+    if suffix not in ("", ".json"):
+        return _of_sentencepiece(path)
+    if "tokenizer_config.json" in names or "model_type" in read_config(folder, "config.json"):
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    if "tokenizer.json" in names:
+        return _of_one_file(folder / "tokenizer.json")
+    if names >= {"vocab.json", "merges.txt"}:
+        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        cls = RobertaTokenizerFast if "<s>" in vocab else GPT2TokenizerFast
+        return cls.from_pretrained(str(folder))
+    if names & {*MODEL_NAMES}:
+        return _of_sentencepiece(folder)
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def read_wordpiece(path: Path) -> dict[str, int]:
+    """Read a vocab.txt: the id of each subword is its line, from 0. Raises UserError if it is not UTF-8 text."""
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the vocabulary {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
+    pieces = [line.removesuffix("\r") for line in lines]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    if len(vocab) < len(pieces):
+        twice = next(piece for index, piece in enumerate(pieces) if vocab[piece] != index)
+        logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
+    return vocab
+
+
+def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    found = {
+        role: next((name for name in names if tokenizer.token_to_id(name) is not None), None)
+        for role, names in ROLES.items()
+    }
+    others = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    extra = [name for name in others if name not in found.values()]
+    roles = {role: name for role, name in found.items() if name is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=extra, **roles)
+
+
+def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        Vocabulary.load(path).save_tokenizer(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def open_pretrained(what: str, path: Path) -> PreTrainedTokenizerBase:
+    """Load a Hugging Face tokenizer by `read_pretrained` and check that it can be used.
 
     Args:
         what: name of the tokenizer in error messages.
-        load: function that returns the tokenizer.
-        remedy: advice for the error message.
+        path: file or folder; what does not exist is a name on the hub.
 
     Raises:
         UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.
     """
+    from transformers import AutoTokenizer
+
+    def load() -> PreTrainedTokenizerBase:
+        if path.exists():
+            return read_pretrained(path)
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+
+    remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
     pretrained = load_pretrained(what, load, remedy)
     if pretrained.__class__.__name__ == "ByT5Tokenizer":
         return pretrained
     if not pretrained.is_fast:
         raise UserError(f"{what} is a {type(pretrained).__name__} in Python: give one that has a tokenizer.json")
-    special = {index for index, token in pretrained.added_tokens_decoder.items() if token.special}
-    pieces = pretrained.get_vocab().items()  # transformers makes T5's of a config alone, with the mark of a space
-    if not any(index not in special and piece.strip("".join(WORD_MARKS)) for piece, index in pieces):
-        raise UserError(f"{what} has no tokens but special ones: save the tokenizer there too")
+    check_words(pretrained, what)
     return pretrained
+
+
+def check_words(tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    """Raise UserError for the tokenizer that transformers makes of a config without files: it has no words."""
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    pieces = tokenizer.get_vocab().items()  # T5's has the mark of a space
+    if not any(index not in special and piece.strip("".join(WORD_MARKS)) for piece, index in pieces):
+        raise UserError(
+            f"{what}: there is no vocabulary (special tokens alone): save it too, or name one by --tokenizer"
+        )
 
 
 def components(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:

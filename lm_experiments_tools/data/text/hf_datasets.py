@@ -34,6 +34,11 @@ def split_name(item: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
+def is_local(item: str) -> bool:
+    """Return True for a Hugging Face dataset on disk, False for one of the hub."""
+    return os.path.exists(split_name(item)[0])
+
+
 def class_names(features: Mapping[str, Any] | None) -> dict[str, list[str]]:
     """Return the class names of each `ClassLabel` column of a dataset, and of each list of such labels."""
     columns = {name: getattr(feature, "feature", feature) for name, feature in (features or {}).items()}

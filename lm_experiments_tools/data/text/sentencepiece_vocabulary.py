@@ -4,6 +4,8 @@ There are two kinds of `.model` files:
 
     Google's (t5_32k)     32,000 subwords without sentinels; 100 sentinels are added, <extra_id_k> = 32099 - k
     `lmtools vocab`       the sentinels are user-defined symbols in the file, <extra_id_k> = size - 1 - k
+
+Sentinels in a file are read by their names, wherever they are; mT5's are called ▁<extra_id_k>.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from lm_experiments_tools.data.text.vocabulary import (
     MASK_PIECES,
     MODEL_NAMES,
     Vocabulary,
+    find_sentinels,
     read_config,
     sentinel_piece,
 )
@@ -61,13 +63,10 @@ class SentencePieceVocabulary(Vocabulary):
         model = _parse_model(path, content)
         self.num_pieces = len(model.pieces)
         id_of = {piece.piece: index for index, piece in enumerate(model.pieces)}
-        inside = next(k for k in count() if sentinel_piece(k) not in id_of)
-        self.num_sentinels = inside or extra_ids
+        inside = find_sentinels(id_of, model.trainer_spec.model_type == model.trainer_spec.UNIGRAM)
         self.size = self.num_pieces + (0 if inside else extra_ids)
-        if inside:
-            self.sentinel_ids = np.array([id_of[sentinel_piece(k)] for k in range(inside)], np.int64)
-        else:
-            self.sentinel_ids = self.size - 1 - np.arange(extra_ids, dtype=np.int64)
+        self.sentinel_ids = np.array(inside or self.size - 1 - np.arange(extra_ids), np.int64)
+        self.num_sentinels = len(self.sentinel_ids)
         self.pad_id = self._special_id(id_of, model.trainer_spec.pad_piece or "<pad>", "padding")
         self.eos_id = self._special_id(id_of, model.trainer_spec.eos_piece or "</s>", "end-of-sequence")
         # By type, not by trainer_spec.unk_id: edited models keep a stale number there.
@@ -149,37 +148,49 @@ class SentencePieceVocabulary(Vocabulary):
         The files are those of a T5Tokenizer if it gives the same ids, else of a plain fast tokenizer.
 
         Raises:
-            UserError: neither gives the same ids, or the sentinels are not the last ids in descending order.
+            UserError: neither gives the same ids.
         """
         from transformers import T5Tokenizer
 
-        if not np.array_equal(self.sentinel_ids, self.size - 1 - np.arange(self.num_sentinels)):
-            raise UserError(f"the sentinels of vocabulary {self.path} are not its last ids, as T5Tokenizer needs")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         model = _parse_model(self.path, self._content)
-        del model.pieces[self.size - self.num_sentinels :]  # as in Google's: T5Tokenizer adds `extra_ids` of its own
+        names = [sentinel_piece(k) for k in reversed(range(self.num_sentinels))]
+        is_last = names and [piece.piece for piece in model.pieces[-len(names) :]] == names
+        if is_last:  # as in Google's: T5Tokenizer adds `extra_ids` of its own
+            del model.pieces[-len(names) :]
         (directory / "spiece.model").write_bytes(model.SerializeToString())
-        config = {"tokenizer_class": "T5Tokenizer", "extra_ids": self.num_sentinels}
+        num_added = len(names) if is_last or self.size > self.num_pieces else 0
+        config = {"tokenizer_class": "T5Tokenizer", "extra_ids": num_added}
         config |= {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
         # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
         tokenizer = T5Tokenizer.from_pretrained(str(directory))
-        difference = self._first_difference(tokenizer)
+        difference = self.first_difference(tokenizer)
         if difference:
             (directory / "spiece.model").unlink()
             tokenizer = self._fast_tokenizer(model)
-            difference = self._first_difference(tokenizer)
+            difference = self.first_difference(tokenizer)
         if difference:
             raise UserError(f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer: {difference}")
         tokenizer.save_pretrained(str(directory))
 
-    def _first_difference(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """The first text to which `tokenizer` gives other ids than `encode`; "" if there is none."""
-        if len(tokenizer) != self.size or tokenizer.eos_token_id != self.eos_id:
-            return f"transformers makes {len(tokenizer)} tokens of its {self.size}"
+    def first_difference(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Compare tokens and the ids of texts with a tokenizer of transformers.
+
+        The order of the ids of a text may differ: rounding decides it where two segmentations score the same.
+
+        Returns:
+            The first difference, for error messages; "" if there is none.
+        """
         no_text, model = {*self.special_ids}, self._processor
+        pieces = {model.id_to_piece(index): index for index in range(self.num_pieces)}
+        pieces |= {sentinel_piece(k): i for k, i in enumerate(self.sentinel_ids.tolist()) if i >= self.num_pieces}
+        theirs = tokenizer.get_vocab()
+        if pieces != theirs or tokenizer.eos_token_id != self.eos_id:
+            odd = min(pieces.items() ^ theirs.items(), key=lambda item: item[1], default=("</s>", self.eos_id))
+            return f"transformers makes {len(theirs)} tokens of its {self.size}, the first other one is {odd}"
         ordinary = (i for i in range(self.num_pieces) if not (i in no_text or model.is_control(i) or model.is_byte(i)))
         texts = [*_SAMPLE_TEXTS, *(model.id_to_piece(index).replace("\u2581", " ") for index in ordinary)]
         backend = tokenizer.backend_tokenizer  # a third faster than the tokenizer around it
@@ -187,7 +198,7 @@ class SentencePieceVocabulary(Vocabulary):
         found = backend.encode_batch_fast(texts, add_special_tokens=False)
         backend.encode_special_tokens = False
         for text, expected, ids in zip(texts, self.encode_batch(texts), (row.ids for row in found), strict=True):
-            if sorted(ids) != sorted(expected):  # rounding decides the order where two segmentations score the same
+            if sorted(ids) != sorted(expected):
                 return f"it encodes {text!r} as {expected[:8]}, transformers as {ids[:8]}"
         return ""
 

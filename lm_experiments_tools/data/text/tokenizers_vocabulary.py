@@ -1,9 +1,8 @@
 """Vocabularies of Hugging Face tokenizers: BPE, WordPiece, Unigram and others.
 
 Special ids come from the tokenizer's config files. For a single `tokenizer.json`, special tokens are found by the
-names in `_NAMES`. Sentinels, which mark the spans in span corruption, are the tokens <extra_id_0>, <extra_id_1>, ...,
-if there are any. Otherwise they are the largest set of <unused0>, ..., of [unused0], ..., or of additional special
-tokens.
+names in `fast_tokenizer.ROLES`. Sentinels, which mark the spans in span corruption, are those of `find_sentinels`. If
+there are none, they are the largest set of <unused0>, ..., of [unused0], ..., or of additional special tokens.
 
 Worker processes use the Rust tokenizer without transformers.
 """
@@ -20,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
 
-from lm_experiments_tools.data.text.fast_tokenizer import WORD_MARKS, FastTokenizer, open_pretrained
-from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
+from lm_experiments_tools.data.text.fast_tokenizer import ROLES, WORD_MARKS, FastTokenizer, read_pretrained
+from lm_experiments_tools.data.text.vocabulary import MODEL_NAMES, Vocabulary, find_sentinels
 from lm_experiments_tools.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -33,51 +31,7 @@ logger = logging.getLogger(__name__)
 
 _RARE = "\U00013080"  # a hieroglyph
 
-_NAMES = {
-    "pad_token": ("<pad>", "[PAD]", "<|padding|>"),
-    "eos_token": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
-    "sep_token": ("[SEP]",),
-    "bos_token": ("<s>", "<bos>"),
-    "cls_token": ("[CLS]",),
-    "unk_token": ("<unk>", "[UNK]"),
-    "mask_token": MASK_PIECES,
-}
-_SENTINELS = "<extra_id_{}>"
 _UNUSED = ("<unused{}>", "[unused{}]")
-
-
-def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, or of a tokenizer.json and the files next to it. Raises UserError."""
-    from transformers import AutoTokenizer, BertTokenizerFast
-
-    folder = path if path.is_dir() else path.parent
-    names = {file.name for file in folder.iterdir()}
-
-    def load() -> PreTrainedTokenizerBase:
-        if path.is_dir() and "tokenizer.json" in names and not names & {"tokenizer_config.json", "config.json"}:
-            return _of_one_file(path / "tokenizer.json")
-        if not path.is_dir() and not (path.name == "tokenizer.json" and read_config(folder)):
-            return _of_one_file(path)
-        if "vocab.txt" in names and not names & {"tokenizer.json", "tokenizer_config.json"}:
-            return BertTokenizerFast.from_pretrained(str(folder))
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-
-    remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
-    return open_pretrained(f"vocabulary {path}", load, remedy)
-
-
-def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    found = {
-        role: next((name for name in names if tokenizer.token_to_id(name) is not None), None)
-        for role, names in _NAMES.items()
-    }
-    others = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    extra = [name for name in others if name not in found.values()]
-    roles = {role: name for role, name in found.items() if name is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=extra, **roles)
 
 
 class TokenizersVocabulary(Vocabulary):
@@ -122,7 +76,7 @@ class TokenizersVocabulary(Vocabulary):
             "unk": -1 if unk is None or unk == eos else unk,  # GPT-2's is the end of a text, and never met
             "mask": pretrained.mask_token_id,
         }
-        sentinels = _sentinels(pretrained, {*roles.values(), *(getattr(pretrained, f"{name}_id") for name in _NAMES)})
+        sentinels = _sentinels(pretrained, {*roles.values(), *(getattr(pretrained, f"{name}_id") for name in ROLES)})
         settings = json.loads(pretrained.backend_tokenizer.to_str())
         special = {*roles.values(), *sentinels}
         for token in settings["added_tokens"]:
@@ -225,4 +179,5 @@ def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> l
 
     additional = [ids[str(token)] for token in pretrained.extra_special_tokens if str(token) in ids]
     additional = [index for index in dict.fromkeys(additional) if index not in taken]
-    return family(_SENTINELS) or max([additional, *map(family, _UNUSED)], key=len)
+    is_unigram = type(pretrained.backend_tokenizer.model).__name__ == "Unigram"
+    return find_sentinels(ids, is_unigram) or max([additional, *map(family, _UNUSED)], key=len)

@@ -2,38 +2,44 @@
 
 SentencePiece, as T5: ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`, then unigram subwords, then sentinels with
 `<extra_id_k>` = size - 1 - k. There is no bos token; nmt_nfkc normalization turns newlines into spaces; rare
-characters are `<unk>`, without byte fallback.
+characters are `<unk>`, without byte fallback. Scores are multiples of 1/1024: their sums are exact in float32, so
+sentencepiece and transformers choose the same segmentation where two score the same.
 
 WordPiece: a vocab.txt with one subword per line, beginning with `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]`, `[MASK]`.
 """
 
 import hashlib
+import logging
 import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lm_experiments_tools.data.text.hf_datasets import is_local
 from lm_experiments_tools.data.text.records import NO_LIMIT, Record, RejectedRecords, locate, no_documents, read_shard
-from lm_experiments_tools.data.text.sources import Shard, plan_shards
-from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
+from lm_experiments_tools.data.text.sources import Shard, endings, plan_shards
+from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece, warn_of_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
 
 if TYPE_CHECKING:
     from tokenizers import BertWordPieceTokenizer
 
+logger = logging.getLogger(__name__)
+
 _USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 _LONGEST_LINE = 4000  # bytes: sentencepiece skips longer ones (its default bound is 4192)
+_SCORE_STEPS = 1024  # per unit
 _NUM_SPECIAL = 3
 WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _SHARD_BYTES = 1 << 18  # of text, the sample is made of such
 _MAX_SHARDS = 4096  # to choose from; those of more than 1 GB of text are larger, and their beginnings are sampled
-_MIN_FREQUENCY = 2  # of a pair of pieces to be merged
-_MAX_ALPHABET = 1000  # characters; a word with another one is [UNK]
+_MIN_FREQUENCY = 2  # of a character, and of a pair of pieces to be merged
+_COUNTED_BYTES = 1_000_000  # of the sample, in which unknown tokens are counted
 _THREADS = 1  # a constant, because the subwords depend on it; more are not faster
 
 
@@ -45,6 +51,7 @@ class VocabSummary:
         path, size, sha256: file of the vocabulary, its number of ids, and its hash.
         sample_bytes: amount of text that the vocabulary was trained on.
         rejected: records of the text that could not be used.
+        unknown: share of unknown tokens in the sample, 0 to 1.
     """
 
     path: Path
@@ -52,6 +59,7 @@ class VocabSummary:
     sample_bytes: int
     sha256: str
     rejected: RejectedRecords
+    unknown: float
 
 
 def train_vocab(
@@ -84,12 +92,14 @@ def train_vocab(
     if num_pieces < _NUM_SPECIAL + 1:
         raise UserError(f"a vocabulary of {size} ids has only {extra_ids} sentinels; give a larger size")
     sampler = _Sampler(inputs, text_key, sample_bytes)
-    content = _train(sampler, num_pieces, extra_ids, character_coverage)
+    lines = list(sampler)
+    content = _train(lines, sampler.num_bytes, num_pieces, extra_ids, character_coverage)
     output_model = Path(output_model)
     output_model.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output_model, _with_sentinels(content, extra_ids))
     vocabulary = Vocabulary.load(output_model, extra_ids)
-    return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256, sampler.rejected)
+    unknown = _unknown_share(vocabulary.encode_batch, vocabulary.unk_id, lines, "a larger --character_coverage")
+    return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256, sampler.rejected, unknown)
 
 
 def train_wordpiece(
@@ -119,7 +129,7 @@ def train_wordpiece(
     sampler = _Sampler(inputs, text_key, sample_bytes)
     lines = list(sampler)
     tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
-    alphabet, continuing = _wordpiece_characters(tokenizer, lines)
+    alphabet, continuing = _wordpiece_characters(tokenizer, lines, size - len(WORDPIECE_SPECIAL))
     tokenizer.train_from_iterator(
         lines,
         vocab_size=size,
@@ -133,17 +143,43 @@ def train_wordpiece(
     )
     vocab = tokenizer.get_vocab()
     if len(vocab) != size:
-        advice = "smaller size or more text" if len(vocab) < size else "larger size"
-        raise UserError(f"{sampler.num_bytes} bytes of text give {len(vocab)} subwords, not {size}; give a {advice}")
+        bound = "at most" if len(vocab) < size else "at least"
+        raise UserError(
+            f"{sampler.num_bytes} bytes of text give {len(vocab)} subwords: give --size {bound} {len(vocab)}"
+        )
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(f"{piece}\n" for piece in sorted(vocab, key=vocab.__getitem__)).encode()
     write_atomic(output, content)
-    return VocabSummary(output, size, sampler.num_bytes, hashlib.sha256(content).hexdigest(), sampler.rejected)
+    backend = BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
+    unknown = _unknown_share(
+        lambda texts: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)],
+        vocab["[UNK]"],
+        lines,
+        "a larger --size; text without spaces between words, such as DNA, needs --type sentencepiece",
+    )
+    sha256 = hashlib.sha256(content).hexdigest()
+    return VocabSummary(output, size, sampler.num_bytes, sha256, sampler.rejected, unknown)
 
 
-def _wordpiece_characters(tokenizer: "BertWordPieceTokenizer", lines: list[str]) -> tuple[list[str], list[str]]:
-    """(the most frequent characters, those of them that occur inside words), each sorted."""
+def _unknown_share(
+    encode_batch: Callable[[list[str]], Sequence[Sequence[int]]], unk_id: int, lines: list[str], remedy: str
+) -> float:
+    """Share of unknown tokens in lines from all over the sample; a warning from `UNKNOWN_LIMIT` on."""
+    number = len(lines) * _COUNTED_BYTES // max(sum(map(len, lines)), _COUNTED_BYTES)
+    encoded = encode_batch(random.Random(0).sample(lines, max(number, 1)))
+    counts = Counter(index for ids in encoded for index in ids)
+    return warn_of_unknown(counts[unk_id], counts.total(), "the sample", f"give {remedy}")
+
+
+def _wordpiece_characters(
+    tokenizer: "BertWordPieceTokenizer", lines: list[str], room: int
+) -> tuple[list[str], list[str]]:
+    """(the most frequent characters, those of them that occur inside words), each sorted.
+
+    Args:
+        room: number of subwords; a character that occurs inside words takes two of them.
+    """
     words = Counter(word for line in lines for word in tokenizer.normalizer.normalize_str(line).split())
     counts: Counter[str] = Counter()
     inside: set[str] = set()
@@ -152,7 +188,12 @@ def _wordpiece_characters(tokenizer: "BertWordPieceTokenizer", lines: list[str])
             inside.update(part[1:])
             for character in part:
                 counts[character] += count
-    frequent = sorted(counts, key=lambda character: (-counts[character], character))[:_MAX_ALPHABET]
+    frequent = []
+    for character in sorted(counts, key=lambda character: (-counts[character], character)):
+        cost = 2 if character in inside else 1
+        if counts[character] >= _MIN_FREQUENCY and cost <= room:
+            frequent.append(character)
+            room -= cost
     return sorted(frequent), sorted(inside.intersection(frequent))
 
 
@@ -169,12 +210,19 @@ class _Sampler:
         # so that a large compressed file is not all of the sample
         most = max(self._limit // len(shards), _SHARD_BYTES)
         for shard in shards:
-            end = min(self.num_bytes + most, self._limit)
-            for line in self._lines_of(shard):
-                if self.num_bytes >= end:
-                    break
+            budget = min(most, self._limit - self.num_bytes)
+            if budget <= 0:
+                break
+            # A range of a file is short. Other shards are as long as their files, whose beginning may be of one kind;
+            # but no shard of the hub is downloaded for a few of its lines.
+            lines = self._lines_of(shard)
+            is_whole = is_local(shard.path) if shard.kind == "dataset" else endings(shard.path)[1]
+            for line in _thinned(lines, budget) if is_whole else lines:
                 self.num_bytes += len(line.encode())
                 yield line
+                budget -= len(line.encode())
+                if budget <= 0:
+                    break
         if not self.num_bytes:
             raise no_documents(self._inputs, self.rejected)
 
@@ -187,18 +235,35 @@ class _Sampler:
             self.rejected.reject(item if self.rejected.count else locate(shard, item))
 
 
+def _thinned(lines: Iterator[str], budget: int) -> list[str]:
+    """A random part of the lines, of at most `budget` bytes or a line; each line is kept with the same probability."""
+    kept: list[str] = []
+    rng, probability, size = random.Random(0), 1.0, 0
+    for line in lines:
+        if rng.random() >= probability:
+            continue
+        kept.append(line)
+        size += len(line.encode())
+        while size > budget and len(kept) > 1:
+            kept, probability = [line for line in kept if rng.random() < 0.5], probability / 2
+            size = sum(len(line.encode()) for line in kept)
+    return kept
+
+
 def _short_lines(text: str) -> Iterator[str]:
     for line in text.split("\n"):
-        while len(line.encode()) > _LONGEST_LINE:
-            cut = line.rfind(" ", 1, _LONGEST_LINE // 4)  # a character has at most 4 bytes
-            cut = cut if cut > 0 else _LONGEST_LINE // 4
-            yield line[:cut]
-            line = line[cut:]
-        if line.strip():
-            yield line
+        start = 0
+        # A character has one to four bytes, so a slice tells whether the rest of a line is too long.
+        while len(line[start : start + _LONGEST_LINE + 1].encode()) > _LONGEST_LINE:
+            cut = line.rfind(" ", start + 1, start + _LONGEST_LINE // 4)
+            cut = cut if cut > 0 else start + _LONGEST_LINE // 4
+            yield line[start:cut]
+            start = cut
+        if line[start:].strip():
+            yield line[start:]
 
 
-def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage: float) -> bytes:
+def _train(lines: list[str], num_bytes: int, num_pieces: int, extra_ids: int, character_coverage: float) -> bytes:
     import io
 
     import sentencepiece
@@ -224,16 +289,18 @@ def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage:
         if limit := re.search(r"(<=|required_chars. \d+ vs) (\d+)", reason):  # of subwords; --size has sentinels too
             reason = f"give --size at {'most' if limit[1] == '<=' else 'least'} {int(limit[2]) + extra_ids}"
         raise UserError(
-            f"{num_pieces} subwords and {extra_ids} sentinels cannot be trained on {lines.num_bytes} bytes: {reason}"
+            f"{num_pieces} subwords and {extra_ids} sentinels cannot be trained on {num_bytes} bytes: {reason}"
         ) from None
     return model.getvalue()
 
 
 def _with_sentinels(content: bytes, extra_ids: int) -> bytes:
-    """The trained model with `<extra_id_{n-1}>` ... `<extra_id_0>` after its last piece."""
+    """The trained model with rounded scores, and `<extra_id_{n-1}>` ... `<extra_id_0>` after its last piece."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    for piece in model.pieces:
+        piece.score = round(piece.score * _SCORE_STEPS) / _SCORE_STEPS
     for k in reversed(range(extra_ids)):
         model.pieces.add(piece=sentinel_piece(k), score=0.0, type=_USER_DEFINED)
     model.trainer_spec.vocab_size = len(model.pieces)

@@ -3,7 +3,7 @@
 | `--vocab` | is | module |
 |---|---|---|
 | a `.model` file, a folder with `spiece.model` | SentencePiece | sentencepiece_vocabulary.py |
-| `tokenizer.json`, a folder of a Hugging Face tokenizer | AutoTokenizer's result | tokenizers_vocabulary.py |
+| `tokenizer.json`, `vocab.txt`, a folder of a Hugging Face tokenizer | AutoTokenizer's | tokenizers_vocabulary.py |
 | `bytes`, a folder of a ByT5 tokenizer | bytes of UTF-8, as ByT5 | byte_vocabulary.py |
 
 Special tokens in a text, such as "<extra_id_0>", "[MASK]" or "</s>", are encoded as ordinary text, as with
@@ -12,10 +12,12 @@ transformers' `split_special_tokens=True`. Otherwise ids equal AutoTokenizer's w
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,49 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.names import resolve_name
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_EXTRA_IDS = 100
+UNKNOWN_LIMIT = 0.01  # share of unknown tokens from which on a warning is logged
 BYTES = "bytes"  # the --vocab that is no file
 MASK_PIECES = ("[MASK]", "<mask>")
 MODEL_NAMES = ("spiece.model", "sentencepiece.model")  # of SentencePiece, in a folder
 _ROOM = "lm_experiments_tools.data.text"
+_BESIDE_MODEL = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
 
 
 def sentinel_piece(index: int) -> str:
     """Return the name of a sentinel token, which marks a span in span corruption: `<extra_id_0>` for index 0."""
     return f"<extra_id_{index}>"
+
+
+def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
+    """Return the ids of <extra_id_0>, <extra_id_1>, ..., or of mT5's ▁<extra_id_0>, ... where these are missing.
+
+    Args:
+        pieces: id of each subword.
+        is_unigram: True to look for mT5's, which the pieces of byte-pair encoding resemble where a text holds them.
+    """
+
+    def family(mark: str) -> list[int]:
+        names = (mark + sentinel_piece(k) for k in count())
+        return [pieces[name] for name in takewhile(pieces.__contains__, names)]
+
+    return family("") or (family("▁") if is_unigram else [])
+
+
+def warn_of_unknown(num_unknown: int, num_tokens: int, what: str, remedy: str) -> float:
+    """Return the share of unknown tokens, 0 to 1, and log a warning from `UNKNOWN_LIMIT` on.
+
+    Args:
+        what: the text, for the warning.
+        remedy: advice for the warning.
+    """
+    share = num_unknown / max(num_tokens, 1)
+    if share >= UNKNOWN_LIMIT:
+        logger.warning("%.1f %% of the tokens of %s are unknown tokens: %s", 100 * share, what, remedy)
+    return share
 
 
 class Vocabulary(ABC):
@@ -82,10 +116,19 @@ class Vocabulary(ABC):
         """
         if os.fspath(path) == BYTES:
             return _kind("byte_vocabulary:ByteVocabulary")()
-        kind, path = _kind_of(Path(path)), Path(path)
-        if kind is None:
-            return _kind("sentencepiece_vocabulary:SentencePieceVocabulary").read(path, extra_ids)
-        pretrained = _kind("tokenizers_vocabulary:read_pretrained")(path)
+        path, own = Path(path), None
+        if path.name in MODEL_NAMES and extra_ids is None and (path.parent / "tokenizer_config.json").is_file():
+            path = path.parent
+        if _is_sentencepiece(path):
+            own = _kind("sentencepiece_vocabulary:SentencePieceVocabulary").read(path, extra_ids)
+            if not path.is_dir() or not any((path / name).is_file() for name in _BESIDE_MODEL):
+                return own
+        # Two files describe one tokenizer, or the only one is transformers'.
+        pretrained = _kind("fast_tokenizer:open_pretrained")(f"vocabulary {path}", path)
+        if own is not None:
+            if not (difference := own.first_difference(pretrained)):
+                return own
+            logger.warning("%s is read by AutoTokenizer, because %s is not all of it: %s", path, own.path, difference)
         if pretrained.__class__.__name__ == "ByT5Tokenizer":
             return _kind("byte_vocabulary:ByteVocabulary").of(pretrained, path)
         return _kind("tokenizers_vocabulary:TokenizersVocabulary").of(pretrained, path)
@@ -133,9 +176,9 @@ class Vocabulary(ABC):
         """The subword of an id that is no sentinel."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids` without padding and EOS. Unknown ids are shown as " ⁇ "."""
+        """Return the text of `ids` without padding, EOS and ignored labels (-100). Unknown ids are shown as " ⁇ "."""
         text, chunk = "", []
-        for index in [*(i if i < self.size else self.unk_id for i in map(int, ids)), None]:
+        for index in [*(i if i < self.size else self.unk_id for i in map(int, ids) if i >= 0), None]:
             if index is not None and index not in self._sentinel_number:
                 chunk.append(index)
                 continue
@@ -163,21 +206,22 @@ def _kind(name: str):
     return resolve_name(f"{_ROOM}.{name}")
 
 
-def _kind_of(path: Path) -> str | None:
-    """ "pretrained" for what AutoTokenizer reads, None for SentencePiece; UserError for what is neither."""
+def _is_sentencepiece(path: Path) -> bool:
+    """True for a SentencePiece model, False for what AutoTokenizer reads; UserError for what is neither."""
     if path.is_dir():
+        names = {file.name for file in path.iterdir()}
         class_name = str(read_config(path).get("tokenizer_class") or "T5Tokenizer")
-        if class_name.startswith("T5Tokenizer") and any((path / name).is_file() for name in MODEL_NAMES):
-            return None
-        if any((path / name).is_file() for name in _HF_FILES):
-            return "pretrained"
+        if class_name.startswith("T5Tokenizer") and names & {*MODEL_NAMES}:
+            return True
+        if names & {*_HF_FILES}:
+            return False
         raise UserError(f"vocabulary folder {path} has none of {', '.join((*MODEL_NAMES, *_HF_FILES))}")
     if not path.is_file():
         raise UserError(f"vocabulary {path} does not exist; `lmtools vocab --output {path}` trains one from text")
-    return "pretrained" if path.suffix == ".json" else None
+    return path.suffix not in (".json", ".txt")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the tokenizer_config.json of a tokenizer's folder; {} if it does not exist. Raises UserError if damaged."""
-    path = folder / "tokenizer_config.json"
+def read_config(folder: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:
+    """Read a JSON file of a tokenizer's folder; {} if it does not exist. Raises UserError if it is damaged."""
+    path = folder / name
     return read_json(path) if path.is_file() else {}

@@ -78,6 +78,7 @@ def test_decode_shows_sentinels_and_drops_padding(vocabulary):
     assert vocabulary.decode(ids) == "The thing <extra_id_0> beauty <extra_id_1>"
     assert vocabulary.decode(np.array([s[0], s[99]])) == "<extra_id_0> <extra_id_99>"
     assert vocabulary.decode([]) == ""
+    assert vocabulary.decode([-100, s[0], -100]) == "<extra_id_0>"  # of ignored labels
     assert vocabulary.decode([vocabulary.size, vocabulary.size + 7]).split() == ["⁇", "⁇"]  # of a padded embedding
     assert vocabulary.decode(vocabulary.encode("The number is 12.")) == "The number is 12."
 
@@ -198,3 +199,79 @@ def test_lines_keep_their_borders_where_the_first_word_has_no_mark(tmp_path):
     text = "a thing of\nbeauty and number"
     encoder = TextEncoder.of(vocabulary)
     assert vocabulary.decode(encoder.encode(encoder.parts(Record(text, "", 1))).ids) == "a thing of beauty and number"
+
+
+NAMES = [f"<extra_id_{k}>" for k in range(20)]
+INSIDE = {
+    "low ids": {"user_defined_symbols": NAMES},
+    "low ids, reversed": {"user_defined_symbols": NAMES[::-1]},
+    "mT5": {"user_defined_symbols": [f"\u2581{name}" for name in NAMES[::-1]]},
+}
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_sentinels_in_a_model_keep_their_ids_and_the_saved_tokenizer_finds_them(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    model = trained(tmp_path, INSIDE[kind])
+    vocabulary, processor = Vocabulary.load(model), sentencepiece.SentencePieceProcessor(model_file=str(model))
+    names = [f"\u2581{name}" for name in NAMES] if kind == "mT5" else NAMES
+    assert vocabulary.sentinel_ids.tolist() == [processor.piece_to_id(name) for name in names]
+    assert vocabulary.size == vocabulary.num_pieces == processor.vocab_size()
+    assert set(vocabulary.encode("a <extra_id_3> b")).isdisjoint(vocabulary.sentinel_ids)
+    vocabulary.save_tokenizer(tmp_path / "saved")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
+    assert vocabulary.sentinel_ids[3] in tokenizer("a <extra_id_3> b").input_ids
+    again = Vocabulary.load(tmp_path / "saved")
+    assert (again.identity, again.sentinel_ids.tolist()) == (vocabulary.identity, vocabulary.sentinel_ids.tolist())
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json", "none"])
+def test_a_t5_folder_with_added_tokens_gives_the_ids_of_autotokenizer(own_model, tmp_path, file):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "t5"
+    Vocabulary.load(own_model).save_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    added = tokenizer.add_tokens(["beauty", "thingofbeauty"] if file != "none" else [])
+    if file == "tokenizer.json":
+        tokenizer.save_pretrained(folder)
+    else:
+        (folder / "tokenizer.json").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        new = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index >= 400}
+        if file == "tokenizer_config.json":
+            config["added_tokens_decoder"] = {i: {"content": str(token), "special": False} for i, token in new.items()}
+            (folder / file).write_text(json.dumps(config))
+        elif file == "added_tokens.json":
+            (folder / file).write_text(json.dumps({str(token): index for index, token in new.items()}))
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    assert added == (2 if file != "none" else 0) and len(oracle) == 400 + added
+    for path in (folder, folder / "spiece.model"):
+        vocabulary = Vocabulary.load(path)
+        text = "The thing of beauty and thingofbeauty."
+        assert (
+            list(vocabulary.encode(text))
+            == oracle(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        )
+        assert vocabulary.size == len(oracle) and vocabulary.sentinel_ids.tolist() == list(range(399, 299, -1))
+    vocabulary.save_tokenizer(tmp_path / "saved")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == oracle.get_vocab()
+
+
+def test_segmentations_of_equal_score_are_the_same_in_the_saved_tokenizer_and_without_its_end(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from lm_experiments_tools.models.tokenizers import without_end
+
+    marks = "*-=.#xo"
+    lines = [f"{mark * n} word {mark * (n + 1)}{other * 3}" for n in range(1, 9) for mark in marks for other in marks]
+    train_vocab([write_jsonl(tmp_path / "t.jsonl", lines * 3)], 170, tmp_path / "v.model")
+    vocabulary = Vocabulary.load(tmp_path / "v.model")
+    vocabulary.save_tokenizer(tmp_path / "saved")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "v.model"))
+    texts = [
+        f"{mark * n}{other * k}" for mark in marks for other in marks for n in range(1, 40, 3) for k in (0, 7, 15)
+    ]
+    expected = processor.encode(texts)
+    assert tokenizer(texts, add_special_tokens=False).input_ids == expected
+    assert without_end(tokenizer)(texts).input_ids == expected

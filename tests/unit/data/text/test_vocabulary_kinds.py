@@ -4,14 +4,17 @@ import json
 import pickle
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
+from lm_experiments_tools.data.objectives.denoising import plan_spans
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, tokenize_corpus
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.tokenizers import named_tokenizer
+from megatron.tokenizers import build_tokenizer
 from tests.helpers.token_toys import write_jsonl
 from tests.helpers.tokenizer_toys import BERT_LIKE, TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -77,9 +80,10 @@ def test_special_ids_are_the_tokenizers_own(pair):
     assert vocabulary.size == len(pretrained) and vocabulary.pad_id == pretrained.pad_token_id
     assert vocabulary.eos_id in (pretrained.eos_token_id, pretrained.sep_token_id)
     assert vocabulary.mask_id == pretrained.mask_token_id
-    first = next(name for name in ("<extra_id_0>", "<unused0>", "[unused0]") if name in pretrained.get_vocab())
-    second = first.replace("0", "1")
-    assert vocabulary.sentinel_ids[:2].tolist() == pretrained.convert_tokens_to_ids([first, second])
+    if not isinstance(pretrained, ByT5Tokenizer):
+        first = next(name for name in ("<extra_id_0>", "<unused0>", "[unused0]") if name in pretrained.get_vocab())
+        second = first.replace("0", "1")
+        assert vocabulary.sentinel_ids[:2].tolist() == pretrained.convert_tokens_to_ids([first, second])
     ids = [*vocabulary.encode("naïve text"), vocabulary.sentinel_ids[1], vocabulary.eos_id, vocabulary.pad_id]
     assert vocabulary.decode(ids).split() == ["naïve", "text", "<extra_id_1>"]
 
@@ -133,7 +137,7 @@ def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
         "plain.json": "has no eos_token or sep_token",
         "slow": "CanineTokenizer in Python",
         "config": "holds a JSON list, not an object",
-        "t5": "has no tokens but special ones",
+        "t5": "there is no vocabulary",
         "added": "save it without added tokens",
     }.items():
         with pytest.raises(UserError, match=sentence) as error:
@@ -175,3 +179,81 @@ def test_characters_that_a_tokenizer_leaves_out_are_warned_of(tmp_path, caplog):
         assert ids == ([2, 3] if unknown is None else [2, 0, 3, 0])
     (warning,) = [record.getMessage() for record in caplog.records if "leaves them out" in record.getMessage()]
     assert "closed.json" in warning
+
+
+def test_the_sentinels_of_bytes_are_those_of_the_published_byt5():
+    """258, 257, ...: seqio's ByteVocabulary of 259 ids gives them to t5, transformers' page of ByT5 names them."""
+    for vocabulary in (Vocabulary.load("bytes"), pickle.loads(pickle.dumps(Vocabulary.load("bytes")))):
+        assert vocabulary.sentinel_ids[:11].tolist() == [259 - 1 - k for k in range(11)]
+        names = [f"<extra_id_{k}>" for k in range(11, 125)]
+        assert vocabulary.sentinel_ids[11:].tolist() == ByT5Tokenizer().convert_tokens_to_ids(names)
+        assert vocabulary.decode([258, *vocabulary.encode("\u00e9"), 257]) == "<extra_id_0>\u00e9 <extra_id_1>"
+        assert not vocabulary.token_bytes[vocabulary.sentinel_ids].any()
+    largest = max(byte for code in (0x7F, 0x7FF, 0xFFFF, 0x3FFFF, 0x10FFFF) for byte in chr(code).encode())
+    assert largest + 3 < vocabulary.sentinel_ids[:11].min()  # no text holds them
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folder of each kind without tokenizer_config.json, and the `tokenizers` object that it stands for."""
+    root = tmp_path_factory.mktemp("folders")
+    wordpiece, byte_level = BertWordPieceTokenizer(), ByteLevelBPETokenizer()
+    wordpiece.train_from_iterator(TEXTS, vocab_size=300)
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<extra_id_0>", "<extra_id_1>"]
+    byte_level.train_from_iterator(TEXTS, vocab_size=400, special_tokens=special)
+    for name in ("vocab.txt", "tokenizer.json", "vocab.json and merges.txt", "named.json"):
+        (root / name).mkdir()
+    wordpiece.save_model(str(root / "vocab.txt"))
+    wordpiece.save(str(root / "tokenizer.json" / "tokenizer.json"))
+    byte_level.save_model(str(root / "vocab.json and merges.txt"))
+    byte_level.enable_truncation(5)
+    byte_level.save(str(root / "named.json" / "own.json"))
+    byte_level.no_truncation()
+    return {
+        root / "vocab.txt": wordpiece,
+        root / "vocab.txt" / "vocab.txt": wordpiece,
+        root / "tokenizer.json": wordpiece,
+        root / "vocab.json and merges.txt": byte_level,
+        root / "named.json" / "own.json": byte_level,
+    }
+
+
+def test_tokenizers_without_a_config_are_read_alike_by_t5_bert_and_fine_tuning(folders, tmp_path):
+    for number, (path, oracle) in enumerate(folders.items()):
+        plain = [text.replace("<extra_id_0>", "").replace("[MASK]", "").replace("</s>", "") for text in TEXTS]
+        wanted = [found.ids for found in oracle.encode_batch(plain, add_special_tokens=False)]
+        vocabulary = Vocabulary.load(path)
+        bert = build_tokenizer("HFTokenizer", name_or_path=path)
+        tuned = named_tokenizer(str(path), "--tokenizer")
+        assert vocabulary.encode_batch(plain) == bert.tokenize_batch(plain) == wanted
+        assert tuned(plain, add_special_tokens=False).input_ids == wanted
+        roles = (
+            ("[PAD]", "[SEP]", "[MASK]") if isinstance(oracle, BertWordPieceTokenizer) else ("<pad>", "</s>", "<mask>")
+        )
+        ids = [oracle.token_to_id(name) for name in roles]
+        assert [vocabulary.pad_id, vocabulary.eos_id, vocabulary.mask_id] == [bert.pad, bert.sep, bert.mask] == ids
+        vocabulary.save_tokenizer(tmp_path / f"t5-{number}")
+        bert.save(tmp_path / f"bert-{number}")
+        for saved in ("t5", "bert"):
+            again = AutoTokenizer.from_pretrained(tmp_path / f"{saved}-{number}")
+            assert again(plain, add_special_tokens=False).input_ids == wanted
+            assert again.convert_tokens_to_ids(list(roles)) == ids
+
+
+def test_a_vocab_txt_with_capital_letters_is_read_as_cased(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Word", "word"]))
+    assert Vocabulary.load(tmp_path).encode("Word word") == [5, 6]
+
+
+def test_a_tokenizer_without_mask_or_sentinels_is_told_how_to_add_them(tmp_path):
+    file = byte_level_tokenizer(tmp_path / "t.json", ("<s>", "</s>", "<pad>"))
+    with pytest.raises(UserError, match=r"has no mask_token.*add_special_tokens\({'mask_token': '\[MASK\]'}\)"):
+        build_tokenizer("HFTokenizer", name_or_path=file)
+    vocabulary = Vocabulary.load(file)
+    with pytest.raises(UserError, match=r"has 0 sentinels.*add_tokens\(.*<extra_id_.*special_tokens=True"):
+        plan_spans(128, 0.15, 3.0, vocabulary.num_sentinels)
+    pretrained = named_tokenizer(str(file), "--tokenizer")
+    pretrained.add_tokens([f"<extra_id_{k}>" for k in range(100)], special_tokens=True)
+    pretrained.save_pretrained(tmp_path / "more")
+    more = Vocabulary.load(tmp_path / "more")
+    assert more.sentinel_ids.tolist() == list(range(vocabulary.size, vocabulary.size + 100))

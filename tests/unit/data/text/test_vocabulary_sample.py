@@ -2,9 +2,15 @@
 
 import gzip
 import json
+import random
+import time
+
+import pytest
 
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.data.text.train_vocabulary import _short_lines, train_vocab, train_wordpiece
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.tools.main import main as lmtools
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 
@@ -27,3 +33,56 @@ def test_the_sample_is_from_all_over_a_large_text(tmp_path, monkeypatch):
     assert summary.size == 60 and 18_000 < summary.sample_bytes < 21_000
     content = (tmp_path / "v.model").read_bytes()
     assert b"Q" in content
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_all_of_a_file_is_sampled_whatever_its_format(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr("lm_experiments_tools.data.text.train_vocabulary._SHARD_BYTES", 10_000)
+    scripts = ("abcdefgh", "\u0431\u0432\u0433\u0434\u0436\u0437", "\u03b1\u03b2\u03b3\u03b4\u03b5\u03b6")
+    rng = random.Random(0)
+    words = [["".join(rng.choices(script, k=5)) for _ in range(60)] for script in scripts]
+    documents = [" ".join(rng.choices(of_script, k=200)) for of_script in words for _ in range(400)]
+    path = tmp_path / f"text{suffix}"
+    if suffix == ".parquet":
+        pytest.importorskip("datasets").Dataset.from_dict({"text": documents}).to_parquet(path)
+    else:
+        with (gzip.open if suffix.endswith("gz") else open)(path, "wt") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
+    summary = train_vocab([str(path)], 150, tmp_path / "v.model", extra_ids=10, sample_bytes=300_000)
+    vocabulary = Vocabulary.load(summary.path, 10)
+    assert 120_000 < summary.sample_bytes <= 310_000 and summary.unknown < 0.001
+    assert all(vocabulary.unk_id not in vocabulary.encode(text) for text in documents[::100])
+
+
+def test_a_long_line_is_cut_in_time_proportional_to_its_length():
+    def seconds(length):
+        line, start = "word " * (length // 5), time.process_time()
+        parts = list(_short_lines(line))
+        assert "".join(parts) == line and max(map(len, parts)) <= 4000
+        return time.process_time() - start
+
+    assert seconds(8_000_000) < 20 * max(seconds(800_000), 0.01)
+    parts = list(_short_lines("\u4e2d" * 5000 + " " + "x" * 5000))
+    assert "".join(parts) == "\u4e2d" * 5000 + " " + "x" * 5000
+    assert max(len(part.encode()) for part in parts) <= 4000
+
+
+def test_wordpiece_has_as_many_ideographs_as_fit_and_the_share_of_unknown_tokens_is_said(tmp_path, capsys, caplog):
+    rng, characters = random.Random(0), [chr(0x4E00 + 5 * k) for k in range(1500)]
+    weights = [1 / (k + 10) for k in range(len(characters))]
+    texts = ["".join(rng.choices(characters, weights, k=100)) + "\u3002" for _ in range(400)]
+    path = write_jsonl(tmp_path / "zh.jsonl", texts)
+    counts = {character: sum(text.count(character) for text in texts) for character in {*"".join(texts)}}
+    frequent = sorted((n for n in counts.values() if n > 1), reverse=True)
+    for size in (len(frequent) + 5, 1015, 205):
+        expected = 1 - sum(frequent[: size - 5]) / sum(counts.values())
+        caplog.clear()
+        summary = train_wordpiece([path], size, tmp_path / f"{size}.txt")
+        assert summary.size == size == len((tmp_path / f"{size}.txt").read_text().splitlines())
+        assert abs(summary.unknown - expected) < 0.002
+        assert ("unknown tokens: give a larger --size" in caplog.text) == (expected >= 0.01)
+    command = ["vocab", "--type", "wordpiece", "--input", path, "--output", str(tmp_path / "v.txt"), "--size"]
+    assert lmtools([*command, "8000"]) == 2
+    assert f"give --size at most {len(frequent) + 5}" in capsys.readouterr().err
+    assert lmtools([*command, "205"]) == 0
+    assert f"unknown tokens in it: {summary.unknown:.2%}" in capsys.readouterr().out
