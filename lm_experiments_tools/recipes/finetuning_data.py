@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +44,7 @@ from lm_experiments_tools.data.examples.instructions import (
     instruction_examples,
 )
 from lm_experiments_tools.data.examples.packing import PackedDataset
-from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve
+from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve, with_split
 from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
@@ -315,6 +316,7 @@ class _Reader:
     def _eval_split(self, split: str, path: str, limit: int | None) -> EvalSplit:
         rows, where = self.args.valid_batch_size() * self.backend.shares, (self.backend.rank, self.backend.world_size)
         if self.args.task == "causal_lm":
+            path = path if os.path.exists(path) else with_split(path, split)
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
         encoder = self._encoder()
         examples = chosen(list(self._examples([path], partial(self._read, split=split, encoder=encoder))), limit)

@@ -193,6 +193,8 @@ def texts_in(record: dict[str, Any], key: str) -> tuple[str, ...]:
     value = field_of(record, key)
     value = value.tolist() if isinstance(value, np.ndarray) else value
     texts = value if isinstance(value, list | tuple) else [value]
+    if key == "targets" and isinstance(value, str) and _list_in(value) is not None:
+        raise BadRecord("'targets' is a list written as text: write lists in JSON lines, or texts as 'target'")
     if not texts:
         raise BadRecord(f"{key!r} is an empty list of references")
     if any(map(_is_null, texts)):
@@ -377,9 +379,8 @@ def _label_name(value: Any, known: Sequence[str] = ()) -> str:
     if isinstance(value, NamedClass):
         return str(int(value)) if str(int(value)) in known and value.name not in known else value.name
     if _is_hidden(value, known):
-        raise BadRecord(
-            f"no label ({value!r}): leave out the row, or name all labels by --label_names if this is one of them"
-        )
+        is_class = "" if _is_null(value) else ", or name all labels by --label_names if this is one of them"
+        raise BadRecord(f"no label ({value!r}): leave out the row{is_class}")
     if isinstance(value, (str, int)):  # True and False are ints
         return str(value).strip()
     if isinstance(value, float) and value.is_integer():  # what pandas makes of integers

@@ -176,9 +176,14 @@ def resolve(path: str, split: str) -> str:
         raise UserError(f"{path} does not exist.")
     else:
         find_files([path])  # refuses what cannot be the name of a dataset
-        name, config, _ = hf_datasets.split_name(path)
-        return path if path.count(":") > 1 else f"{name}:{config or ''}:{_HUB_NAMES[split]}"
+        return with_split(path, split)
     return path
+
+
+def with_split(item: str, split: str) -> str:
+    """Return the name `name[:config][:split]` of a dataset with this split, such as "valid", if it names none."""
+    name, config, _ = hf_datasets.split_name(item)
+    return item if item.count(":") > 1 else f"{name}:{config or ''}:{_HUB_NAMES[split]}"
 
 
 def _split_of_rows(rows: PythonRows, split: str) -> PythonRows:

@@ -126,6 +126,19 @@ def test_a_data_set_of_the_hub_gives_each_flag_its_split(tmp_path):
     assert resolve("owner/name::train", "valid") == "owner/name::train"
 
 
+def test_text_of_a_data_set_is_of_the_split_of_its_flag(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    for split, text in (("train", "w1 w2 w3 w4 w5"), ("validation", "w6 w7"), ("test", "w8")):
+        datasets.Dataset.from_list([{"text": text}]).to_parquet(str(tmp_path / "set" / f"{split}.parquet"))
+    item = f"{tmp_path / 'set'}:default"
+    flags = {"model_type": "decoder", "task": "causal_lm", "input_seq_len": 8, "optimize_metric": "loss"}
+    data = read(word_tokenizer("token"), data_path=(item,), valid_data_path=item, test_data_path=item, **flags)
+    found = [batch["input_ids"][0].tolist() for split in ("valid", "test") for batch in data.splits[split].loader]
+    assert [{i - 3 for i in ids if i > 2} for ids in found] == [{6, 7}, {8}]
+
+
 class Again:
     """Gives its rows as often as it is asked."""
 

@@ -95,6 +95,16 @@ def test_lists_of_labels_in_cells_are_those_that_were_written(write, suffix, tmp
     assert labels_of(path) == expected == labels_of(path, known=("taste", "noise", "it's", "price"))
 
 
+def test_references_that_pandas_wrote_as_text_are_refused(tmp_path):
+    frame = pytest.importorskip("pandas").DataFrame({"source": ["w1"], "targets": [["w2", "w3"]]})
+    frame.to_csv(tmp_path / "a.csv")
+    with pytest.raises(UserError, match="'targets' is a list written as text: write lists in JSON lines, or"):
+        [*text_examples(str(tmp_path / "a.csv"), TextFields(), BadRows(0), merge=True)]
+    frame.rename(columns={"targets": "target"}).to_csv(tmp_path / "a.csv")
+    (example,) = text_examples(str(tmp_path / "a.csv"), TextFields(), BadRows(0), merge=True)
+    assert example.targets == ("['w2', 'w3']",)
+
+
 @pytest.mark.parametrize("labels", [[1, 0, 1], [1.0, 0.0, 1.0], [True, False, True]])
 def test_a_multi_hot_list_in_a_cell_needs_the_names(labels, tmp_path):
     for number, cell in enumerate((str(labels), json.dumps(labels))):
@@ -130,7 +140,7 @@ def test_a_label_that_is_not_given_is_no_class(null, several):
     if several and isinstance(value, str) and not value.strip():
         return  # no label applies
     rows = [{"text": "w1", "label": value if not several else [value]}, {"text": "w1", "label": "b"}]
-    with pytest.raises(UserError, match=r"row 0: no label \(.*--label_names if this is one of them"):
+    with pytest.raises(UserError, match=r"row 0: no label \(.*\): leave out the row"):
         [*label_examples(as_source(rows, "rows"), LabelFields(several=several), BadRows(0), found={})]
     bad, found = BadRows(1), {}
     assert len([*label_examples(as_source(rows, "rows"), LabelFields(several=several), bad, found=found)]) == 1
