@@ -44,7 +44,9 @@ from lm_experiments_tools.data.text.records import (
 from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
 from lm_experiments_tools.data.tokens.encoding import EncodedWriter
 from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.pipeline import Tokenization, parse_shard, part_of_plan, shard_prefix
+from lm_experiments_tools.data.tokens.tokenize import report_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron.encoding import EncodingArgs, SentenceEncoder
@@ -136,6 +138,8 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
             remedy="try again with fewer workers or a smaller --max-document-mb",
         )
         metas = run.run(partial(_metas, args, encoder, record), partial(_log_progress, args.log_interval))
+        for prefix in prefixes:
+            report_unknown(IndexedDataset(prefix), encoder.tokenizer.unk)
     return dict(zip(prefixes, metas, strict=True))
 
 
@@ -194,6 +198,11 @@ def _metas(
             if writer.num_empty:
                 raise UserError(f"all {writer.num_empty} documents of {args.input} are empty under the key {key!r}")
             raise no_documents([args.input], rejected)
+        if args.split_sentences and writer.num_sequences < 1.5 * writer.num_documents:
+            logger.warning(
+                "most documents of %s are one sentence to --sentence-splitter %s, and BERT's pairs need two: choose a "
+                "splitter of their language, such as sentencex:zh, or newline", args.input, args.sentence_splitter
+            )  # fmt: skip
         metas.append({
             "vocab_sha256": encoder.tokenizer.fingerprint,
             "vocab_file": encoder.tokenizer.name,

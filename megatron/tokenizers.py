@@ -25,6 +25,7 @@ import tokenizers
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.data.text.fast_tokenizer import FastTokenizer, open_pretrained, read_wordpiece
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import report_unknown
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ def build_tokenizer(
 
 
 def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> None:
-    """Raise UserError if a token file was made with another tokenizer than `tokenizer`, as its PREFIX.json records."""
+    """Raise UserError if a token file was made with another tokenizer than `tokenizer`, as its PREFIX.json records.
+
+    The share of its unknown tokens is logged.
+    """
     made_with = data.meta.get("vocab_sha256")
     if made_with is not None and made_with != tokenizer.fingerprint:
         if tokenizer.other_case is not None and made_with == tokenizer.other_case().fingerprint:
@@ -71,6 +75,7 @@ def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> Non
             f"the tokens {data.prefix} were made with the tokenizer {data.meta.get('vocab_file')} (fingerprint "
             f"{made_with[:12]}), not with {tokenizer.name} (fingerprint {tokenizer.fingerprint[:12]}): give that one"
         )
+    report_unknown(data, tokenizer.unk)
 
 
 def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:

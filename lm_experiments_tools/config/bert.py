@@ -42,7 +42,7 @@ class BertDataArgs:
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation samples to use, the same random ones each time. None: all."""
     tokenizer: str | None = None
-    """Folder or name of the Hugging Face tokenizer that made the data."""
+    """Folder, file or name of the Hugging Face tokenizer that made the data."""
     vocab_file: str | None = None
     """vocab.txt that made the data, one WordPiece a line; instead of --tokenizer."""
     lower_case: bool = True

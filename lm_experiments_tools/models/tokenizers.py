@@ -77,19 +77,11 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
     Args:
         named: the flag with its value, for error messages.
     """
-    from transformers import AutoTokenizer
-
-    path = source.path
-    if path is not None and path.is_dir():
+    path = source.path or Path(source.name)
+    if source.path is not None and path.is_dir():
         verify_model(path)
         register_own_models(source)
-
-    def load() -> PreTrainedTokenizerBase:
-        if path is not None:
-            return read_pretrained(path)
-        return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False)
-
-    return load_pretrained(named, load, "name a tokenizer with --tokenizer")
+    return load_pretrained(named, lambda: read_pretrained(path), "name a tokenizer with --tokenizer")
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -21,7 +21,7 @@ from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -254,8 +254,16 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataToke
     """
     prefix = token_prefix(path)
     tokens = None if prefix is None else open_checked(prefix)
-    if tokens is not None and tokens.meta.get("vocab_sha256") == tokenizer.fingerprint:  # of preprocess_data.py
-        return tokens
+    if tokens is None or tokens.meta.get("vocab_sha256") != tokenizer.fingerprint:  # else of preprocess_data.py
+        tokens = _with_vocabulary(path, tokens, args, tokenizer)
+    report_unknown(tokens, tokenizer.unk)
+    return tokens
+
+
+def _with_vocabulary(
+    path: str, tokens: IndexedDataset | None, args: BertPretrainingArgs, tokenizer: BertDataTokenizer
+) -> IndexedDataset:
+    """The tokens, checked, or those of the text at `path`."""
     folder = TOKENIZERS / tokenizer.fingerprint[:16]
     with locked(folder.with_suffix(".lock")):
         tokenizer.save(folder)

@@ -20,7 +20,7 @@ from lm_experiments_tools.data.tokens.files import (
     warn_unrecorded,
 )
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized, report_unknown
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class T5Sources:
                 self._opened[path] = tokenized(path, self.vocabulary, self._args, append_eos=end)
             else:
                 self._opened[path] = self._indexed(path)
+            report_unknown(self._opened[path], self.vocabulary.unk_id)
         return self._opened[path]
 
     def add(self, tokens: IndexedDataset) -> str:

@@ -45,24 +45,28 @@ class TokenizeArgs:
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize the text, and print the number of documents and tokens."""
+    from lm_experiments_tools.data.tokens.files import load_vocabulary
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.data.tokens.pipeline import parse_shard, shard_prefix
-    from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+    from lm_experiments_tools.data.tokens.tokenize import report_unknown, tokenize_corpus
 
     check_output(args.output)
     shard = parse_shard(args.shard)
-    start = time.perf_counter()
+    start, vocabulary = time.perf_counter(), load_vocabulary(args.vocab)
     meta = tokenize_corpus(
-        args.input, args.vocab, args.output, append_eos=args.append_eos, workers=args.workers, shard=shard,
+        args.input, vocabulary, args.output, append_eos=args.append_eos, workers=args.workers, shard=shard,
         text_key=args.text_key, max_bad_lines=args.max_bad_lines, encode_by=args.encode_by, overwrite=args.overwrite,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
+    prefix = shard_prefix(args.output, *shard) if shard else args.output
+    unknown = report_unknown(IndexedDataset(prefix), vocabulary.unk_id)
     empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""
     print(
         f"{meta['num_documents']:,} documents, {megabytes:.1f} MB of text -> {meta['num_tokens']:,} tokens "
-        f"({meta['dtype']}), {meta['bad_lines']} bad lines{empty}, "
+        f"({meta['dtype']}), {unknown:.2%} of them unknown, {meta['bad_lines']} bad lines{empty}, "
         f"in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
-        f"{shard_prefix(args.output, *shard) if shard else args.output}.bin, .idx, .json"
+        f"{prefix}.bin, .idx, .json"
     )
 
 

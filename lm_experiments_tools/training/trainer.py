@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.checkpoint.train_state import TrainState, failures_located
 from lm_experiments_tools.config.flags import telling_settings
-from lm_experiments_tools.errors import RunError
+from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
+
+_MAX_EMPTY = 10  # first steps of a run that may have no targets
 
 
 class TrainingDiverged(RunError):
@@ -147,6 +150,7 @@ class TrainingLoop:
         self.learning_rate = LearningRate(args, optimizer, 0 if phase is None else phase.start)
         self.signals, self.tracker = StopSignals(), None
         self._in_flight: InFlightStep | None = None
+        self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
         self.saved_at: tuple[int, int] | None = None  # step and samples of the last checkpoint
         self._set_up_model(model, optimizer)
         self.meter = None if args.validate_only else FlopMeter(args, backend, self.interval, self.say)
@@ -248,6 +252,7 @@ class TrainingLoop:
             self._finalize_step()
             self.stream.put_back()
             return None
+        self._check_targets(counts.weights)
         micro_batches = self.micro_batches = part.padded(counts.num_micro_batches)
         started += self.meter.add(micro_batches, self.forward_kwargs)
         random_state = torch_random_state(self.backend.device.type == "cuda")
@@ -280,6 +285,18 @@ class TrainingLoop:
             self.saver.wait()  # raises why the checkpoint could not be written
         weights = dict(zip(names, totals[5:], strict=False))
         return GlobalCounts(weights, samples, tokens, max(totals[-backend.world_size :]))
+
+    def _check_targets(self, weights: Mapping[str, int]) -> None:
+        """Raise UserError if the first steps of a run have no targets over all workers: it would learn nothing."""
+        if self._num_empty is None or not weights or weights.get("labels", sum(weights.values())):
+            self._num_empty = None
+            return
+        self._num_empty += 1
+        if self._num_empty == min(_MAX_EMPTY, self.args.iters):
+            raise UserError(
+                f"the first {self._num_empty} steps have nothing to predict: all their labels are ignored "
+                f"({IGNORED_LABEL}). Look at the data by `lmtools inspect`; are all of its tokens unknown?"
+            )
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
         """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.

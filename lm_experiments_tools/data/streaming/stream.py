@@ -45,7 +45,7 @@ from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
 from lm_experiments_tools.data.streaming.text import MixedPlan
 from lm_experiments_tools.data.streaming.worker import Chunk, ChunkSettings
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.vocabulary import Vocabulary, warn_of_unknown
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.workers import available_cores
@@ -204,6 +204,9 @@ def _open(
     def build(chunk: Chunk, stream: int, number: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {number}")
         quiet = not first.acquire(blocking=False)
+        if number == 0:
+            num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
+            warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {stream}")
         return example_dataset(replace(context, seed=seed, quiet=quiet), TokensInMemory(chunk.tokens))
 
     encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import tokenizers
 
-from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
+from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, Vocabulary, read_config
 from lm_experiments_tools.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -187,10 +187,12 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
         path: a folder, a tokenizer.json, vocab.txt or SentencePiece model. Without tokenizer_config.json and a
             config.json that names the model's type, a folder may have only a tokenizer.json, a vocab.txt (BERT's
             WordPiece, cased if it has capital letters), vocab.json and merges.txt (byte-level BPE of RoBERTa or
-            GPT-2), or a SentencePiece model.
+            GPT-2), or a SentencePiece model. What does not exist is a name on the hub.
     """
-    from transformers import AutoTokenizer, BertTokenizerFast, GPT2TokenizerFast, RobertaTokenizerFast
+    from transformers import AutoTokenizer, BertTokenizerFast, GPT2TokenizerFast, RobertaTokenizerFast, T5Tokenizer
 
+    if not path.exists():
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     folder, suffix = (path.parent, path.suffix) if path.is_file() else (path, "")
     names = {file.name for file in folder.iterdir()}
     if suffix == ".json" and not ("tokenizer_config.json" in names and path.name == "tokenizer.json"):
@@ -201,6 +203,8 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
             raise UserError(f"{path} is no WordPiece vocabulary of BERT, which has a line [UNK]")
         is_cased = any(piece != piece.lower() for piece in vocab if not re.fullmatch(r"\[.*\]", piece))
         logger.info("%s is read as a %s vocabulary of BERT", path, "cased" if is_cased else "uncased")
+        if not suffix and names & {"added_tokens.json", "special_tokens_map.json"}:
+            return BertTokenizerFast.from_pretrained(str(folder), do_lower_case=not is_cased)
         return BertTokenizerFast(vocab=vocab, do_lower_case=not is_cased)
     if suffix not in ("", ".json"):
         return _of_sentencepiece(path)
@@ -212,9 +216,7 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
         vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         cls = RobertaTokenizerFast if "<s>" in vocab else GPT2TokenizerFast
         return cls.from_pretrained(str(folder))
-    if names & {*MODEL_NAMES}:
-        return _of_sentencepiece(folder)
-    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    return T5Tokenizer.from_pretrained(str(folder)) if "added_tokens.json" in names else _of_sentencepiece(folder)
 
 
 def read_wordpiece(path: Path) -> dict[str, int]:
@@ -258,20 +260,12 @@ def open_pretrained(what: str, path: Path) -> PreTrainedTokenizerBase:
 
     Args:
         what: name of the tokenizer in error messages.
-        path: file or folder; what does not exist is a name on the hub.
 
     Raises:
         UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.
     """
-    from transformers import AutoTokenizer
-
-    def load() -> PreTrainedTokenizerBase:
-        if path.exists():
-            return read_pretrained(path)
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-
     remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
-    pretrained = load_pretrained(what, load, remedy)
+    pretrained = load_pretrained(what, lambda: read_pretrained(path), remedy)
     if pretrained.__class__.__name__ == "ByT5Tokenizer":
         return pretrained
     if not pretrained.is_fast:

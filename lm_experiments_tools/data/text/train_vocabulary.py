@@ -9,7 +9,6 @@ WordPiece: a vocab.txt with one subword per line, beginning with `[PAD]`, `[UNK]
 """
 
 import hashlib
-import logging
 import os
 import random
 import re
@@ -28,8 +27,6 @@ from lm_experiments_tools.files import write_atomic
 
 if TYPE_CHECKING:
     from tokenizers import BertWordPieceTokenizer
-
-logger = logging.getLogger(__name__)
 
 _USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 _LONGEST_LINE = 4000  # bytes: sentencepiece skips longer ones (its default bound is 4192)

@@ -35,7 +35,7 @@ BYTES = "bytes"  # the --vocab that is no file
 MASK_PIECES = ("[MASK]", "<mask>")
 MODEL_NAMES = ("spiece.model", "sentencepiece.model")  # of SentencePiece, in a folder
 _ROOM = "lm_experiments_tools.data.text"
-_BESIDE_MODEL = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
+_BESIDE_MODEL = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")  # the last two for T5Tokenizer
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
 
 
@@ -59,7 +59,9 @@ def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
     return family("") or (family("▁") if is_unigram else [])
 
 
-def warn_of_unknown(num_unknown: int, num_tokens: int, what: str, remedy: str) -> float:
+def warn_of_unknown(
+    num_unknown: int, num_tokens: int, what: str, remedy: str = "is the vocabulary that of this language?"
+) -> float:
     """Return the share of unknown tokens, 0 to 1, and log a warning from `UNKNOWN_LIMIT` on.
 
     Args:
@@ -121,7 +123,8 @@ class Vocabulary(ABC):
             path = path.parent
         if _is_sentencepiece(path):
             own = _kind("sentencepiece_vocabulary:SentencePieceVocabulary").read(path, extra_ids)
-            if not path.is_dir() or not any((path / name).is_file() for name in _BESIDE_MODEL):
+            beside = _BESIDE_MODEL if own.path.name == "spiece.model" else _BESIDE_MODEL[:1]
+            if not path.is_dir() or not any((path / name).is_file() for name in beside):
                 return own
         # Two files describe one tokenizer, or the only one is transformers'.
         pretrained = _kind("fast_tokenizer:open_pretrained")(f"vocabulary {path}", path)

@@ -1,5 +1,6 @@
 """Tokenize text for T5 and similar models, with one sequence per document."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lm_experiments_tools.data.text.records import RejectedRecords, no_documents
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.vocabulary import Vocabulary, warn_of_unknown
 from lm_experiments_tools.data.tokens.encoding import EncodedWriter, TextEncoder
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
@@ -18,10 +21,15 @@ from lm_experiments_tools.data.tokens.files import (
     recorded_identity,
     recorded_inputs,
 )
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.pipeline import Tokenization, part_of_plan, plan_fingerprint, shard_prefix
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
+
+logger = logging.getLogger(__name__)
+
+_BLOCK, _NUM_BLOCKS = 1 << 14, 64  # tokens read together and parts of a token file, to count unknown tokens
 
 
 def tokenize_corpus(
@@ -156,6 +164,15 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
         if not dataset_exists(prefix):
             tokenize_corpus([path], vocabulary, prefix, **options)
     return prefix
+
+
+def report_unknown(tokens: IndexedDataset, unk_id: int | None) -> float:
+    """Log and return the share of unknown tokens in about a million tokens from all over a token file, 0 to 1."""
+    blocks = np.unique(np.linspace(0, max(tokens.num_tokens - 1, 0) // _BLOCK, _NUM_BLOCKS).astype(np.int64)) * _BLOCK
+    sample = np.concatenate([tokens.tokens[start : start + _BLOCK] for start in blocks.tolist()])
+    share = warn_of_unknown(np.count_nonzero(sample == unk_id), len(sample), tokens.prefix)
+    logger.info("%s: %.2f %% of the tokens are unknown tokens", tokens.prefix, 100 * share)
+    return share
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:

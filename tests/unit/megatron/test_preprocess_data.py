@@ -13,6 +13,7 @@ from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from megatron import preprocess_data as module
 from megatron.sentences import SentenceSplitter
+from megatron.tokenizers import check_tokenizer
 from tests.helpers import ROOT
 from tests.helpers.preprocessing import PIECES, SEP, command, run, start, write_lines
 from tests.helpers.token_toys import read_documents
@@ -251,3 +252,28 @@ def test_megatrons_own_package_and_ours_are_imported_side_by_side():
     out, err = process.communicate(timeout=60)
     core, ours = out.split()
     assert "site-packages" in core and Path(ours) == ROOT / "megatron" / "sentences.py", err
+
+
+def test_unknown_tokens_and_documents_of_one_sentence_are_warned_of(folder, tokenizer, caplog):
+    """DNA is one word longer than WordPiece takes, Chinese has no sentence that an English splitter finds."""
+    good, caplog = [{"text": "one is here. two is there."}] * 99, caplog
+    write_lines(folder / "in" / "data.jsonl", good)
+    with caplog.at_level("INFO"):
+        run(folder, "--split-sentences")
+    assert "x_text_sentence: 0.00 % of the tokens are unknown tokens" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    write_lines(
+        folder / "in" / "data.jsonl",
+        [*good, *[{"text": "acgt" * 60}] * 50, *[{"text": "\u4eca\u3002\u5929\u3002"}] * 99],
+    )
+    run(folder, "--split-sentences")
+    ids = IndexedDataset(folder / "out" / "x_text_sentence").tokens
+    share = 100 * (ids == PIECES.index("[UNK]")).mean()
+    assert f"{share:.1f} % of the tokens of {folder}/out/x_text_sentence are unknown tokens" in caplog.text
+    assert "most documents of" in caplog.text and "sentencex:zh" in caplog.text
+    caplog.clear()
+    run(folder, "--split-sentences", "--sentence-splitter", "sentencex:zh")
+    assert "most documents of" not in caplog.text
+    caplog.clear()
+    check_tokenizer(IndexedDataset(folder / "out" / "x_text_sentence"), tokenizer)
+    assert "are unknown tokens: is the vocabulary" in caplog.text

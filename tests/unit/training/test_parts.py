@@ -185,3 +185,23 @@ def test_a_prompt_beside_the_input_is_what_is_generated_after():
     expected = model.generate(input_ids=prompts, attention_mask=prompts != 0, max_length=9)
     assert torch.equal(generate(model, part, {}), expected)
     assert expected.shape[1] > 3
+
+
+def test_a_run_whose_first_steps_have_nothing_to_predict_ends():
+    def rows(number):
+        return [{"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.full((2, 3), -100)}] * number
+
+    with pytest.raises(UserError, match=r"first 2 steps have nothing to predict: all their labels are ignored"):
+        made(loader=rows(4)).train()
+    with pytest.raises(UserError, match="first 10 steps have nothing to predict"):
+        made(loader=rows(40), iters=30).train()
+    loop = made(
+        loader=[
+            *rows(9),
+            {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(2, 3, dtype=torch.long)},
+            *rows(20),
+        ],
+        iters=30,
+    )
+    loop.train()
+    assert loop.state.step == 30

@@ -226,7 +226,9 @@ def test_sentinels_in_a_model_keep_their_ids_and_the_saved_tokenizer_finds_them(
     assert (again.identity, again.sentinel_ids.tolist()) == (vocabulary.identity, vocabulary.sentinel_ids.tolist())
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json", "none"])
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json", "added_tokens.json alone", "none"]
+)
 def test_a_t5_folder_with_added_tokens_gives_the_ids_of_autotokenizer(own_model, tmp_path, file):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "t5"
@@ -242,11 +244,14 @@ def test_a_t5_folder_with_added_tokens_gives_the_ids_of_autotokenizer(own_model,
         if file == "tokenizer_config.json":
             config["added_tokens_decoder"] = {i: {"content": str(token), "special": False} for i, token in new.items()}
             (folder / file).write_text(json.dumps(config))
-        elif file == "added_tokens.json":
-            (folder / file).write_text(json.dumps({str(token): index for index, token in new.items()}))
+        elif file != "none":
+            (folder / "added_tokens.json").write_text(json.dumps({str(token): i for i, token in new.items()}))
     oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    if file == "added_tokens.json alone":
+        (folder / "tokenizer_config.json").unlink()
+        oracle = transformers.T5Tokenizer.from_pretrained(folder)
     assert added == (2 if file != "none" else 0) and len(oracle) == 400 + added
-    for path in (folder, folder / "spiece.model"):
+    for path in (folder, folder / "spiece.model") if "alone" not in file else (folder,):
         vocabulary = Vocabulary.load(path)
         text = "The thing of beauty and thingofbeauty."
         assert (

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertTokenizerFast, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lm_experiments_tools.data.objectives.denoising import plan_spans
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -243,6 +243,14 @@ def test_tokenizers_without_a_config_are_read_alike_by_t5_bert_and_fine_tuning(f
 def test_a_vocab_txt_with_capital_letters_is_read_as_cased(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Word", "word"]))
     assert Vocabulary.load(tmp_path).encode("Word word") == [5, 6]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<new>": 7, "<newer>": 8}))
+    for path, size in ((tmp_path, 9), (tmp_path / "vocab.txt", 7)):
+        vocabulary, bert = Vocabulary.load(path), build_tokenizer("HFTokenizer", name_or_path=path)
+        assert vocabulary.size == bert.vocab_size == size
+    oracle = BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=False)
+    text = "Word<newer> word <new>"
+    wanted = oracle(text, add_special_tokens=False).input_ids
+    assert wanted == [5, 8, 6, 7] == Vocabulary.load(tmp_path).encode(text)
 
 
 def test_a_tokenizer_without_mask_or_sentinels_is_told_how_to_add_them(tmp_path):

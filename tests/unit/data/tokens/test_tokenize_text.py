@@ -14,12 +14,12 @@ from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.merge import merge_datasets
-from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.data.tokens.tokenize import report_unknown, tokenize_corpus
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from tests.helpers.token_toys import make_texts, write_jsonl
-from tests.helpers.vocabulary_toys import train_vocabulary
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary, train_vocabulary
 
 
 def files(prefix):
@@ -179,3 +179,20 @@ def test_an_edit_in_the_middle_of_a_dataset_file_is_noticed(tmp_path):
     os.utime(file, ns=(1, 1))
     after = [hf_datasets._file_identity(str(file), with_times) for with_times in (True, False)]
     assert before[0] != after[0] and before[1] == after[1]
+
+
+def test_the_share_of_unknown_tokens_is_that_of_the_file_and_is_warned_of(tmp_path, capsys, caplog):
+    import sentencepiece
+
+    vocab = numbered_words_vocabulary(tmp_path)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(vocab))
+    texts = ["word3 number21"] * 3000 + ["word3 \u4e2d \u5929"] * 300  # sorted: of the beginning alone it is 0
+    data = write_jsonl(tmp_path / "t.jsonl", texts)
+    command = ["tokenize", "--input", data, "--vocab", str(vocab), "--output", str(tmp_path / "t"), "--workers", "1"]
+    assert main(command) == 0
+    ids = [index for text in texts for index in processor.encode(text)]
+    share = ids.count(processor.unk_id()) / len(ids)
+    assert f"{share:.2%} of them unknown" in capsys.readouterr().out and 0.01 < share < 0.1
+    assert f"{100 * share:.1f} % of the tokens of {tmp_path}/t are unknown tokens" in caplog.text
+    tokens = IndexedDataset(tmp_path / "t")
+    assert report_unknown(tokens, processor.unk_id()) == pytest.approx(share) and report_unknown(tokens, None) == 0
