@@ -5,7 +5,6 @@ Both are pickles. torch's restricted unpickler reads them, which builds tensors 
 
 from __future__ import annotations
 
-import argparse
 import pickle
 import re
 import struct
@@ -29,20 +28,11 @@ _READ_ERRORS += (TypeError, AttributeError, ImportError)  # of bytes that are no
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
-class _Ignored:
-    """Replaces an object of a package that is not to be imported; its content is dropped."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
-
-
-def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, ...] = ()) -> Any:
+def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
     """Load a weights file on the CPU with torch.load, by default without running code from the file.
 
     Args:
         allow_pickle: unpickle anything; this can run any code in the file.
-        left_out: packages whose objects are dropped without importing them.
 
     Raises:
         UserError: the file is corrupt, or holds objects other than tensors and numbers.
@@ -50,8 +40,7 @@ def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, 
     try:
         if allow_pickle:
             return torch.load(path, map_location="cpu", weights_only=False)
-        known = _stand_ins(path, left_out) if left_out else _numpy_scalar_globals()
-        with torch.serialization.safe_globals(known), warnings.catch_warnings():
+        with torch.serialization.safe_globals(_numpy_scalar_globals()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the pickle protocol of old files
             return torch.load(path, map_location="cpu", weights_only=True)
     except (*_READ_ERRORS, pickle.UnpicklingError) as error:
@@ -72,12 +61,6 @@ def _numpy_scalar_globals() -> list[Any]:
     scalar = np.float64(0).__reduce__()[0]
     globals_ = [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar"), np.dtype]
     return globals_ + [type(np.dtype(name)) for name in _SCALAR_DTYPES]
-
-
-def _stand_ins(path: Path, packages: tuple[str, ...]) -> list[Any]:
-    """Stand-ins for objects of these packages in the file, and the plain container that holds settings."""
-    asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    return [(_Ignored, name) for name in asked if name.partition(".")[0] in packages] + [argparse.Namespace]
 
 
 def state_dict_of(content: Any, path: Path) -> dict[str, Tensor]:

@@ -3,14 +3,13 @@
     lmtools convert t5-experiments/runs/mine/model_100000.pth --to mine --model_cfg t5-small --tokenizer vocab.model
     lmtools convert nanoT5/logs/.../pytorch_model.bin --to mine --model_cfg t5-v1_1-base --tokenizer DIR
     lmtools convert t5_1_1_small/checkpoint_1000000 --to mine --model_cfg t5-v1_1-small
-    lmtools convert megatron/bert/iter_0100000 --to mine
     lmtools convert ModernBERT-base --to mine
     lmtools convert runs/mine --to theirs --model_type modernbert
     lmtools convert ModernBERT-base --to large --tile modernbert-large
 
-Sources are weights of t5-experiments (.pth, or a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
-folder of zarr arrays) and Megatron-LM (BERT or T5). ModernBERT, EuroBERT and NeoBERT become this package's BERT;
-T5Gemma and T5Gemma 2 (text) become its T5. --model_type converts such models back to modernbert, eurobert or t5gemma.
+Sources are weights of t5-experiments (.pth, or a folder of its accelerate trainer), nanoT5 (pytorch_model.bin) and t5x
+(a folder of zarr arrays). ModernBERT, EuroBERT and NeoBERT become this package's BERT; T5Gemma and T5Gemma 2 (text)
+become its T5. --model_type converts such models back to modernbert, eurobert or t5gemma.
 Checkpoints of this package need no conversion: use lmtools export.
 """
 
@@ -39,11 +38,9 @@ class ConvertArgs:
     to: str | None = None
     """New folder."""
     model_cfg: str | None = None
-    """Configuration of the model: a JSON file, or the name of one below models_configs, for example t5-small.
-    Megatron's checkpoints hold their own."""
+    """Configuration of the model: a JSON file, or the name of one below models_configs, for example t5-small."""
     model_cls: str | None = None
-    """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration; for Megatron's checkpoints
-    the equivalent class of transformers."""
+    """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration."""
     model_type: Literal["modernbert", "eurobert", "t5gemma"] | None = None
     """Write modeling_bert's BertForMaskedLM, or modeling_t5's T5ForConditionalGeneration, as this model of
     transformers; t5gemma is T5Gemma 2 too."""
@@ -94,24 +91,13 @@ def run(args: ConvertArgs) -> None:
 
 def _model(args: ConvertArgs) -> PreTrainedModel:
     """The model with the weights of the source."""
-    import transformers
-
-    from lm_experiments_tools.checkpoint.megatron import is_megatron, read_megatron
-    from lm_experiments_tools.checkpoint.weights import load_weights, place_weights
+    from lm_experiments_tools.checkpoint.weights import load_weights
     from lm_experiments_tools.models.build import build_model, load_model_config
     from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
     source = Path(args.source)
     if args.model_cfg is None and (converted := _converted(args)) is not None:
         return converted
-    if is_megatron(source):
-        if args.model_cfg is not None or args.model_cls is not None:
-            raise UserError(f"{source} is a checkpoint of Megatron-LM: leave --model_cfg and --model_cls out.")
-        weights, name, settings = read_megatron(source, args.allow_pickle)
-        cls = getattr(transformers, name)
-        model = build_model(cls, cls.config_class(**settings), seed=0)
-        place_weights(model, weights, source)
-        return model
     if args.model_cfg is None:
         file = source / "config.json"
         example = f" Pass for example --model_cfg {file}." if file.is_file() else ""

@@ -97,7 +97,7 @@ def reason_not_to_run(command: str) -> str | None:
 
 def is_out_of_place(flag: str, program: str, given: set[str]) -> bool:
     """True for a flag of small.yaml that the command must not get."""
-    if flag == "model_cfg":  # one of small.yaml's own; Megatron's checkpoints hold their sizes
+    if flag == "model_cfg":  # one of small.yaml's own
         return bool((SMALL["configurations"].keys() | {"--base_model", "--from_pretrained"}) & given) or (
             program == "lmtools convert" and "--model_cfg" not in given
         )
