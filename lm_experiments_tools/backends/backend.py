@@ -79,7 +79,6 @@ class Backend(Collectives):
         shares: number of virtual data-parallel ranks of this worker; 1 unless `--reproducible elastic` is set.
         reproducible: [value of --reproducible, number of virtual ranks]; a resumed run must have the same.
         exact: order-independent sum of gradients for `--reproducible`; None without it.
-        before_update: hook that `clip_and_step` calls when `.grad` holds the reduced, unclipped gradients.
         runs_ahead: True if an optimizer step may be launched asynchronously (see `clip_and_step`).
     """
 
@@ -90,7 +89,6 @@ class Backend(Collectives):
     shares = 1
     reproducible: list[Any] = ["off", None]
     exact: ExactSum | None = None
-    before_update: Callable[[], None] | None = None
 
     def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -195,8 +193,6 @@ class Backend(Collectives):
         """
         if not wait and self._can_skip_on_device():
             return self._launch_step(max_norm, max_value)
-        if self.before_update is not None:
-            self.before_update()
         parameters = self.precision.parameters(self.optimizer)
         norm = total_norm(p.grad for p in parameters if p.grad is not None)
         grad_norm = norm.item()  # waits for the device, once a step

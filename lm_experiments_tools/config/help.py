@@ -30,7 +30,7 @@ ESSENTIAL = frozenset(
 )
 _FLAGS_OF_UNITS = {
     "updates": "iters num_warmup_steps num_training_steps log_interval valid_interval save_interval profile "
-    "profile_after log_norms log_maxima max_skipped_updates find_lr",
+    "profile_after max_skipped_updates find_lr",
     "tokens": "input_seq_len target_seq_len mean_noise_span_length max_sentence_length max_new_tokens min_new_tokens "
     "min_document_length no_repeat_ngram_size pad_to_multiple_of num_virtual_tokens top_k",
     "examples": "batch_size eval_batch_size valid_samples test_samples max_train_samples max_instances_per_task "

@@ -345,10 +345,6 @@ class LoggingArgs:
     unless WANDB_MODE=online."""
     peak_tflops: Annotated[float | None, HARMLESS, POSITIVE] = None
     """Peak of one device in 10^12 FLOP/s, which mfu is the share of. None: NVIDIA's data sheet, otherwise measured."""
-    log_norms: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
-    """Updates between two records of the norms of gradient, weights and update of each part. None: never."""
-    log_maxima: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
-    """Updates between two records of the largest activation and a bound of attention logits by part. None: never."""
     profile: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
     """Trace this many updates: a table of where their time goes, and torch profiler's file. None: none, or 3 with
     --profile_after."""

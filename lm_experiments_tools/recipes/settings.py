@@ -137,8 +137,6 @@ class FineTuningSettings(TypedDict, total=False):
     log_interval: int
     log_to: Sequence[Literal["tensorboard", "trackio", "wandb"]]
     peak_tflops: float | None
-    log_norms: int | None
-    log_maxima: int | None
     profile: int | None
     profile_after: int | None
     report: bool

@@ -40,7 +40,6 @@ from lm_experiments_tools.training.metrics import (
     storable,
 )
 from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch, StepBatch
-from lm_experiments_tools.training.monitoring import monitoring_callbacks
 from lm_experiments_tools.training.non_finite import trace_non_finite
 from lm_experiments_tools.training.phases import Phase, average_weights
 from lm_experiments_tools.training.profiling import with_profile
@@ -157,7 +156,6 @@ class TrainingLoop:
         self.validate_callback = ValidateCallback(args, has_data=valid_dataloader is not None)
         self.callbacks: list[Callback] = [
             Every(args.log_interval, lambda trainer: trainer.log_train()),
-            *monitoring_callbacks(args, self),
             self.validate_callback,
             Every(args.save_interval, lambda trainer: trainer.save(unless_last=True)),
             *callbacks,

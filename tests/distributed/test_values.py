@@ -1,4 +1,4 @@
-"""Norms of two workers are those of one process; the worker, step and module of an infinity are in rank 0's log."""
+"""FLOPs of two workers; the worker, step and module of an infinity are in rank 0's log."""
 
 import json
 
@@ -6,18 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from tests.distributed.launch import ROOT, start
-from tests.distributed.values_worker import PEAK, train
+from tests.distributed.values_worker import PEAK
 from tests.helpers.toys import tiny_t5
 
 WORKER = ROOT / "tests" / "distributed" / "values_worker.py"
-PREFIXES = "norm/", "maximum/"
-
-
-def watched(folder) -> dict[tuple[int, str], float]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {(r["step"], name): v for r in records for name, v in r.items() if name.startswith(PREFIXES)}
 
 
 def share_of_peak(folder) -> float:
@@ -38,16 +31,8 @@ def operations(rows: int, inputs: int, targets: int) -> int:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_norms_and_the_trace_of_two_workers(kind, tmp_path):
+def test_flops_and_the_trace_of_two_workers(kind, tmp_path):
     start(kind, WORKER, tmp_path)
-    train(tmp_path / "alone", LocalBackend(device=torch.device("cpu")), log_norms=1, log_maxima=3)
-    ours, alone = watched(tmp_path / "watched"), watched(tmp_path / "alone")
-    assert ours.keys() == alone.keys() and {step for step, _ in ours} == {1, 2, 3}
-    norms = [key for key in alone if key[1].startswith("norm/")]
-    assert len(norms) == 3 * 4 * len({key[1].rpartition("/")[2] for key in norms})
-    assert {key: ours[key] for key in norms} == pytest.approx({key: alone[key] for key in norms}, rel=2e-3)
-    for key in alone.keys() - norms:  # alone it is of the first micro-batch, one of two
-        assert ours[key] >= alone[key] * (1 - 2e-3)
     shapes = json.loads((tmp_path / "watched" / "shapes.json").read_text())
     assert len(shapes) == 3 * 2  # of rank 0, one in two of which alone has all
     tokens = [rows * (inputs + targets) for rows, inputs, targets in shapes]

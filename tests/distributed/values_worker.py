@@ -1,4 +1,4 @@
-"""Two workers whose norms and maxima are logged, and whose second one meets an infinity; run by test_values.py.
+"""Two workers whose FLOPs are counted, and whose second one meets an infinity; run by test_values.py.
 
     values_worker.py RUNS
 
@@ -71,7 +71,7 @@ def train(folder: Path, backend: Backend, *, broken: bool = False, **more: int) 
 def main() -> None:
     runs = Path(sys.argv[1])
     backend = get_backend(args_of(runs, 1))
-    train(runs / "watched", backend, log_norms=1, log_maxima=3)
+    train(runs / "watched", backend)
     train(runs / "broken", backend, broken=True)
     backend.close()
 
