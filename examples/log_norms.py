@@ -2,7 +2,7 @@
 
     python examples/log_norms.py --data_path DATA --vocab V.model --model_cfg t5-small --lr 1e-3 --model_path runs/t5
 
-The gradient is the clipped one. Updates of 1e-3 of the weights are usual. Not for DeepSpeed, whose gradients are hidden.
+The gradient is the clipped one. Updates of 1e-3 of the weights are usual. Not with DeepSpeed: it hides gradients.
 """
 
 import re

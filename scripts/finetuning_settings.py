@@ -22,7 +22,7 @@ class FineTuningSettings(TypedDict, total=False):
 '''
 # Python also takes rows, functions and open objects here.
 ANYTHING = {"data_path", "valid_data_path", "test_data_path", "metrics", "model_path", "thresholds"}
-LEFT_OUT = {"from_pretrained", "init_checkpoint", "validate_only", "find_lr", "working_dir"}
+LEFT_OUT = {"from_pretrained", "init_checkpoint", "validate_only", "working_dir"}
 
 
 def settings_module() -> str:

@@ -30,7 +30,7 @@ ESSENTIAL = frozenset(
 )
 _FLAGS_OF_UNITS = {
     "updates": "iters num_warmup_steps num_training_steps log_interval valid_interval save_interval profile "
-    "profile_after max_skipped_updates find_lr",
+    "profile_after max_skipped_updates",
     "tokens": "input_seq_len target_seq_len mean_noise_span_length max_sentence_length max_new_tokens min_new_tokens "
     "min_document_length no_repeat_ngram_size pad_to_multiple_of num_virtual_tokens top_k",
     "examples": "batch_size eval_batch_size valid_samples test_samples max_train_samples max_instances_per_task "
@@ -48,7 +48,7 @@ _FLAGS_OF_UNITS = {
     "streams": "streams",
     "beams": "num_beams",
     "rank": "lora_r",
-    "rate": "lr lr_drop_min_lr lr_drop_eps find_lr_min find_lr_max",
+    "rate": "lr lr_drop_min_lr lr_drop_eps",
     "fraction": "distill_weight dropout_rate lora_dropout noise_density mlm_prob mlm_prob_end valid_mlm_prob "
     "mlm_probability mask_replace short_seq_prob max_unread lr_min_ratio thresholds top_p",
     "factor": "lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "

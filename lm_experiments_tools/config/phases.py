@@ -44,7 +44,7 @@ class PhaseArgs:
 
     def check(self) -> None:
         read_options("model_options", self.model_options)
-        for flag in ("init_checkpoint", "validate_only", "find_lr"):
+        for flag in ("init_checkpoint", "validate_only"):
             check_conflict(self, "branch_from", flag, "a branch starts from its trunk, and is trained")
         if self.average is not None and getattr(self, "early_stopping_patience", -1) > 0:
             raise UserError("--average and --early_stopping_patience exclude each other: leave one out.")
@@ -69,9 +69,8 @@ def check_phased_run(args: Any) -> None:
         return
     if is_given(args, "iters"):
         raise UserError(_TWO_LENGTHS)
-    for flag in ("find_lr", "validate_only"):
-        if is_given(args, flag):
-            raise UserError(f"--{flag} and --phases exclude each other: leave one out.")
+    if args.validate_only:
+        raise UserError("--validate_only and --phases exclude each other: leave one out.")
     if args.init_checkpoint and not (args.reset_iteration and args.reset_lr):
         raise UserError("--init_checkpoint with --phases needs --reset_iteration and --reset_lr: phases count from 0.")
     if args.model_path is None:

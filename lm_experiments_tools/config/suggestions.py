@@ -69,6 +69,7 @@ GONE = {
     "dtype torch_dtype": "choose by --bf16 or --fp16",
     "enable_jit_checkpoint eval_accumulation_steps length_column_name local_rank optim_target_modules": "leave it out",
     "label_smoothing_factor": "set label_smoothing in the model's configuration",
+    "find_lr find_lr_max find_lr_min": "try three rates in short runs, or examples/sweep_optuna.py",
     "log_maxima log_norms": "examples/log_norms.py logs norms by a callback",
     "model_name model_name_or_path model_type": "name the architecture by --model_cfg",
     "no_cuda use_cpu": "set CUDA_VISIBLE_DEVICES= in the environment",

@@ -7,10 +7,9 @@ library only, because `--help` must be instant.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.finders import FinderArgs
 from lm_experiments_tools.config.flags import (
     COUNT,
     DROPOUT,
@@ -429,12 +428,12 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
+class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     """Arguments of every training script, besides its data."""
 
     def check(self) -> None:
         self.check_model()
-        if self.learning_rate() is None and not (self.relative_step or self.validate_only or self.find_lr):
+        if self.learning_rate() is None and not (self.relative_step or self.validate_only):
             raise UserError(self.lacking_rate())
         check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
         check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
@@ -452,14 +451,3 @@ class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
     def lacking_rate(self) -> str:
         """Return the error message for a missing learning rate."""
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
-
-    def while_finding(self) -> tuple["ExperimentArgs", str | None]:
-        """Adapt the arguments for the learning-rate range test (`--find_lr`).
-
-        Returns:
-            Arguments without a run directory, and the run directory that was given.
-        """
-        if self.find_lr is None:
-            return self, self.model_path
-        changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}
-        return replace(self, **changed, lr=self.find_lr_max, model_path=None, resume="never"), self.model_path

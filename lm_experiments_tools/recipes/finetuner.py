@@ -87,7 +87,7 @@ _OF_MODEL = _names(PretrainedArgs, MemoryArgs, ModelArgs, PrecisionArgs) | {"mod
 _OF_DATA = _names(TaskArgs, LengthArgs, InstructionArgs) | {
     "batch_size", "gradient_accumulation_steps", "eval_batch_size", "pad_to_multiple_of", "seed",
 }  # fmt: skip
-_REFUSED = ("init_checkpoint", "validate_only", "find_lr", "working_dir")
+_REFUSED = ("init_checkpoint", "validate_only", "working_dir")
 # Settings of a loop that only evaluates: it reads no checkpoint and writes nothing.
 _ONLY_EVALUATION = {
     "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile": None,

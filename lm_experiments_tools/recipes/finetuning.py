@@ -70,7 +70,7 @@ class Finetuning(Recipe):
             logger.info("%s", line)
         self.trainer = training_loop(args, backend, model, self.data, tokenizer)
         show_run(args, self.origins, run, backend, backend.unwrap(), self.data)
-        self.find_or_train()
+        self.train_or_validate()
 
     def finish(self) -> None:
         evaluate_last(self.trainer, self.data)

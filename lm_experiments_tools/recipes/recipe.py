@@ -23,7 +23,6 @@ from lm_experiments_tools.models.from_args import ModelSource, model_from_args, 
 from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.planning.fit import out_of_memory_explained
 from lm_experiments_tools.recipes.common import close_run, seed_worker, show_run, start_run, warn_of_data
-from lm_experiments_tools.recipes.lr_finder import find_lr
 from lm_experiments_tools.training.losses import with_bytes
 from lm_experiments_tools.training.phases import Phase
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -53,37 +52,31 @@ class Recipe(ABC):
 
     def __init__(self, args: ExperimentArgs, origins: Mapping[str, str]) -> None:
         self.args, self.origins = args, origins
-        self.folder = args.model_path  # also for `--find_lr`, whose `args` have none
 
     def run(self) -> None:
-        """Execute the run: train, or do instead what `--validate_only` or `--find_lr` ask for."""
+        """Execute the run: train, or validate with `--validate_only`."""
         self.args, self.origins = choose_speed(self.args, self.origins)
-        self.args, self.folder = self.args.while_finding()
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         self.train()
-        if self.args.find_lr is None:
-            self.finish()
+        self.finish()
         close_run(self.backend, self.data)
 
     @abstractmethod
     def train(self) -> None:
-        """Open the run directory, build data, model and trainer, and call `find_or_train`."""
+        """Open the run directory, build data, model and trainer, and call `train_or_validate`."""
 
     @abstractmethod
     def finish(self) -> None:
         """Write the results; fine-tuning evaluates the trained model first."""
 
-    def find_or_train(self) -> None:
-        """Train or validate the model, or run the learning-rate range test (`--find_lr`)."""
+    def train_or_validate(self) -> None:
+        """Train the model, or only validate it."""
         args, trainer = self.trainer.args, self.trainer
-        if args.find_lr is not None:
-            find_lr(trainer, self.folder)
-        else:
-            with out_of_memory_explained(args):
-                if not args.validate_only:
-                    trainer.train()
-                elif trainer.valid_dataloader is not None:
-                    trainer.validate(trainer.valid_dataloader)
+        with out_of_memory_explained(args):
+            if not args.validate_only:
+                trainer.train()
+            elif trainer.valid_dataloader is not None:
+                trainer.validate(trainer.valid_dataloader)
 
 
 class Pretraining(Recipe):
@@ -126,7 +119,7 @@ class Pretraining(Recipe):
         for phase, source in parts:
             self.build(phase, source)
             show_run(phase.args, self.origins, run, self.backend, self.backend.unwrap(), self.data, phase)
-            self.find_or_train()
+            self.train_or_validate()
             if phase is not phases[-1]:
                 self.data.train.close()
                 self.backend.forget()

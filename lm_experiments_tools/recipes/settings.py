@@ -140,5 +140,3 @@ class FineTuningSettings(TypedDict, total=False):
     profile: int | None
     profile_after: int | None
     report: bool
-    find_lr_min: float
-    find_lr_max: float

@@ -209,8 +209,8 @@ def test_the_flags_that_a_resumed_run_may_change_are_these():
     harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
     assert " ".join(sorted(frozenset.union(*harmless))) == (
         "allow_partial_checkpoint allow_pickle average backend bleu_tokenize branch_from compile "
-        "data_n_workers do_sample early_stopping_patience epochs eval_batch_size find_lr find_lr_max "
-        "find_lr_min id_field inference_dtype init_checkpoint iters keep_checkpoints "
+        "data_n_workers do_sample early_stopping_patience epochs eval_batch_size "
+        "id_field inference_dtype init_checkpoint iters keep_checkpoints "
         "length_penalty log_interval log_to max_bad_lines max_instances_per_eval_task "
         "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_path "
         "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases profile profile_after "

@@ -221,7 +221,6 @@ def test_lengths_in_tokens_are_updates_of_the_global_batch(work):
         ([{"iters": 1}], {"run": None, "save_interval": None, "save_best": None}, "--phases needs --model_path"),
         (None, {"branch_from": "nowhere"}, "--branch_from nowhere: no such checkpoint"),
         (None, {"branch_from": "x", "resume": "y"}, "--branch_from starts a new run"),
-        (None, {"branch_from": "x", "find_lr": 20}, "--branch_from and --find_lr exclude each other"),
         (None, {"branch_from": "run", "iters": 5}, "--branch_from run is in --model_path"),
         (None, {"average": 2, "early_stopping_patience": 3, "iters": 5}, "--average and --early_stopping_patience"),
         ([{"iters": 1}], {"init_checkpoint": "x"}, "--phases needs --reset_iteration and --reset_lr"),
