@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_attention import attention, tile_compile, tile_search
+from peaks import measured_peak
 from step import Shape, Worker, flops_of
 
-from lm_experiments_tools.training.flops import data_sheet_peak, measured_peak
+from lm_experiments_tools.training.flops import data_sheet_peak
 
 ROOT = Path(__file__).resolve().parents[1]
 Emit = Callable[[dict[str, Any]], None]
@@ -266,15 +267,19 @@ def queue(settings: dict[str, Any], emit: Emit) -> None:
     logged = _pretrain(settings, folder, **flags, compile=settings["compile"])[1]
     row = {"name": settings["name"], "data_share": logged["data_wait_fraction"]}
     row |= {"seconds_per_step": logged["seconds_per_step"]}
-    idle = float(re.search(r"idle .* ([\d.]+) %", next((folder / "profile").glob("*.txt")).read_text())[1]) / 100
     if settings["device"] == "cpu":
-        return emit({**row, "result": f"idle {idle:.1%}; waits for the device: needs CUDA"})
+        return emit({**row, "result": "waits for the device: needs CUDA"})
     trace = json.loads(next((folder / "profile").glob("*.json")).read_text())["traceEvents"]
     calls = [event for event in trace if event.get("cat") == "cuda_runtime"]
     # the trace ends with a synchronization of its own
     last = max(event["ts"] for event in calls if "LaunchKernel" in event["name"])
     begin = min(event["ts"] for event in calls if "LaunchKernel" in event["name"])
     blocking = [e["name"] for e in calls if _BLOCKING.search(e["name"]) and begin < e["ts"] < last]
+    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e.get("cat") in ("kernel", "gpu_memcpy"))
+    busy, until = 0.0, kernels[0][0]
+    for start, end in kernels:  # streams overlap
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    idle = 1 - busy / (until - kernels[0][0])
     said = f"{len(blocking)} waits {', '.join(sorted(set(blocking)))}; device idle {idle:.1%}"
     emit({**row, "result": said, "passed": not blocking and idle < 0.02 and row["data_share"] < 0.02})
 

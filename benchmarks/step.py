@@ -30,13 +30,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from peaks import measured_peak
 from step_data import MASKED, batches_of
 from step_loops import LOOPS, NANOT5_MODEL, Shape, config_of, nanot5
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedConfig
 
-from lm_experiments_tools.training.flops import data_sheet_peak, measured_peak
+from lm_experiments_tools.training.flops import data_sheet_peak
 
 SHAPES = {
     "t5-v1_1-small, 4 x 512/114": Shape("t5-v1_1-small", 4, 512, 114, rounds=8),

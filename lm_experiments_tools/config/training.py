@@ -343,9 +343,9 @@ class LoggingArgs:
     """Where curves are shown, besides metrics.jsonl, which is always written: several may be named. wandb is offline
     unless WANDB_MODE=online."""
     peak_tflops: Annotated[float | None, HARMLESS, POSITIVE] = None
-    """Peak of one device in 10^12 FLOP/s, which mfu is the share of. None: NVIDIA's data sheet, otherwise measured."""
+    """Peak of one device in 10^12 FLOP/s, which mfu is the share of. None: NVIDIA's data sheet; others have no mfu."""
     profile: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
-    """Trace this many updates: a table of where their time goes, and torch profiler's file. None: none, or 3 with
+    """Trace this many updates by torch's profiler: a table of operators, and a file. None: none, or 3 with
     --profile_after."""
     profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
     """The update after which --profile begins. None: 5 after the run has started or gone on."""

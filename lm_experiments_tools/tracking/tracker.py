@@ -31,7 +31,6 @@ _ON_AXES = ("gradients_global_norm", "weights_global_norm", "patience")  # tag/{
 _TAGS = {
     "tokens_per_second": "throughput/tokens_per_second",
     "mfu": "throughput/mfu",
-    "mfu_measured": "throughput/mfu_measured",
     "memory_mib": "memory/peak_mib",
     "data_wait_fraction": "time_metrics/data_wait_fraction",
     "skipped_updates": "nonfinite/count",
@@ -41,7 +40,6 @@ _SHOWN = {
     "gradients_global_norm": lambda value: f"gnorm {value:.2f}",
     "tokens_per_second": lambda value: f"{_thousands(value)} tok/s",
     "mfu": lambda value: f"mfu {value:.1%}",
-    "mfu_measured": lambda value: f"mfu_measured {value:.1%}",
     "memory_mib": lambda value: f"mem {value / 1024:.1f} GiB",
     "data_wait_fraction": lambda value: f"data {100 * value:.1f}%",
 }  # of the console line
@@ -90,7 +88,7 @@ class Tracker:
         directory.mkdir(parents=True, exist_ok=True)
         kept, purge_step = _cut_records(directory / "metrics.jsonl", start_step, again)
         self._jsonl = open(directory / "metrics.jsonl", "a", encoding="utf-8")
-        self._services = Services(directory, start_step)
+        self._services = Services(directory)
         if self._services.tensorboard:
             self._open_tensorboard(directory, purge_step, kept)
 

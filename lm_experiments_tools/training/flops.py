@@ -1,7 +1,8 @@
-"""FLOPs of training, and model FLOP utilization (MFU): the fraction of the device's peak.
+"""Model FLOP utilization (MFU): FLOP/s of training as a fraction of the device's peak.
 
-Matrix products, convolutions and attention are counted, padding included; a multiply-add is two operations.
-Recomputation by gradient checkpointing is not counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+Matrix products, convolutions and attention of a forward pass are counted, padding included; a multiply-add is two
+operations. The backward pass costs twice as much, as if all weights were trained. Recomputation by gradient
+checkpointing is not counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -12,14 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from lm_experiments_tools.attention.kernels.choice import force_backend
-from lm_experiments_tools.modules.devices import synchronize
 from lm_experiments_tools.training.generators import preserved_random_state
 
 if TYPE_CHECKING:
@@ -28,57 +25,25 @@ if TYPE_CHECKING:
     from lm_experiments_tools.training.metrics import LoggingInterval
     from lm_experiments_tools.training.micro_batches import MicroBatch
 
-_ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
-_FORMULAS = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _ATTENTION,
-    torch.ops.higher_order.flex_attention: _ATTENTION,
-}
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
 
 
-class TrainingFlops(TorchDispatchMode):
-    """Context that counts the FLOPs of a training step while only its forward pass runs, without autograd.
-
-    The FLOPs of the backward pass are derived from each product of the forward pass: the gradient of a factor costs as
-    much as the product. It is counted if the factor depends on a trained parameter, even if the model detaches it.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0.0
-        self._storages = WeakIdKeyDictionary()  # of tensors that depend on trained parameters
-
-    def _is_trained(self, x: Tensor) -> bool:
-        if x.requires_grad or isinstance(x, nn.Parameter) or x.layout != torch.strided:
-            return x.requires_grad
-        return x.untyped_storage() in self._storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        trained = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and self._is_trained(x)]
-        formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
-        if formula is not None:
-            factors = sum(x.dim() > 1 for x in trained)  # a bias has one dimension
-            self.total += formula(*args, **kwargs, out_val=out) * (1 + min(factors, 2))
-        if trained:
-            for x in tree_leaves(out):
-                if isinstance(x, Tensor) and x.dtype != torch.bool and x.layout == torch.strided:
-                    self._storages[x.untyped_storage()] = True
-        return out
+# torch has no formula for its fused attention on a CPU.
+_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
 
 
 def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
     """Count the FLOPs of a forward and backward pass over `inputs`, by an extra forward pass; collective."""
     buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("gather"):
-        with backend.autocast(), TrainingFlops() as flops:
+        with backend.autocast(), counter:
             backend.model(**inputs)
         for buffer, value in buffers:
             buffer.copy_(value)
-    return flops.total
+    return 3.0 * counter.get_total_flops()
 
 
 # ---- peak rates of devices in FLOP/s -------------------------------------------------------------------------------
@@ -104,9 +69,6 @@ _DATA_SHEETS: dict[str, tuple[float | None, float, float | None, float]] = {
     r"GH200 .*": (990, 990, 494, 67),
     r"B200": (2250, 2250, 1100, 75),
 }
-_SHAPES = ((64, 512, 512), (2048, 512, 512))  # rows, in, out of a linear layer: small products are a CPU's fastest
-_SHAPES_ON_GPU = ((65536, 512, 1024), (8192, 8192, 8192))
-_SECONDS, _PRODUCTS = 0.1, 60  # for each shape, after the first product
 
 
 def compute_dtype(backend: Backend) -> torch.dtype:
@@ -137,33 +99,10 @@ def _listed_peak(name: str, dtype: torch.dtype | str) -> float | None:
     return None
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure a device's peak FLOP/s: the speed of the fastest of many matrix products. Draws no random numbers."""
-    shapes = _SHAPES if device.type == "cpu" else _SHAPES_ON_GPU
-    return max(_rate(device, kind, *shape) for kind in {dtype, torch.float32} for shape in shapes)
-
-
-def _rate(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> float:
-    x = torch.arange(rows * inputs, device=device).sin().to(dtype).view(rows, inputs)
-    weight = torch.arange(inputs * outputs, device=device).sin().to(dtype).view(outputs, inputs)
-    x @ weight.T  # loads libraries
-    fastest, end = float("inf"), time.perf_counter() + _SECONDS
-    for _ in range(_PRODUCTS):
-        synchronize(device)
-        started = time.perf_counter()
-        x @ weight.T
-        synchronize(device)
-        fastest = min(fastest, max(time.perf_counter() - started, 1e-9))
-        if time.perf_counter() > end:
-            break
-    return 2 * rows * inputs * outputs / fastest
-
-
 class FlopMeter:
-    """Measures model FLOP utilization (MFU) on rank 0: FLOP/s between two log lines, divided by the device's peak.
+    """Measures `mfu` on rank 0: FLOP/s between two log lines, divided by the device's peak.
 
-    The log key is `mfu` if the peak is known from `--peak_tflops` or the data sheet. Otherwise the peak is measured at
-    the start, and the key is `mfu_measured`.
+    Nothing is counted where the peak is unknown: on a CPU and an unlisted GPU without `--peak_tflops`.
 
     Args:
         interval: metrics and times since the last log line; those of a resumed run include seconds before the restart.
@@ -174,16 +113,12 @@ class FlopMeter:
         self, args: TrainerArgs, backend: Backend, interval: LoggingInterval, say: Callable[[str], None]
     ) -> None:
         self.flops, self._uncounted, self._per_token = 0.0, interval.seconds, None
-        self._backend, self.name = backend, "mfu"
-        if not backend.is_main:
-            return
-        dtype = compute_dtype(backend)
-        self.peak = args.peak_tflops * 1e12 if args.peak_tflops else data_sheet_peak(backend.device, dtype)
-        source = "--peak_tflops" if args.peak_tflops else "the data sheet's peak"
-        if self.peak is None:
-            self.name, self.peak = "mfu_measured", measured_peak(backend.device, dtype)
-            source = "the fastest matrix product measured here"
-        say(f"{self.name}: the model's FLOP/s relative to {self.peak / 1e12:.3g} TFLOP/s, {source}")
+        self._backend = backend
+        listed = data_sheet_peak(backend.device, compute_dtype(backend))
+        # The extra forward pass is collective, so all workers must agree.
+        self.peak = backend.broadcast(args.peak_tflops * 1e12 if args.peak_tflops else listed)
+        if self.peak is not None:
+            say(f"mfu: the model's FLOP/s relative to {self.peak / 1e12:.3g} TFLOP/s")
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
         """Add the FLOPs of a step's micro-batches to the count. The first call runs an extra forward pass; collective.
@@ -195,6 +130,8 @@ class FlopMeter:
             Seconds that the extra forward pass took.
         """
         started = time.perf_counter()
+        if self.peak is None:
+            return 0.0
         if self._per_token is None:
             first = micro_batches[0].inputs
             self._per_token = count_flops(self._backend, {**first, **forward_kwargs}) / _num_tokens(first)
@@ -210,10 +147,7 @@ class FlopMeter:
         self.flops = self._uncounted = 0.0
         if not self._backend.is_main or not flops or seconds <= 0:
             return {}
-        rate = flops / seconds
-        if self.name == "mfu_measured":
-            self.peak = max(self.peak, rate)
-        return {self.name: rate / self.peak}
+        return {"mfu": flops / seconds / self.peak}
 
 
 def _num_tokens(inputs: Mapping[str, Any]) -> int:

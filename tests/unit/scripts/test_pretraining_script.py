@@ -89,7 +89,7 @@ def test_a_model_class_from_the_users_own_file(work, vocab, capsys, monkeypatch)
         "        return super().forward(*args, **kwargs)\n"
     )
     start(vocab, model_cls="my_model:MyT5")
-    assert capsys.readouterr().out.count("my own forward") == 3  # two steps, and the count for mfu
+    assert capsys.readouterr().out.count("my own forward") == 2
 
 
 def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, vocab):
@@ -267,8 +267,8 @@ def test_masked_lm_scores_masked_positions_only(work, vocab, monkeypatch):
     scored = scored_tokens(monkeypatch, BERT["vocab_size"])
     masked = OBJECTIVES["mlm"]
     start(vocab, **masked, iters=4)
-    tried, counted = [2 * 32, 5], [44]  # before training, and for mfu; of 128 tokens 44 is 6 deviations above the mean
-    assert scored == tried + counted + 4 * [44]
+    tried = [2 * 32, 5]  # before training; of 128 tokens 44 is 6 deviations above the mean
+    assert scored == tried + 4 * [44]
     start(vocab, **masked, iters=4, model_path="all", mlm_positions="all")
     assert dict(losses("run")) == pytest.approx(dict(losses("all")), rel=1e-5)
 

@@ -70,8 +70,7 @@ def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mod
     loop.train()
     assert modes.count((True, True)) == 6 * 3
     assert modes.count((False, False)) == (1 + 6 // 2) * 3
-    assert modes.count((False, True)) == 3  # the count for mfu
-    assert len(modes) == (6 + 4 + 1) * 3
+    assert len(modes) == (6 + 4) * 3
 
 
 @pytest.mark.parametrize("name", ["linear", "inverse_sqrt"])
