@@ -4,23 +4,18 @@ The number of applied updates alone determines the rate, so a schedule has no st
 schedule is constant.
 
 Transformers' schedules are found by name. `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are
-nanoT5's. `module:function` names a user's function of one of these forms::
-
-    f(step, num_warmup_steps, num_training_steps) -> float          any of these arguments, min_lr_ratio or base_lr
-    get_x_schedule(optimizer, num_warmup_steps, num_training_steps) -> LambdaLR
+nanoT5's. `module:function` names a user's function f(step, num_warmup_steps, num_training_steps, **options) -> float.
 """
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
+from lm_experiments_tools.config.options import checked_options, read_options
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
 
@@ -35,6 +30,13 @@ Schedule = Callable[[int], float]
 FLAGS = {"num_warmup_steps": "num_warmup_steps", "num_training_steps": "num_training_steps", "base_lr": "lr"}
 FLAGS |= {"min_lr_ratio": "lr_min_ratio", "min_lr_rate": "lr_min_ratio"}
 _BY_RESULTS = ("greedy", "reduce_lr_on_plateau")  # schedules of transformers that are not functions of the step
+_OURS = ("t5_inverse_sqrt", "legacy", "cosine_with_floor")
+_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "t5_inverse_sqrt")
+_WITHOUT_WARMUP = ("constant", "legacy")
+_ABSOLUTE = ("polynomial", "legacy")  # with absolute rates
+# Schedules with a floor, and their name of it.
+_FLOORS = {"cosine_with_min_lr": "min_lr_rate", "cosine_warmup_with_min_lr": "min_lr_rate"}
+_FLOORS |= {"warmup_stable_decay": "min_lr_ratio", "cosine_with_floor": "min_lr_ratio"}
 
 
 def get_schedule(
@@ -50,7 +52,7 @@ def get_schedule(
     """Create a schedule by name.
 
     Args:
-        name: one of `SCHEDULES`, one of transformers, or `module:function`.
+        name: t5_inverse_sqrt, legacy, cosine_with_floor, one of transformers, or `module:function`.
         num_warmup_steps: warm-up in updates. Default: 0, for t5_inverse_sqrt 10,000; required by schedules whose name
             contains "warmup".
         num_training_steps: length of the run in updates; required by schedules with an end.
@@ -64,185 +66,89 @@ def get_schedule(
     Raises:
         UserError: unknown name or option, a missing or invalid number, or a setting that the schedule would ignore.
     """
-    factory, accepted = _find(name)
-    if num_warmup_steps is None and "warmup" not in name and _is_required(accepted.get("num_warmup_steps")):
-        num_warmup_steps = 0
-    general = {
-        "num_warmup_steps": num_warmup_steps,
-        "num_training_steps": num_training_steps,
-        "min_lr_ratio": min_lr_ratio,
-        "base_lr": base_lr,
-    }
-    own = {key: parameter for key, parameter in accepted.items() if key not in general}
-    options = checked_options(f"--lr_scheduler {name}", options, own, FLAGS)
-    for key, parameter in accepted.items():
-        if _is_required(parameter) and {**general, **options}.get(key) is None:
-            flag, problem = "--lr" if key == "base_lr" else f"--{key}", "which is not set"
-            if key not in general:
-                flag, problem = f"--lr_scheduler_options {key}=VALUE", "which is not given"
-            raise UserError(f"--lr_scheduler {name} needs {flag}, {problem}.")
-    _check_numbers(name, accepted, general)
-    arguments = {key: value for key, value in general.items() if key in accepted and value is not None}
-    schedule, end = factory(**arguments, **options), arguments.get("num_training_steps")
+    build = _find(name)
+    _check_numbers(name, num_warmup_steps, num_training_steps, min_lr_ratio, base_lr)
+    warmup = num_warmup_steps
+    if warmup is None:
+        warmup = 10_000 if name == "t5_inverse_sqrt" else 0
+    if name in _FLOORS:
+        options[_FLOORS[name]] = min_lr_ratio
+    end = None if name in _ENDLESS else num_training_steps
+    try:
+        schedule = build(warmup, num_training_steps, base_lr, options)
+        for step in (0, warmup, end or warmup):
+            schedule(step)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"--lr_scheduler {name} refuses its settings: {error}.") from error
     # Some of transformers' schedules rise again after their end, as the cosine does.
     return schedule if end is None else lambda step: schedule(min(step, end))
 
 
-def _is_required(parameter: Parameter | None) -> bool:
-    return parameter is not None and parameter.default is Parameter.empty
-
-
-def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
-    """The function that builds the schedule of this name, and the arguments that it takes."""
-    if name in SCHEDULES:
-        return SCHEDULES[name], parameters_of(SCHEDULES[name])
+def _find(name: str) -> Callable[[int, int | None, float | None, dict[str, Any]], Schedule]:
+    """The function (warm-up, length, base_lr, options) that builds the schedule of this name."""
+    if name in _OURS:
+        return _BUILDERS[name]
     if name in _BY_RESULTS:
         raise UserError(f"--lr_scheduler {name} depends on results, not on the step: use --use_lr_drop.")
     if ":" in name:
         function = resolve_name(name, said=f"--lr_scheduler {name}")
-    elif (function := _transformers_schedules().get(name)) is None:
-        known = list(dict.fromkeys([*SCHEDULES, *_transformers_schedules()]))
+        return lambda warmup, length, base_lr, options: partial(
+            function, num_warmup_steps=warmup, num_training_steps=length, **options
+        )
+    if name not in (known := [*_OURS, *_of_transformers()]):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
-    if not (parameters := parameters_of(function)):
-        raise UserError(f"--lr_scheduler {name} names no argument: its first must be the step, or optimizer.")
-    first, *others = parameters.values()
-    if first.name != "optimizer":
-        return partial(partial, function), {p.name: p for p in others}
-    return partial(_multiplier, name, function), _arguments_of(others)
+    return partial(_build, name)
 
 
-def _arguments_of(others: Sequence[Parameter]) -> dict[str, Parameter]:
-    """Arguments after the optimizer of a schedule written like transformers', by our names."""
-    accepted = {p.name.replace("min_lr_rate", "min_lr_ratio"): p for p in others if p.name != "last_epoch"}
-    if "min_lr_ratio" in accepted:
-        accepted.pop("min_lr", None)  # the same as an absolute rate
-    accepted["base_lr"] = Parameter("base_lr", Parameter.KEYWORD_ONLY, default=None)
-    return accepted
+def _of_transformers() -> list[str]:
+    """Names of transformers' schedules that depend on the step alone; importing them takes seconds."""
+    from transformers import SchedulerType
+
+    return [kind.value for kind in SchedulerType if kind.value not in _BY_RESULTS]
 
 
-def _transformers_schedules() -> dict[str, Callable]:
-    """transformers' schedules that depend on the step alone, by name; importing them takes seconds."""
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
-
-    named = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    return {name: function for name, function in named.items() if name not in _BY_RESULTS}
-
-
-def _multiplier(name: str, function: Callable, base_lr: float | None = None, **arguments: Any) -> Schedule:
-    """The function of the step in the LambdaLR that `function` makes of an optimizer with only a learning rate."""
+def _build(name: str, warmup: int, length: int | None, base_lr: float | None, options: dict[str, Any]) -> Schedule:
+    """The function of the step in transformers' LambdaLR of an optimizer with only a learning rate."""
     import torch
+    from transformers import get_scheduler
 
-    if "min_lr_rate" in inspect.signature(function).parameters:  # transformers' name of min_lr_ratio
-        arguments["min_lr_rate"] = arguments.pop("min_lr_ratio", 0.0)
-    try:
-        scheduler = function(torch.optim.SGD([torch.zeros(())], lr=base_lr or 1.0), **arguments)
-    except ValueError as error:
-        raise UserError(f"--lr_scheduler {name} refuses its settings: {error}.") from error
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        raise UserError(
-            f"--lr_scheduler {name} makes a {type(scheduler).__name__}, not a LambdaLR: only a schedule that depends "
-            "on the step alone can be used."
-        )
-    return scheduler.lr_lambdas[0]
+    if name == "warmup_stable_decay":  # its decay is a tenth of the run (MiniCPM, arXiv 2404.06395)
+        decay = options.setdefault("num_decay_steps", math.ceil(0.1 * length))
+        if warmup + decay + options.get("num_stable_steps", 0) > length:
+            raise ValueError(f"{warmup} warm-up and {decay} decay updates do not fit into {length}")
+        length = None if "num_stable_steps" in options else length
+    elif name == "polynomial" and warmup == length:  # transformers would divide by the length of the decay
+        length -= 1
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=base_lr or 1.0)
+    return get_scheduler(name, optimizer, warmup, length, options).lr_lambdas[0]
 
 
-def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mapping[str, Any]) -> None:
-    warmup, total = general["num_warmup_steps"], general["num_training_steps"]
+def _check_numbers(name: str, warmup: int | None, total: int | None, floor: float, base_lr: float | None) -> None:
+    if warmup is None and "warmup" in name and ":" not in name:
+        raise UserError(f"--lr_scheduler {name} needs --num_warmup_steps, which is not set.")
+    if total is None and name not in _ENDLESS:
+        raise UserError(f"--lr_scheduler {name} needs --num_training_steps, which is not set.")
     if warmup is not None and warmup < 0:
         raise UserError(f"--num_warmup_steps is {warmup}: a number of updates cannot be negative.")
     if total is not None and total < 1:
         raise UserError(f"--num_training_steps is {total}: a schedule needs at least one update.")
-    if {"num_warmup_steps", "num_training_steps"} <= set(accepted) and None not in (warmup, total) and warmup > total:
+    if warmup is not None and name not in _ENDLESS and warmup > total:
         raise UserError(
             f"--num_warmup_steps {warmup} is more than the {total} updates of the schedule (--num_training_steps, or "
             f"--iters where that is not set): shorten the warm-up."
         )
-    if warmup and "num_warmup_steps" not in accepted:
+    if warmup and name in _WITHOUT_WARMUP:
         raise UserError(f"--num_warmup_steps {warmup} has no effect with --lr_scheduler {name}: drop one of them.")
-    if not 0.0 <= general["min_lr_ratio"] <= 1.0:
-        raise UserError(f"--lr_min_ratio is {general['min_lr_ratio']}: it is a fraction of --lr, from 0 to 1.")
-    if general["min_lr_ratio"] and "min_lr_ratio" not in accepted:
-        known = dict.fromkeys([*SCHEDULES, *_transformers_schedules()])
-        floored = ", ".join(key for key in known if "min_lr_ratio" in _find(key)[1])
-        raise UserError(f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {floored}.")
-    if general["base_lr"] is not None and general["base_lr"] <= 0 and _is_required(accepted.get("base_lr")):
-        raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {general['base_lr']}.")
-
-
-def constant() -> Schedule:
-    """Schedule with a constant learning rate: the multiplier is 1 at every step."""
-    return lambda step: 1.0
-
-
-def polynomial(
-    num_warmup_steps: int, num_training_steps: int, base_lr: float, lr_end: float = 1e-7, power: float = 1.0
-) -> Schedule:
-    """Linear warm-up from 0, then a polynomial decay to `lr_end`.
-
-    The rate after the warm-up is lr_end + (base_lr - lr_end) * remaining ** power, where `remaining` falls from 1 to
-    0.
-
-    Args:
-        base_lr: learning rate at the end of the warm-up.
-        lr_end: absolute rate at the end, not a multiplier.
-    """
-    if not base_lr > lr_end:
-        raise UserError(f"--lr_scheduler polynomial ends at lr_end={lr_end}, so --lr {base_lr} must be larger.")
-    no_decay = num_warmup_steps == num_training_steps  # whose length transformers would divide by
-    length = num_training_steps - int(no_decay)
-    return _of_transformers(
-        "polynomial", base_lr, num_warmup_steps, num_training_steps=length, lr_end=lr_end, power=power
-    )
-
-
-def inverse_sqrt(num_warmup_steps: int, timescale: int | None = None) -> Schedule:
-    """Linear warm-up from 0, then sqrt(timescale / (step - num_warmup_steps + timescale)).
-
-    Args:
-        timescale: updates that set how slowly the rate falls. None: num_warmup_steps, or 10,000 without a warm-up.
-    """
-    if timescale is not None and timescale <= 0:
-        raise UserError(f"--lr_scheduler inverse_sqrt needs a positive timescale, not {timescale}.")
-    return _of_transformers("inverse_sqrt", None, num_warmup_steps, timescale=timescale)
-
-
-def warmup_stable_decay(
-    num_warmup_steps: int,
-    num_training_steps: int,
-    min_lr_ratio: float = 0.0,
-    num_decay_steps: int | None = None,
-    num_stable_steps: int | None = None,
-    warmup_type: str = "linear",
-    decay_type: str = "cosine",
-    num_cycles: float = 0.5,
-) -> Schedule:
-    """Warm-up from min_lr_ratio to 1, a plateau, then a decay to min_lr_ratio.
-
-    Args:
-        num_decay_steps: updates of the decay; None: a tenth of the run (MiniCPM, arXiv 2404.06395).
-        num_stable_steps: updates of the plateau; None: the remaining ones.
-        warmup_type, decay_type: "linear", "cosine" or "1-sqrt".
-        num_cycles: number of cosine waves in a cosine warm-up or decay.
-    """
-    decay = math.ceil(0.1 * num_training_steps) if num_decay_steps is None else num_decay_steps
-    stable = num_training_steps - num_warmup_steps - decay if num_stable_steps is None else num_stable_steps
-    if stable < 0 or decay < 0:
+    if not 0.0 <= floor <= 1.0:
+        raise UserError(f"--lr_min_ratio is {floor}: it is a fraction of --lr, from 0 to 1.")
+    if floor and name not in _FLOORS:
         raise UserError(
-            f"--lr_scheduler warmup_stable_decay: {num_warmup_steps} warm-up and {decay} decay updates do "
-            f"not fit into {num_training_steps}."
+            f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {', '.join(_FLOORS)}."
         )
-    shape = {"warmup_type": warmup_type, "decay_type": decay_type, "num_cycles": num_cycles}
-    lengths = {"num_decay_steps": decay, "num_stable_steps": stable}
-    return _of_transformers(
-        "warmup_stable_decay", None, num_warmup_steps, **lengths, min_lr_ratio=min_lr_ratio, **shape
-    )
-
-
-def _of_transformers(name: str, base_lr: float | None, num_warmup_steps: int, **arguments: Any) -> Schedule:
-    schedule = _transformers_schedules()[name]
-    return _multiplier(name, schedule, base_lr, num_warmup_steps=num_warmup_steps, **arguments)
+    if name in _ABSOLUTE and not (base_lr or 0) > 0:
+        raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {base_lr}.")
 
 
 def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
@@ -298,8 +204,11 @@ def cosine_with_floor(
     return multiplier
 
 
-_OURS = constant, polynomial, inverse_sqrt, warmup_stable_decay, t5_inverse_sqrt, legacy, cosine_with_floor
-SCHEDULES: dict[str, Callable[..., Schedule]] = {factory.__name__: factory for factory in _OURS}
+_BUILDERS: Mapping[str, Callable[..., Schedule]] = {
+    "t5_inverse_sqrt": lambda warmup, length, base_lr, options: t5_inverse_sqrt(warmup, **options),
+    "legacy": lambda warmup, length, base_lr, options: legacy(length, base_lr, **options),
+    "cosine_with_floor": lambda warmup, length, base_lr, options: cosine_with_floor(warmup, length, **options),
+}
 
 
 class PlateauDrop:
