@@ -132,10 +132,6 @@ class DenoiserSpec:
         return spec
 
 
-_IN_VERSION_1 = {
-    "task", "input_seq_len", "target_seq_len", "noise_density", "mean_noise_span_length", "denoisers", "mode_tokens",
-    "mlm_probability",
-}  # fmt: skip
 _NO_PART_OF_EXAMPLES = {"bucket_rows", "mix_rows", "append_eos", "mlm_positions"}
 
 
@@ -222,11 +218,8 @@ class ObjectiveArgs:
         return ":" in self.task and not source_imports(self.task.partition(":")[0], _HOME)
 
     def settings_of_examples(self) -> dict[str, Any]:
-        """Return the settings that determine the content of an example, by name, for the data's fingerprint.
-
-        Newer flags are included only if the objective uses them, so that existing runs keep their fingerprints.
-        """
-        counted = _IN_VERSION_1 | set(self.objective().reads) - _NO_PART_OF_EXAMPLES
+        """Return the settings that determine the content of an example, by name, for the data's fingerprint."""
+        counted = {"task", "input_seq_len", *self.objective().reads} - _NO_PART_OF_EXAMPLES
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
 
     def denoiser_specs(self) -> list[DenoiserSpec]:
