@@ -31,7 +31,6 @@ from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias
 from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, block_sparse_attention
 from lm_experiments_tools.attention.kernels.operator import number_of_layout
-from lm_experiments_tools.attention.kernels.reference import attention_probabilities
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import (
     TYPE_KEY,
@@ -42,16 +41,14 @@ from lm_experiments_tools.attention.layouts import (
 from lm_experiments_tools.errors import UserError
 
 NAME = "block_sparse"
-WITH_WEIGHTS = "block_sparse_with_weights"
 SETTINGS_KEY = "sparse_attention"
 
 
 def register() -> None:
     """Register `attn_implementation="block_sparse"` with transformers; importing this module does it."""
     # Both interfaces are needed: an attention without a mask function gets no mask, and padding would be ignored.
-    for name, forward in ((NAME, attention_forward), (WITH_WEIGHTS, forward_with_weights)):
-        AttentionInterface.register(name, forward)
-        AttentionMaskInterface.register(name, attention_mask)
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
     if not hasattr(PreTrainedConfig.to_dict, "__wrapped__"):
         PreTrainedConfig.to_dict = _with_name(PreTrainedConfig.to_dict)
 
@@ -244,28 +241,6 @@ def attention_forward(
             query, key, value, layout, bias=bias, key_padding_mask=attention_mask, **options
         )
     return output.transpose(1, 2).contiguous(), None
-
-
-def forward_with_weights(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention and also return the attention weights [batch, heads, queries, keys].
-
-    transformers calls it for `attn_implementation="block_sparse_with_weights"`. It is dense and applies no dropout.
-    """
-    key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
-    options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling}
-    layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)
-    weights = attention_probabilities(query, key, layout, bias, attention_mask, **options).to(query.dtype)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def _for_all_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -27,7 +27,6 @@ COMMANDS = {
     "merge": "join the token files of a job array, or others of one vocabulary",
     "inspect": "show the data of a run: counts, lengths, padding, labels, samples as the model gets them",
     "plan": "estimate the memory of a run before it starts; find settings that fit",
-    "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
     "generate": "generate text, fill in blanks or label texts with a model",
     "export": "write a model for the Hugging Face Hub or as ONNX, and check that it loads with equal logits",
