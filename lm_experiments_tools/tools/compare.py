@@ -23,7 +23,6 @@ from lm_experiments_tools.files import read_json
 POSITIONAL = "runs"  # words before the first flag are its values
 _POSITION = ("step", "samples", "tokens", "seconds")
 _WIDEST = 60  # characters of a setting
-_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "horovod", "triton", "peft")
 _START = re.compile(r"config(?:\.(\d+))?\.json")
 
 
@@ -233,27 +232,17 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Settings as a flat dict: arguments, ENV.NAME, the model's configuration (model.NAME), versions, the machine."""
-    flat = {name: value for name, value in run.config.items() if name not in ("ENV", "model_path")}
-    flat |= {f"ENV.{name}": value for name, value in (run.config.get("ENV") or {}).items()}
+    """Settings as a flat dict: arguments, and the model's configuration (model.NAME)."""
+    left_out = ("ENV", "MACHINE", "COMMIT", "model_path")
+    flat = {name: value for name, value in run.config.items() if name not in left_out}
+    file = run.path / "model_config.json"
     try:
-        model, machine = (
-            read_json(run.path / name) if (run.path / name).is_file() else {}
-            for name in ("model_config.json", "env.json")
-        )
+        model = read_json(file) if file.is_file() else {}
     except UserError as error:
         run.problems.append(f"{run.name}: {error}")
         return flat
     left_out = ("_name_or_path", "transformers_version")
-    flat |= {f"model.{name}": value for name, value in model.items() if name not in left_out}
-    packages = {name.lower(): version for name, version in machine.get("packages", {}).items()}
-    cpu, gpus = machine.get("cpu", {}), machine.get("gpus", [])
-    return flat | {
-        "python": machine.get("python", "").partition(" ")[0],
-        "cpu": f"{cpu.get('model')}, {cpu.get('count')} cores",
-        "gpus": ", ".join(str(gpu.get("name")) for gpu in gpus) or "none",
-        **{f"package {name}": packages.get(name) for name in _PACKAGES},
-    }
+    return flat | {f"model.{name}": value for name, value in model.items() if name not in left_out}
 
 
 def _progress(run: Run) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""Report versions, devices, compilers, disk space and working distributed backends of this machine.
+"""Report versions, devices, compilers and disk space of this machine.
 
     lmtools doctor
     lmtools doctor --json
 
-The exit code is 0 if training can run here, at least in a single process, otherwise 1.
+The exit code is 0 if training can run here in a single process, otherwise 1. `accelerate test` tries several.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ import sysconfig
 import tempfile
 import textwrap
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
 
-from lm_experiments_tools.config.flags import POSITIVE, check_groups
 from lm_experiments_tools.files import dump_json, human_bytes
-from lm_experiments_tools.tools.backend_trials import run_trials, trials
 from lm_experiments_tools.tracking.run_directory import describe_environment
 
 _PACKAGE = "lm_experiments_tools"
@@ -41,55 +38,69 @@ _PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArgs:
-    """How long backends are tried, and the form of the report."""
+    """The form of the report."""
 
     json: bool = False
     """Print everything as one JSON object."""
-    timeout: Annotated[float, POSITIVE] = 60.0
-    """Time limit of the trials of backends, which run at the same time, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_groups(self, (DoctorArgs,))
 
 
 def run(args: DoctorArgs) -> int:
     """Print a report on this machine; returns 0 if training can run here, otherwise 1."""
-    found = _examine(args.timeout)
+    found = _examine()
     print(dump_json(found) if args.json else "\n".join(_report(found)))
     return 0 if found["can train"] else 1
 
 
-def _examine(timeout: float) -> dict[str, Any]:
+def _examine() -> dict[str, Any]:
     """The report as plain JSON types."""
-    gpus = _gpus()
-    jobs = trials(len(gpus))
-    with ThreadPoolExecutor(1) as pool:  # at the same time as the trials
-        building = pool.submit(_why_no_cpp)
-        run_trials(jobs, timeout)
-        no_cpp = building.result()
-    lacking = missing_requirements()
+    lacking, one_process = missing_requirements(), _one_process()
     return {
-        "can train": jobs[0].state == "works" and "" not in lacking,
+        "can train": "error" not in one_process and "" not in lacking,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "backends": {job.name: {"state": job.state, "says": job.says, "seconds": job.seconds} for job in jobs},
-        "torch": jobs[0].facts,
+        "torch": one_process,
+        "horovod": _horovod(),
         "cpu": describe_environment()["cpu"],
-        "gpus": gpus,
-        "compilers": {**_compilers(), "C++ for torch.compile": no_cpp or "works"},
+        "gpus": _gpus(),
+        "compilers": {**_compilers(), "C++ for torch.compile": _why_no_cpp() or "works"},
         "space": _space(),
         "missing": {extra: {"packages": names, "install": _remedy(extra)} for extra, names in lacking.items()},
     }
+
+
+def _one_process() -> dict[str, Any]:
+    """Facts about torch after an update on the device that a run would choose; its error if it fails."""
+    try:
+        import torch
+
+        from lm_experiments_tools.backends.backend import LocalBackend
+        from lm_experiments_tools.modules.devices import has_bf16
+
+        backend, model = LocalBackend(), torch.nn.Linear(8, 8)
+        backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        backend.backward(backend.model(torch.ones(2, 8, device=backend.device)).square().sum())
+        backend.clip_and_step().result()
+    except (ImportError, OSError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    facts = {"device": str(backend.device), "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
+    return facts | {"cpu capability": torch.backends.cpu.get_cpu_capability(), "cpu bf16": has_bf16("cpu")}
+
+
+def _horovod() -> str:
+    """Whether Horovod is compiled for this torch."""
+    try:
+        import horovod.torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"not there ({error}); build it by: {_BUILD}"
+    return "works"
 
 
 def _report(found: Mapping[str, Any]) -> list[str]:
     """The lines of a terminal."""
     versions = " | ".join(f"{name} {version or '-'}" for name, version in found["versions"].items())
     lines = ["versions", *textwrap.wrap(versions, 100, initial_indent="  ", subsequent_indent="  ")]
-    lines += ["", "backends (a sum over two processes each)"]
-    for name, trial in found["backends"].items():
-        took = f"  {trial['seconds']:.1f} s" if trial["state"] == "works" else f": {trial['says']}"
-        lines.append(f"  {name:<18} {trial['state']}{took}")
-    cpu, torch = found["cpu"], found["torch"] or {}
+    cpu, torch = found["cpu"], found["torch"]
+    lines += ["", "backends", f"  one process  {torch.get('error', 'works')}", f"  horovod      {found['horovod']}"]
+    lines += ["  others       try them by: accelerate test"]
     lines += [
         "",
         "devices",
@@ -109,8 +120,6 @@ def _report(found: Mapping[str, Any]) -> list[str]:
         lines += ["", "to install"]
     for extra, lacking in found["missing"].items():
         lines.append(f"  {extra or 'needed':<12} {', '.join(lacking['packages'])}: {lacking['install']}")
-    if any(t["state"] != "works" and name.startswith("horovod") for name, t in found["backends"].items()):
-        lines.append(f"  {'horovod':<12} compiled against this torch by: {_BUILD}")
     return [*lines, "", f"training {'can' if found['can train'] else 'cannot'} run here"]
 
 
