@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lm_experiments_tools.backends import horovod_elastic
 from lm_experiments_tools.backends.backend import Backend, check_whole
 from lm_experiments_tools.backends.collective import STALL_SECONDS
 from lm_experiments_tools.backends.launch import wanted_processes
@@ -25,7 +24,6 @@ from lm_experiments_tools.errors import UserError
 try:
     import horovod
     import horovod.torch as hvd
-    from horovod.common.elastic import notification_manager
 except ImportError as error:
     raise UserError(
         f"Horovod's PyTorch part cannot be imported ({error}); build it with `lmtools build-horovod` "
@@ -45,10 +43,10 @@ class HorovodBackend(Backend):
         precision: autocast and loss scaling.
         fp16_allreduce: send gradients between workers as fp16. This halves the traffic and rounds to 11 bits.
         stall_timeout: seconds to wait for a late or lost worker. None: STALL_SECONDS for a late worker; for a lost
-            worker Horovod's 30, or 300 in an elastic job.
+            worker Horovod's 30.
 
     Raises:
-        UserError: the launcher started more workers than Horovod sees, or more local workers than GPUs.
+        UserError: an elastic job; the launcher started more workers than Horovod sees, or more than GPUs.
     """
 
     name = "horovod"
@@ -56,6 +54,11 @@ class HorovodBackend(Backend):
     def __init__(
         self, precision: Precision | None = None, *, fp16_allreduce: bool = False, stall_timeout: int | None = None
     ) -> None:
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise UserError(
+                "elastic horovodrun cannot be used: start the job again by the same command, or use torchrun "
+                "--max-restarts, both with --reproducible elastic"
+            )
         if stall_timeout is not None:
             os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(stall_timeout)
             os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(stall_timeout)
@@ -63,8 +66,6 @@ class HorovodBackend(Backend):
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
         # otherwise the host waits for the reduction of a GPU's gradients
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
-        horovod_elastic.listen(notification_manager)
-        horovod_elastic.ask_for_rank()
         hvd.init()
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
@@ -94,7 +95,6 @@ class HorovodBackend(Backend):
         for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
             parameter.data = parameter.data.contiguous()
         self.broadcast_tensors([*model.parameters(), *model.buffers()])
-        # An elastic job's reducer sends gradients of a lone worker too, and keeps each until `synchronize`.
         reduces = optimizer is not None and self._addends is None and self.world_size > 1
         self._reducer = self._make_reducer(model, optimizer) if reduces else None
         super().setup(model, optimizer)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from lm_experiments_tools.config import restart
+from lm_experiments_tools.config import exits
 from lm_experiments_tools.config.flags import COMMAND_LINE, DEFAULT, Flag, describe, flags_of, help_groups
 from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
@@ -128,12 +128,12 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     """Run an entry point and exit with its code.
 
     - UserError: message on stderr, code 2
-    - RunError: message with rank and step, code 1 (an elastic Horovod worker restarts if it lost another worker)
+    - RunError: message with rank and step, code 1
     - Ctrl-C: code 130
     - any other exception: traceback, then one line with rank, step, type and reason, code 1
     """
     sys.excepthook = _report_crash
-    restart.note_interrupts()
+    exits.note_interrupts()
     try:
         code = main()
     except UserError as error:
@@ -142,7 +142,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     except RunError as error:
         _say(f"error: {_where(error)}: {error}")
         if isinstance(error, LostWorkerError):
-            restart.begin_anew() if restart.is_elastic() else restart.leave(1)
+            exits.leave(1)
         sys.exit(1)
     except OSError as error:
         if error.errno is None:  # raised by a library for reasons of its own
@@ -152,10 +152,6 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
-    except SystemExit as error:
-        if restart.is_restart(error.code):
-            restart.begin_anew()
-        raise
     sys.exit(code or 0)
 
 
@@ -168,8 +164,6 @@ def _report_crash(kind: type[BaseException], error: BaseException, trace: types.
     sys.__excepthook__(kind, error, trace)
     reason = str(error).strip().splitlines()
     _say(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}")
-    if restart.is_elastic() and kind.__name__ == "HorovodInternalError":  # while the job starts
-        restart.begin_anew()
 
 
 def _say(sentence: str) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.backends.collective import agreed, on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import parse_step
-from lm_experiments_tools.config import restart
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run
 
@@ -37,7 +36,7 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
         UserError: the directory holds a run with other settings or a running one, or must be shared and is not.
     """
     # An elastic job changes its number of workers, and with it the global batch; its other settings stay.
-    is_elastic = restart.is_elastic() or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    is_elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     workers = None if is_elastic else args.virtual_size(backend.world_size)
     run = on_all(backend, lambda: claim_run(args, workers, once_more=once_more), only_main=True)
     folder = Path(args.model_path)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from lm_experiments_tools.config import restart
+from lm_experiments_tools.config import exits
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,7 @@ class StopSignals:
 
     @property
     def pending(self) -> list[int]:
-        """Numbers of SIGTERM and SIGINT that this worker received, to be summed over workers.
-
-        A change of hosts in an elastic job counts as SIGTERM.
-        """
+        """Numbers of SIGTERM and SIGINT that this worker received, to be summed over workers."""
         if not self._entered:
             return [0, 0]
         if self._launcher is not None and os.getppid() != self._launcher:
@@ -52,8 +49,7 @@ class StopSignals:
             )
             self._launcher = None
             self._noted[WATCHED.index(signal.SIGTERM)] += 1
-        terminations, interrupts = self._noted
-        return [terminations + restart.have_hosts_changed(), interrupts]
+        return list(self._noted)
 
     def agree(self, totals: Sequence[int]) -> None:
         """Record which signals any worker received, so that all workers stop at the same step.
@@ -69,7 +65,7 @@ class StopSignals:
     def __enter__(self) -> None:
         self._entered = True
         if threading.current_thread() is threading.main_thread():
-            self._noted[WATCHED.index(signal.SIGINT)] += restart.was_interrupted()  # before `_note` adds to it
+            self._noted[WATCHED.index(signal.SIGINT)] += exits.was_interrupted()  # before `_note` adds to it
             for number in WATCHED:
                 self._previous[number] = signal.signal(number, self._note)
         return self
@@ -81,7 +77,6 @@ class StopSignals:
         self._entered = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        restart.note_signal()
         if number == signal.SIGINT and self._noted[1]:
             raise KeyboardInterrupt
         self._noted[WATCHED.index(number)] += 1

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.launch import CPU, ROOT, Job, environment, run, skip_without, start
+from tests.distributed.launch import CPU, ROOT, environment, start
 
 WORKER = ROOT / "tests" / "distributed" / "restarting_worker.py"
-HOROVODRUN = ["horovodrun", "--gloo", "--network-interfaces", "lo"]
 
 
 def event(step: int, kind: str, *ranks: int, **more: Any) -> dict[str, Any]:
@@ -32,35 +31,6 @@ def undisturbed(folder: Path, steps: int, *flags: str) -> str:
     return digest(folder)
 
 
-def horovod_job(
-    folder: Path, plan: Sequence[dict[str, Any]], steps: int, options: str, *flags: str, discover: str = "",
-    timeout: float = 150, **extra: str,
-) -> Job:  # fmt: skip
-    """An elastic horovodrun.
-
-    Args:
-        options: of horovodrun, such as "-np 2 --min-np 2".
-        discover: hosts that a discovery script finds at the start, "a:2 b:2"; without, `options` name them by -H.
-    """
-    skip_without("horovod")
-    write_plan(folder, plan)
-    launcher = [*HOROVODRUN, *options.split()]
-    if discover:
-        launcher += discovering(folder, discover)
-        extra["HOSTS"] = str(folder / "hosts")
-    command = ("python", WORKER, steps, folder, *flags)
-    return run(launcher, *command, timeout=timeout, HOME=str(folder), **extra)
-
-
-def discovering(folder: Path, hosts: str) -> list[str]:
-    """Options of horovodrun: a discovery script that prints FOLDER/hosts, at first these."""
-    script = folder / "discover.sh"
-    (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts.split()))
-    script.write_text(f"#!/bin/sh\ncat {folder}/hosts\necho >> {folder}/asked\n")
-    script.chmod(0o755)
-    return ["--host-discovery-script", str(script)]
-
-
 def digest(folder: Path) -> str:
     return (folder / "digest").read_text()
 
@@ -68,17 +38,6 @@ def digest(folder: Path) -> str:
 def noted(folder: Path) -> list[dict[str, Any]]:
     """Rank 0's notes of the steps, those that were made a second time included."""
     return [line for line in _lines(folder) if line["rank"] == 0]
-
-
-def final(folder: Path) -> dict[int, dict[str, Any]]:
-    """Step -> rank 0's note of it when it was made for the last time."""
-    return {line["step"]: line for line in noted(folder)}
-
-
-def samples(folder: Path) -> list[int]:
-    """Numbers of all samples in the steps that the weights at the end are of, sorted."""
-    last = {step: line["start"] for step, line in final(folder).items()}
-    return sorted(n for line in _lines(folder) if line["start"] == last[line["step"]] for n in line["samples"])
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,9 @@
-"""The job of the elastic tests: a run whose workers die, or whose hosts change, at steps that were planned.
+"""The job of the elastic tests: a run whose workers die at steps that were planned.
 
     restarting_worker.py STEPS FOLDER [FLAG=VALUE ...]
 
 FOLDER/plan.json, where there is one, is a list of events: from "step" on it happens, once, on each of "ranks" (modulo
-the number of workers), if there are "size" workers; "kind" is hosts, raise, leave or kill; "hosts" are the lines that
-the discovery script prints from then on, with "take_own" without this worker's. What has happened has left a file.
+the number of workers), if there are "size" workers; "kind" is raise, leave or kill. What has happened has left a file.
 
 Each worker adds a line a step to FOLDER/steps.jsonl; rank 0 writes a hash of weights, optimizer, metrics at the end.
 """
@@ -38,13 +37,12 @@ class Noted(SeekableBatches):
 
 
 class Diary:
-    """A line a step: who computed what, at which start of the job (1, 2, ...), and as whom this process began."""
+    """A line a step: who computed what, at which start of the job (1, 2, ...)."""
 
     every = 1
 
     def __init__(self, folder, backend, loader):
         self.starts, self.backend, self.loader, self.file = folder / "starts", backend, loader, folder / "steps.jsonl"
-        self.first_rank = int(os.environ.setdefault("FIRST_RANK", str(backend.rank)))  # kept when it begins anew
         self.start = None
         if backend.is_main:
             with self.starts.open("a") as file:
@@ -54,8 +52,7 @@ class Diary:
         self.start = self.start or self.starts.read_text().count("\n")  # rank 0 has been there: a step is made
         line = {
             "step": info.step, "start": self.start, "rank": self.backend.rank, "size": self.backend.world_size,
-            "host": os.environ.get("HOROVOD_HOSTNAME"), "first_rank": self.first_rank, "time": time.time(),
-            "samples": self.loader.given,
+            "time": time.time(), "samples": self.loader.given,
         }  # fmt: skip
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -63,7 +60,7 @@ class Diary:
 
 
 class Events:
-    """Carries the plan out: workers fail, end without a word or are killed, or the hosts change."""
+    """Carries the plan out: workers fail, end without a word or are killed."""
 
     every = 1
 
@@ -90,26 +87,12 @@ class Events:
 
 
 def happen(event):
-    if "hosts" in event:
-        own = f"{os.environ['HOROVOD_HOSTNAME']}:" if event.get("take_own") else "none"
-        lines = [f"{line}\n" for line in event["hosts"] if not line.startswith(own)]
-        set_hosts(Path(os.environ["HOSTS"]), "".join(lines))
     if event["kind"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if event["kind"] == "raise":
         raise ZeroDivisionError("a deliberate failure")
     if event["kind"] == "leave":
         os._exit(7)
-
-
-def set_hosts(file, lines):
-    """Have the driver find these, and return when it has told rank 0: it does, if at all, before it asks again."""
-    (new := file.with_name("new")).write_text(lines)
-    new.replace(file)
-    asked = file.with_name("asked")  # a line each time
-    seen = len(asked.read_text())
-    while len(asked.read_text()) < seen + 3:  # the one under way, the one that finds it, and the next
-        time.sleep(0.05)
 
 
 def main():

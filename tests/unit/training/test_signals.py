@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lm_experiments_tools.checkpoint import train_state
-from lm_experiments_tools.config import restart
+from lm_experiments_tools.config import exits
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.training.signals import StopSignals
@@ -36,7 +36,7 @@ class Interrupted:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_python_drops_while_a_run_starts_stops_it_before_it_trains(tmp_path, monkeypatch):
-    monkeypatch.setattr(restart, "_interrupts", [])
+    monkeypatch.setattr(exits, "_interrupts", [])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     loops = []
 
@@ -62,16 +62,6 @@ def test_the_death_of_the_launcher_counts_as_sigterm_once(monkeypatch, caplog):
         monkeypatch.setattr(os, "getppid", lambda: 1)
         assert signals.pending == signals.pending == [1, 0]
     assert f"the launcher of this worker (process {launcher}) ended without a signal" in caplog.text
-
-
-def test_word_of_other_hosts_is_for_training_alone(monkeypatch):
-    """A run that only validates has nothing to save and begin anew from, and would end without its numbers."""
-    monkeypatch.setattr(restart, "_asked", {"hosts"})
-    loop = make_loop(None, DataLoader(RaggedPairs(4), batch_size=4))
-    assert loop.validate(loop.valid_dataloader)["loss"] > 0
-    with pytest.raises(SystemExit) as stop:
-        loop.train()
-    assert (stop.value.code, loop.state.step) == (143, 0)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
