@@ -8,6 +8,7 @@ The exit code is 0 if training can run here in a single process, otherwise 1. `a
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -88,7 +89,7 @@ def _one_process() -> dict[str, Any]:
 def _horovod() -> str:
     """Whether Horovod is compiled for this torch."""
     try:
-        import horovod.torch  # noqa: F401
+        importlib.import_module("horovod.torch")
     except (ImportError, OSError) as error:
         return f"not there ({error}); build it by: {_BUILD}"
     return "works"
