@@ -209,7 +209,7 @@ def _file_in(folder: str, split: str) -> str:
     for name in (*stems, "data"):  # a DatasetDict on disk, a snapshot of the hub
         if os.path.isdir(os.path.join(folder, name)):
             return _file_in(os.path.join(folder, name), split)
-    others = [stem for other, stems in FILES_OF.items() if other != "train" for stem in stems]
+    others = [stem for other, names_of in FILES_OF.items() if other != split for stem in names_of]
     if data_files and not any(re.match(rf"{stem}[-_.]", name) for stem in others for name in data_files):
         return folder  # of one split, or of none by their names
     raise UserError(

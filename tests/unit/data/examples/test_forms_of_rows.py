@@ -75,6 +75,9 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
     assert rows_of(splits) == ROWS[:3] and rows_of(splits, "valid") == ROWS[3:]
     with pytest.raises(UserError, match="has none of the test files"):
         rows_of(splits, "test")
+    (splits / "valid.parquet").unlink()
+    with pytest.raises(UserError, match="has none of the valid files"):
+        rows_of(splits, "valid")  # its training data is no validation data
     (tmp_path / "half.parquet").write_bytes((tmp_path / "one.parquet").read_bytes()[:200])
     with pytest.raises(UserError, match=r"half\.parquet is damaged or not of its ending .*: copy it again"):
         rows_of(tmp_path / "half.parquet")
