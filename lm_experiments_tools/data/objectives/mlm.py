@@ -66,7 +66,7 @@ def mask_id(vocabulary: Vocabulary) -> int:
     if vocabulary.num_sentinels == 0:
         raise UserError(
             f"--task mlm needs a token that hides others, but {vocabulary.path} has neither "
-            f"{' nor '.join(MASK_PIECES)} nor a sentinel: give another vocabulary, or train one by `lmtools vocab`."
+            f"{' nor '.join(MASK_PIECES)} nor a sentinel: add a mask_token, or train another by `lmtools vocab`."
         )
     return int(vocabulary.sentinel_ids[0])
 

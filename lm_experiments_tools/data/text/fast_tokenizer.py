@@ -215,7 +215,7 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
     if names >= {"vocab.json", "merges.txt"}:
         vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         cls = RobertaTokenizerFast if "<s>" in vocab else GPT2TokenizerFast
-        return cls.from_pretrained(str(folder))
+        return cls.from_pretrained(str(folder), trust_remote_code=False)
     return T5Tokenizer.from_pretrained(str(folder)) if "added_tokens.json" in names else _of_sentencepiece(folder)
 
 
@@ -237,14 +237,11 @@ def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    found = {
-        role: next((name for name in names if tokenizer.token_to_id(name) is not None), None)
-        for role, names in ROLES.items()
-    }
+    pieces = tokenizer.get_vocab()
+    found = {role: next(filter(pieces.__contains__, names), None) for role, names in ROLES.items()}
     others = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     extra = [name for name in others if name not in found.values()]
-    roles = {role: name for role, name in found.items() if name is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=extra, **roles)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=extra, **found)
 
 
 def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:

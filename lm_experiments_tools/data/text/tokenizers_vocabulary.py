@@ -14,14 +14,13 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lm_experiments_tools.data.text.fast_tokenizer import ROLES, WORD_MARKS, FastTokenizer, read_pretrained
-from lm_experiments_tools.data.text.vocabulary import MODEL_NAMES, Vocabulary, find_sentinels
+from lm_experiments_tools.data.text.vocabulary import MODEL_NAMES, Vocabulary, family, find_sentinels
 from lm_experiments_tools.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -173,11 +172,7 @@ def _hidden(piece: str) -> str:
 def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> list[int]:
     """Ids of the sentinel tokens for masked spans, in order (see the top of this file)."""
     ids = pretrained.get_vocab()
-
-    def family(name: str) -> list[int]:
-        return [ids[piece] for piece in takewhile(ids.__contains__, (name.format(k) for k in count()))]
-
     additional = [ids[str(token)] for token in pretrained.extra_special_tokens if str(token) in ids]
     additional = [index for index in dict.fromkeys(additional) if index not in taken]
     is_unigram = type(pretrained.backend_tokenizer.model).__name__ == "Unigram"
-    return find_sentinels(ids, is_unigram) or max([additional, *map(family, _UNUSED)], key=len)
+    return find_sentinels(ids, is_unigram) or max([additional, *(family(ids, name) for name in _UNUSED)], key=len)

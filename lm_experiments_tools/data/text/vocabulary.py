@@ -44,6 +44,11 @@ def sentinel_piece(index: int) -> str:
     return f"<extra_id_{index}>"
 
 
+def family(pieces: Mapping[str, int], name: str) -> list[int]:
+    """Return the ids of numbered subwords: for "<unused{}>" those of <unused0>, <unused1>, ... without a gap."""
+    return [pieces[piece] for piece in takewhile(pieces.__contains__, map(name.format, count()))]
+
+
 def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
     """Return the ids of <extra_id_0>, <extra_id_1>, ..., or of mT5's ▁<extra_id_0>, ... where these are missing.
 
@@ -51,12 +56,7 @@ def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
         pieces: id of each subword.
         is_unigram: True to look for mT5's, which the pieces of byte-pair encoding resemble where a text holds them.
     """
-
-    def family(mark: str) -> list[int]:
-        names = (mark + sentinel_piece(k) for k in count())
-        return [pieces[name] for name in takewhile(pieces.__contains__, names)]
-
-    return family("") or (family("▁") if is_unigram else [])
+    return family(pieces, "<extra_id_{}>") or (family(pieces, "▁<extra_id_{}>") if is_unigram else [])
 
 
 def warn_of_unknown(

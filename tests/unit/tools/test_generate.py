@@ -13,7 +13,8 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from lm_experiments_tools.tools.generate import filled
+from lm_experiments_tools.data.text.byte_vocabulary import swap_sentinels
+from lm_experiments_tools.tools.generate import filled, text_of
 from lm_experiments_tools.tools.main import main
 from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model, toy_tokenizer
 
@@ -125,3 +126,14 @@ def test_a_decoder_says_how_many_positions_it_lacks(tmp_path, capsys):
     save_toy("decoder", tmp_path)
     assert main(["generate", str(tmp_path), "w1 " * 60]) == 2
     assert "60 tokens and 64 to be written" in capsys.readouterr().err
+
+
+def test_byt5_reads_and_writes_the_sentinels_that_it_was_trained_with():
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    ids = tokenizer("a<extra_id_0>b<extra_id_1><extra_id_20>").input_ids
+    assert ids == [100, 259, 101, 260, 279, 1]  # transformers' ids, which no published model knows
+    trained = swap_sentinels(tokenizer, ids)
+    assert trained == [100, 258, 101, 257, 279, 1]
+    assert text_of(tokenizer, trained) == "a<extra_id_0>b<extra_id_1><extra_id_20>"
