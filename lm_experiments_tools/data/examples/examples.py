@@ -354,7 +354,7 @@ def _is_hidden(value: Any, known: Sequence[str]) -> bool:
 
 def _list_in(text: str) -> list[Any] | tuple[Any, ...] | None:
     """The list that a cell of a table holds, as JSON or as Python writes it (pandas); None for other text."""
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (json.loads, ast.literal_eval) if text.lstrip()[:1] in ("[", "(") else ():
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             found = parse(text)
             # Python joins texts without a comma between them, as numpy prints arrays.
@@ -379,8 +379,8 @@ def _label_name(value: Any, known: Sequence[str] = ()) -> str:
     if isinstance(value, NamedClass):
         return str(int(value)) if str(int(value)) in known and value.name not in known else value.name
     if _is_hidden(value, known):
-        is_class = "" if _is_null(value) else ", or name all labels by --label_names if this is one of them"
-        raise BadRecord(f"no label ({value!r}): leave out the row{is_class}")
+        advice = "" if _is_null(value) else ", or name all labels by --label_names if this is one of them"
+        raise BadRecord(f"no label ({value!r}): leave out the row{advice}")
     if isinstance(value, (str, int)):  # True and False are ints
         return str(value).strip()
     if isinstance(value, float) and value.is_integer():  # what pandas makes of integers
