@@ -225,6 +225,15 @@ class BertPredictions(nn.Module):
         return self.decoder(self.transform(x))
 
 
+def at_positions(x: Tensor, positions: Tensor | None) -> Tensor:
+    """Hidden states [1, n, D] of n tokens among x [B, L, D], whose logits alone are needed; None returns x.
+
+    Args:
+        positions: int64 [n], b * L + l for token l of sequence b; labels are then [1, n].
+    """
+    return x if positions is None else x.flatten(0, 1)[positions][None]
+
+
 class BertHeads(nn.Module):
     """Pre-training heads of BERT: one predicts masked tokens and, if configured, one the next sentence."""
 
@@ -239,6 +248,12 @@ class _WithWords(BertPreTrainedModel):
     """Models that have the words' matrix twice, as input and as output, and tie the two."""
 
     has_causal_loss = True  # with `is_decoder`
+
+    @property
+    def shifts_labels(self) -> bool:
+        """True if each token predicts the next one's label."""
+        return self.config.is_decoder
+
     _tied_weights_keys = TIED
     _judges_pairs: ClassVar[bool]
 
@@ -292,6 +307,7 @@ class BertForPreTraining(_WithWords):
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        label_positions: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BertForPreTrainingOutput:
         """Predict masked tokens and sentence order for B sequences of L tokens.
@@ -302,6 +318,7 @@ class BertForPreTraining(_WithWords):
             labels: [B, L], the masked words, -100 elsewhere.
             next_sentence_label: [B], 0 for a pair in its order and 1 for another; for packed rows with S documents [B,
                 S].
+            label_positions: see `at_positions`.
 
         Returns:
             `loss` is the sum of `loss_mlm`, a mean over labels that are not -100, and `loss_nsp`, a mean over
@@ -310,7 +327,7 @@ class BertForPreTraining(_WithWords):
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         packed = of_documents(segment_ids, next_sentence_label)
         outputs = self.bert(*inputs, **packed, return_dict=True, **kwargs)
-        words = self.cls.predictions(outputs.last_hidden_state)
+        words = self.cls.predictions(at_positions(outputs.last_hidden_state, label_positions))
         pairs = self.cls.seq_relationship(outputs.pooler_output)
         loss_mlm = None if labels is None else words_loss(words, labels, segment_ids, self.config.is_decoder)
         loss_nsp = None if next_sentence_label is None else mean_loss(pairs, next_sentence_label)
@@ -340,6 +357,7 @@ class BertForMaskedLM(_WithWords):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        label_positions: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """Predict masked tokens. Other arguments are those of `BertModel.forward`.
@@ -347,10 +365,11 @@ class BertForMaskedLM(_WithWords):
         Args:
             labels: [batch, length], the masked words, -100 elsewhere. With `is_decoder` they are the tokens
                 themselves, each predicted from those before it.
+            label_positions: see `at_positions`.
         """
         inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
-        words = self.cls.predictions(outputs.last_hidden_state)
+        words = self.cls.predictions(at_positions(outputs.last_hidden_state, label_positions))
         loss = None if labels is None else words_loss(words, labels, segment_ids, self.config.is_decoder)
         return MaskedLMOutput(loss=loss, logits=words, **_recorded(outputs))
 

@@ -265,12 +265,13 @@ class T5Stack(T5PreTrainedModel):
         """Extend the encoder's attention mask by memory tokens: learned vectors before the input, never masked.
 
         Args:
-            attention_mask: [batch, length] or [batch, heads, queries, length]; None masks nothing.
+            attention_mask: [batch, length] or [batch, heads, queries, length]; None masks nothing. One that has a
+                query for each token says nothing of memory tokens, and is refused.
         """
         if attention_mask is None or self.memory_tokens is None:
             return attention_mask
         num_memory_tokens = len(self.memory_tokens)
-        if attention_mask.dim() == 4 and attention_mask.shape[2] == attention_mask.shape[3]:
+        if attention_mask.dim() > 2 and attention_mask.shape[-2] == attention_mask.shape[-1]:
             raise ValueError(
                 f"num_memory_tokens={num_memory_tokens} takes an attention_mask [batch, length], not "
                 f"{list(attention_mask.shape)}: it does not say what memory tokens may look at."

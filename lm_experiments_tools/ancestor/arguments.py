@@ -1,7 +1,7 @@
 """Arguments of t5-experiments' trainers with their old names and defaults, and conversion to current arguments.
 
-`HfArgumentParser(TrainerArgs)` sees only the old fields, so a program can add its own `--seed`. A call
-`TrainerArgs(...)` without `lr` returns current arguments; the parser always passes `lr` and gets the old ones.
+`HfArgumentParser(TrainerArgs)` sees only the old fields, so a program can add its own `--seed`. The parser passes all
+of them and gets the old class; any other call `TrainerArgs(...)` returns current arguments.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lm_experiments_tools.ancestor.notice import notice
 from lm_experiments_tools.config import training as today
+from lm_experiments_tools.config.flags import HARMLESS
 from lm_experiments_tools.config.launchers import launcher_rank
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.checks import OF_VALIDATION
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +82,8 @@ class _ReturnsCurrentArgs(type):
     """Metaclass: calling the class with current settings returns those."""
 
     def __call__(cls, *values: Any, **settings: Any) -> Any:
-        if cls is TrainerArgs and not values and "lr" not in settings:
-            return today.TrainerArgs(**settings)
+        if cls is TrainerArgs and not values and not settings.keys() >= {f.name for f in fields(cls)}:
+            return (_WithRate if settings.get("lr") is not None else today.TrainerArgs)(**settings)
         return super().__call__(*values, **settings)
 
     def __instancecheck__(cls, thing: object) -> bool:
@@ -89,7 +94,7 @@ class _ReturnsCurrentArgs(type):
 class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
     """Arguments of t5-experiments' `Trainer`, for `HfArgumentParser`.
 
-    A call without `lr` returns the current class of arguments instead.
+    A call that does not give all of them returns the current class of arguments instead.
     """
 
     fp16: bool = _flag(False, "mixed precision in float16")
@@ -97,6 +102,23 @@ class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
     apex_opt_lvl: str | None = _flag(None, "O0 to O3: use NVIDIA apex")
     min_loss_scale: float | None = _flag(None, "the loss scale never falls below this")
     max_loss_scale: float | None = _flag(2.0**24, "the loss scale never rises above this")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithRate(today.TrainerArgs):
+    """Current arguments of a program that keeps the rate of its optimizer in them."""
+
+    lr: Annotated[float, HARMLESS]
+    """Learning rate that the program gives its optimizer."""
+
+
+def check_rate(args: today.TrainerArgs, optimizer: Optimizer | None) -> None:
+    """Refuse arguments whose `lr` is not the optimizer's. Raises UserError."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr")] if optimizer else []
+    if isinstance(args, _WithRate) and rates and args.lr not in rates:
+        raise UserError(
+            f"TrainerArgs has lr {args.lr}, but the optimizer was made with {rates[0]}: give the optimizer lr=args.lr"
+        )
 
 
 def settings_of(args: Any, mixed_precision: str | None = None, *, validates: bool = True) -> today.TrainerArgs:

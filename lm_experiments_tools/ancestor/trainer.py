@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.ancestor.arguments import settings_of
+from lm_experiments_tools.ancestor.arguments import check_rate, settings_of
 from lm_experiments_tools.backends import guard
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.legacy import write_old_checkpoint
@@ -186,6 +186,7 @@ class Trainer(_CompatibleTrainer):
         self._old, self._stops = not isinstance(args, today.TrainerArgs), stop_metric_condition
         if self._old:
             args = settings_of(args, validates=valid_dataloader is not None)
+        check_rate(args, optimizer)
         from lm_experiments_tools.backends.horovod import HorovodBackend
 
         guard.watch(args)
@@ -216,6 +217,7 @@ class TrainerAccelerate(_CompatibleTrainer):
         if self._old:
             args = settings_of(args, accelerator.mixed_precision, validates=valid_dataloader is not None)
             model, optimizer = _unprepared(accelerator, model, optimizer)
+        check_rate(args, optimizer)
         from lm_experiments_tools.backends.accelerate import AccelerateBackend
 
         guard.watch(args)

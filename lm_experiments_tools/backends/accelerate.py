@@ -103,10 +103,18 @@ class AccelerateBackend(Backend):
         if self.exact is not None:  # which takes DDP's place
             self._sync_always = self._unused_checked = True
             return self.broadcast_tensors([*model.parameters(), *model.buffers()])
-        self.model = self.accelerator.prepare_model(self.model, evaluation_mode=optimizer is None)
-        if self.fp16_allreduce and optimizer is not None and self.world_size > 1:
+        self._wrap(trains=optimizer is not None)
+
+    def _wrap(self, *, trains: bool) -> None:
+        self.model = self.accelerator.prepare_model(self.model, evaluation_mode=not trains)
+        if self.fp16_allreduce and trains and self.world_size > 1:
             self.model.register_comm_hook(self.world_size, send_as_fp16)
-        self._unused_checked = optimizer is None or self.world_size == 1
+        self._unused_checked = not trains or self.world_size == 1
+
+    def follow_frozen(self) -> None:
+        if self.world_size > 1 and self.exact is None:  # DDP reduces what it was made for
+            self.release()
+            self._wrap(trains=True)
 
     def release(self) -> None:
         super().release()
@@ -233,6 +241,9 @@ class FullyShardedBackend(AccelerateBackend):
     def release(self) -> None:
         pass
 
+    def follow_frozen(self) -> None:
+        pass  # it reduces all gradients that there are
+
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self._sync = sync
         self.model.set_requires_gradient_sync(sync or self._sync_always)
@@ -324,12 +335,24 @@ class DeepSpeedBackend(AccelerateBackend):
     def release(self) -> None:
         pass
 
+    def follow_frozen(self) -> None:
+        raise UserError(
+            "parameters were frozen or unfrozen during training, which DeepSpeed cannot follow: do so before "
+            "training, or use DDP, FSDP or Horovod"
+        )
+
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self.model.set_gradient_accumulation_boundary(sync)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)  # the loss is a share of the step's already
+
+    def scale_gradients(self, factor: float) -> None:
+        raise UserError(
+            "DeepSpeed holds gradients in buffers of its own, so a model cannot return loss_sum and num_labels: let "
+            "its forward take num_items_in_batch and divide by it"
+        )
 
     def clip_and_step(
         self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True

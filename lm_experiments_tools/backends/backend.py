@@ -145,6 +145,9 @@ class Backend(Collectives):
         self.release()
         self.model = self._inner = self.optimizer = self.exact = self._addends = None
 
+    def follow_frozen(self) -> None:
+        """Reduce the gradients of the parameters that require one now, after some were frozen or unfrozen."""
+
     def holds(self, model: nn.Module) -> bool:
         """True if `model` is the one that `setup` was last called with."""
         return getattr(self, "_inner", None) is model
@@ -176,6 +179,10 @@ class Backend(Collectives):
     def must_repeat(self) -> bool:
         """True, on all workers, if gradients overflowed the integers of `ExactSum`; the step must then be repeated."""
         return self.exact is not None and self.exact.must_repeat()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the reduced gradients, before `clip_and_step`."""
+        torch._foreach_mul_([p.grad for p in self.precision.parameters(self.optimizer) if p.grad is not None], factor)
 
     def clip_and_step(
         self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True

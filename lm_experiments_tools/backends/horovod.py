@@ -96,16 +96,22 @@ class HorovodBackend(Backend):
             parameter.data = parameter.data.contiguous()
         self.broadcast_tensors([*model.parameters(), *model.buffers()])
         reduces = optimizer is not None and self._addends is None and self.world_size > 1
-        self._reducer = self._make_reducer(model, optimizer) if reduces else None
+        self._optimized = [p for group in optimizer.param_groups for p in group["params"]] if reduces else []
+        self._reducer = self._make_reducer(model) if reduces else None
         super().setup(model, optimizer)
+
+    def follow_frozen(self) -> None:
+        if self._reducer is not None:
+            self._drop_reducer()
+            self._reducer = self._make_reducer(self._inner)
 
     def share_weights(self, model: nn.Module) -> None:
         pass  # `setup` does
 
-    def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Any:
+    def _make_reducer(self, model: nn.Module) -> Any:
         """Horovod's optimizer around the parameters to reduce; made before apex takes fp32 copies of them."""
         names = {parameter: name for name, parameter in model.named_parameters()}
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for p in self._optimized if p.requires_grad]
         named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(trained)]
         self._reduced = trained
         idle = torch.optim.SGD(trained, lr=0.0)
@@ -114,6 +120,9 @@ class HorovodBackend(Backend):
 
     def release(self) -> None:
         super().release()
+        self._drop_reducer()
+
+    def _drop_reducer(self) -> None:
         if self._reducer is not None:
             self._reducer._grad_accs.clear()  # its hooks live on these, and would send each gradient a second time
             self._reducer = None

@@ -118,8 +118,8 @@ class BertObjectiveArgs:
     nsp: Annotated[Literal["swap", "random"], needs("use_nsp")] = "swap"
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
     mlm_positions: MlmPositions = None
-    """Tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's head
-    needs all."""
+    """Tokens whose words are scored, only those with a label or all. None: those with a label, in our BERT
+    and ModernBERT."""
     whole_word: bool = True
     """Mask all pieces of a word; --no_whole_word, and by default with plain text, masks pieces."""
     max_ngram: Annotated[int, COUNT, _OF_SENTENCES] = 3

@@ -160,8 +160,8 @@ class ObjectiveArgs:
     mlm_probability: Annotated[float, PART] = 0.15
     """mlm: probability of a token to be predicted, between 0 and 1."""
     mlm_positions: MlmPositions = None
-    """mlm: tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's
-    head needs all."""
+    """mlm: tokens whose words are scored, only those with a label or all. None: those with a label, in our
+    BERT and ModernBERT."""
     bucket_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
     """prefix_lm, ul2: rows of similar length to put together, instead of --mix_rows; 1: rows in random order."""
     mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None

@@ -222,6 +222,9 @@ class BatchArgs:
     """Micro-batch: examples in one forward and backward pass of one worker."""
     gradient_accumulation_steps: Annotated[int, COUNT] = 1
     """Micro-batches of one worker in one optimizer update."""
+    split_in_batch_loss: bool = False
+    """Accept accumulation and several workers for a loss that compares the rows of a batch (in-batch negatives): each
+    micro-batch then compares its own."""
     clip_grad_norm: Annotated[float | None, NOT_NEGATIVE] = None
     """Largest global L2 norm of the gradients. None or 0: no clipping."""
     clip_grad_value: Annotated[float | None, NOT_NEGATIVE] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,7 @@ from lm_experiments_tools.models.build import (
 )
 from lm_experiments_tools.models.freezing import train_only
 from lm_experiments_tools.models.speed import speed_up
-from lm_experiments_tools.modules.inspection import forward_names_of
-from lm_experiments_tools.modules.labelled_head import spread_labels
+from lm_experiments_tools.modules.inspection import forward_names_of, takes_any_name
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import nearest_names
 from lm_experiments_tools.optimizers import build_optimizer
@@ -132,7 +132,7 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
     if args.z_loss is not None:
         set_z_loss(source.config, args.z_loss)
     check_vocabulary(source.config, vocabulary_size)
-    if "labels" not in forward_names_of(source.cls):
+    if "labels" not in forward_names_of(source.cls) and not takes_any_name(source.cls):
         raise UserError(f"--model_cls {source.name} takes no labels: choose a class such as {type(args).model_cls}.")
     model = build_model(source.cls, source.config, seed=args.seed)
     train_only(model, getattr(args, "trained", ()))
@@ -150,6 +150,17 @@ def most_labels(args: BertPretrainingArgs | T5PretrainingArgs) -> Callable[[int]
     if getattr(args, "packing", None) == SENTENCES:
         return lambda rows: rows * args.most_predictions()
     return lambda rows: spread_labels(rows * args.input_seq_len, args.highest_rate())
+
+
+def spread_labels(tokens: int, probability: float) -> int:
+    """Bound the number of masked tokens in a batch: six standard deviations above the mean.
+
+    Args:
+        tokens: number of tokens in the batch.
+        probability: probability that a token is masked.
+    """
+    mean = tokens * probability
+    return math.ceil(mean + 6 * math.sqrt(mean * (1 - probability)))
 
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:

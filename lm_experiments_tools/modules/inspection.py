@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from lm_experiments_tools.names import is_of_user
+
 
 def is_spread(model: nn.Module) -> bool:
     """True if the model is device-mapped: its layers are on several devices."""
@@ -26,19 +28,42 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def forward_names(model: nn.Module) -> set[str]:
     """Names of the arguments of forward, including those of base classes and of a PEFT wrapper's base model."""
-    return forward_names_of(type(model.get_base_model() if hasattr(model, "get_base_model") else model))
+    return forward_names_of(type(base_of(model)))
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def forward_names_of(model_cls: type) -> set[str]:
-    """Names of the arguments of a model class's forward, including those of base classes."""
+    """Names of the arguments of a model class's forward, including those of base classes and of typed `**kwargs`."""
     names: set[str] = set()
-    for cls in model_cls.__mro__:
-        if "forward" in vars(cls):
-            parameters = [*inspect.signature(vars(cls)["forward"]).parameters.values()][1:]  # without self
-            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                break
+    for _, parameters in _forwards(model_cls):
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        for p in parameters:
+            typed = getattr(p.annotation, "__args__", ()) if p.kind is p.VAR_KEYWORD else ()
+            names |= set().union(*(getattr(kind, "__annotations__", ()) for kind in typed))
     return names
+
+
+def takes_any_name(model_cls: type) -> bool:
+    """True if a user's forward takes `**kwargs` that no base class names."""
+    forwards = _forwards(model_cls)
+    cls, parameters = forwards[-1] if forwards else (nn.Module, [])
+    return is_of_user(cls) and any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _forwards(model_cls: type) -> list[tuple[type, list[inspect.Parameter]]]:
+    """Classes that define the forward of a class, each with its arguments: up to the first without `**kwargs`."""
+    found = []
+    for cls in model_cls.__mro__:
+        if "forward" not in vars(cls) or cls is nn.Module:
+            continue
+        found.append((cls, [*inspect.signature(vars(cls)["forward"]).parameters.values()][1:]))  # without self
+        if not any(p.kind is p.VAR_KEYWORD for p in found[-1][1]):
+            break
+    return found
 
 
 @contextmanager

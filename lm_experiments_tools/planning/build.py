@@ -16,6 +16,7 @@ from lm_experiments_tools.backends.precision import Precision
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.data.objectives.denoising import plan_spans
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import LABEL_POSITIONS
 from lm_experiments_tools.models.adapters import add_adapter, check_peft
 from lm_experiments_tools.models.build import enable_checkpointing
 from lm_experiments_tools.models.freezing import freeze
@@ -23,7 +24,6 @@ from lm_experiments_tools.models.from_args import model_from_args, model_source,
 from lm_experiments_tools.models.pretrained import untrained_model
 from lm_experiments_tools.models.speed import choose_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS, pick_labelled
 from lm_experiments_tools.planning.trace import Prepared
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def prepare(args: ExperimentArgs, device: str) -> Prepared:
         model = _model(args)
         source, target = _lengths(args, model)
         scored = _num_scored(args, model)
-        if scored is not None and pick_labelled(model, source, tried=False) is not None:
+        if LABEL_POSITIONS not in forward_names(model):
             scored = None
         batch = _batch(model, args, source, target, scored)
     optimizer = optimizer_from_args(args, model)
@@ -134,4 +134,4 @@ def _batch(model: nn.Module, args: ExperimentArgs, source: int, target: int, sco
         if getattr(args, "use_nsp", False):
             batch["next_sentence_label"] = torch.zeros(rows, dtype=torch.long)
     batch |= {name: False for name in ("use_cache", "return_logits")}
-    return {name: value for name, value in batch.items() if name in names or name == LABEL_POSITIONS}
+    return {name: value for name, value in batch.items() if name in names}

@@ -20,10 +20,11 @@ from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import LABEL_POSITIONS
 from lm_experiments_tools.models.build import num_parameters
 from lm_experiments_tools.models.from_args import make_optimizer, most_labels
 from lm_experiments_tools.models.speed import check_agreement, describe_speed
-from lm_experiments_tools.modules.labelled_head import pick_labelled
+from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
 from lm_experiments_tools.training.distillation import Predict, distilled, predictor
 from lm_experiments_tools.training.run_folder import claim_for_all
@@ -192,21 +193,28 @@ def labels_alone(
 ) -> Callable[[int], int] | None:
     """Choose if the model computes logits only at masked positions (`--mlm_positions`).
 
+    Our BERT takes these positions. ModernBERT finds them by its labels (`sparse_prediction`), which this sets.
+
     Returns:
         The argument `most_labels` of `Loss`; None if logits are computed at all positions.
 
     Raises:
-        UserError: `--mlm_positions masked`, but the model's head needs all positions.
+        UserError: `--mlm_positions labels`, but the model computes logits at all positions.
     """
     chosen = args.mlm_positions
     if chosen == "all" or args.distill_from is not None:
         return None
-    reason = on_all(backend, lambda: pick_labelled(model, args.input_seq_len))
-    if reason is not None and chosen == "labels":
-        raise UserError(f"--mlm_positions labels: {args.model_cls} scores all positions: {reason}.")
-    if reason is not None and backend.is_main:
-        logger.info("all positions are scored, not only those with a label: %s", reason)
-    return most_labels(args) if reason is None else None
+    if LABEL_POSITIONS in forward_names(model):
+        return most_labels(args)
+    if hasattr(model, "sparse_prediction"):
+        model.sparse_prediction = True
+    elif chosen == "labels":
+        raise UserError(
+            f"--mlm_positions labels: {args.model_cls} scores all positions; choose a class of modeling_bert."
+        )
+    elif backend.is_main:
+        logger.info("%s scores all positions, not only those with a label", args.model_cls)
+    return None
 
 
 def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss) -> Loss:

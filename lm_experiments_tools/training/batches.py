@@ -46,7 +46,7 @@ class BatchStream:
 
     Args:
         loader: yields dicts of tensors with equal first dimension.
-        sampler: its `set_epoch` is called at the start of each epoch; None without a sampler.
+        sampler: its `set_epoch` is called at the start of each epoch, as that of each part of the loader.
         transforms: True if batches are later changed by a function that may draw random numbers.
 
     Raises:
@@ -178,8 +178,9 @@ class BatchStream:
         restart, self._restart = self._restart, None
         if self._seeks:
             return iter(self.loader)
-        if self.sampler is not None:
-            self.sampler.set_epoch(self.epoch)
+        for part in (self.sampler, *_parts_of(self.loader)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)
         if restart is None or restart["epoch_random_state"] is None:
             self._epoch_start = {"epoch_random_state": random_state(), "epoch_generators": self._generators.state()}
             return iter(self.loader)
@@ -250,6 +251,15 @@ def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
     data, _, arrangement = (fingerprint or "").rpartition("/")
     flag, _, rows = arrangement.partition("=")
     return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
+
+
+def _parts_of(loader: Any) -> list[Any]:
+    """The loader, its samplers and datasets; none of Accelerate's loaders, which call their parts' `set_epoch`."""
+    found = [] if hasattr(loader, "base_dataloader") else [loader]
+    for part in found:
+        inner = (getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset"))
+        found += [one for one in inner if one is not None and not any(one is seen for seen in found)]
+    return found
 
 
 def num_rows_of(dataset: Any) -> int | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
     from lm_experiments_tools.training.batches import BatchStream
+    from lm_experiments_tools.training.targets import Targets
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,33 @@ def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None
             "--reproducible elastic needs a training data loader with seek(), as data.loader.TrainLoader has, whose "
             f"rows are the same for any number of workers; {type(train).__name__} has none."
         )
+
+
+def check_loss(args: TrainerArgs, backend: Backend, model: nn.Module, targets: Targets) -> None:
+    """Log what a loss is assumed to be a mean over, and refuse one that cannot be computed in parts.
+
+    Args:
+        targets: result of `targets_of`.
+
+    Raises:
+        UserError: a loss over whole batches, and steps of several micro-batches or workers.
+    """
+    parts, name = args.gradient_accumulation_steps * args.virtual_size(backend.world_size), type(model).__name__
+    if targets.mean_over == "batch" and parts > 1 and not args.split_in_batch_loss:
+        raise UserError(
+            f"the loss of {name} compares the rows of a batch, and each step has {parts} parts that would see only "
+            "their own rows: use --gradient_accumulation_steps 1 and one worker, or accept it by --split_in_batch_loss"
+        )
+    if not targets.is_declared and backend.is_main:
+        shift = ", the first of a row left out" if targets.shifts_labels else ""
+        logger.log(
+            logging.WARNING if parts > 1 else logging.INFO,
+            "%s declares no divisor of its loss, so that is taken as a mean over labels other than -100%s (without "
+            "labels: over rows). With another (class weights, in-batch negatives) the gradient depends on the split "
+            "into micro-batches and workers. Declare loss_mean_over = 'labels', 'rows' or 'batch' and shifts_labels "
+            "in the class, take num_items_in_batch, or return loss_sum and num_labels (docs/new_variant.md)",
+            name, shift,
+        )  # fmt: skip
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -134,7 +162,7 @@ class LoaderCheck:
                 raise UserError(
                     f"workers {one} and {other} train on the same rows: give the DataLoader a "
                     "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
-                    "seed=seed), and the trainer the same as train_sampler"
+                    "seed=seed)"
                 )
         return bool(repeated)
 

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.inspection import base_of, forward_names
+from lm_experiments_tools.modules.losses import mean_loss
+from lm_experiments_tools.training.targets import SPANS, Targets
 
+_SPAN_TERMS = ("loss_start", "loss_end")
 BYTES_PER_TOKEN = "bytes_per_token"  # of valid labels, a metric until `Loss.with_total` divides by it
 
 
@@ -29,16 +33,17 @@ class Loss:
 
     Attributes:
         labels: {term: name of the batch entry with its labels}. The term is a mean over labels other than -100.
-        means: f(model inputs, model outputs) -> {term: mean over the micro-batch}.
-        most_labels: f(number of rows) -> maximum number of labels per micro-batch, for models that compute logits only
-            at labels (modules/labelled_head.py); None for no limit.
+        means: f(model inputs, model outputs) -> {term: mean over the micro-batch}. A single term may be (sum, number
+            of labels) where only the model knows that number.
+        most_labels: f(number of rows) -> maximum number of labels per micro-batch, for models that take
+            `label_positions` and compute logits only there; None for no limit.
         token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to measure bits per byte; None does not measure
             them.
         scales: {term: weight in the loss}, default 1.
     """
 
     labels: Mapping[str, str]
-    means: Callable[[Mapping[str, Any], Any], dict[str, Tensor]]
+    means: Callable[[Mapping[str, Any], Any], dict[str, Any]]
     most_labels: Callable[[int], int] | None = None
     token_bytes: Tensor | None = None
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -47,8 +52,11 @@ class Loss:
         """Names of the batch entries that hold labels, such as "labels"."""
         return tuple(self.labels.values())
 
-    def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
+    def part(self, means: Mapping[str, Any], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
         """Compute what one micro-batch contributes to the loss of the whole optimizer step.
+
+        A term (sum, number of labels) is divided by its total in `totals`, which is not yet the step's number of
+        labels: the trainer scales the gradients.
 
         Args:
             means: {term: mean over the micro-batch}.
@@ -56,6 +64,11 @@ class Loss:
             totals: {label entry: number of valid labels in the whole step, over all workers}.
         """
         scale = self.scales.get
+        if (term := next((term for term in self.labels if isinstance(means[term], tuple)), None)) is not None:
+            if len(self.labels) > 1:
+                raise UserError("a model that returns loss_sum and num_labels can have no second loss term")
+            name = self.labels[term]
+            return means[term][0] * ((weights[name] > 0) / max(totals[name], 1))
         return sum(
             means[term] * (scale(term, 1.0) * weights[name] / max(totals[name], 1))
             for term, name in self.labels.items()
@@ -108,9 +121,41 @@ def loss_of(outputs: Any) -> Tensor:
     return loss
 
 
-MODEL_LOSS = Loss({"loss": "labels"}, lambda inputs, outputs: {"loss": loss_of(outputs)})
+def _model_loss(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, Mapping) and outputs.get("loss_sum") is not None and "num_labels" in outputs:
+        return {"loss": (loss_of({"loss": outputs["loss_sum"]}), torch.as_tensor(outputs["num_labels"]))}
+    return {"loss": loss_of(outputs)}
+
+
+MODEL_LOSS = Loss({"loss": "labels"}, _model_loss)
 
 LANGUAGE_MODEL_LOSS = LanguageModelLoss(MODEL_LOSS.labels, MODEL_LOSS.means)
+
+
+def loss_for(model: nn.Module, targets: Targets, loss: Loss) -> Loss:
+    """The loss of a model in terms with one divisor each, instead of the model's own sum of them.
+
+    Args:
+        targets: result of `targets_of`.
+        loss: returned unchanged unless it is the model's own.
+    """
+    if loss.means is not MODEL_LOSS.means:
+        return loss
+    if targets.mean_over == "spans":
+        return Loss(dict(zip(_SPAN_TERMS, SPANS, strict=True)), _span_means, scales=dict.fromkeys(_SPAN_TERMS, 0.5))
+    if "next_sentence_label" in forward_names(model) and type(base_of(model)).__name__.endswith("ForPreTraining"):
+        return bert_loss(use_nsp=True)
+    return loss
+
+
+def _span_means(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]:
+    """Cross-entropy of an answer's first and of its last token; answers beyond the text do not count."""
+    means = {}
+    for term, name in zip(_SPAN_TERMS, SPANS, strict=True):
+        logits = outputs[name.replace("positions", "logits")]
+        length = logits.shape[1]
+        means[term] = mean_loss(logits, inputs[name].clamp(0, length), ignored=length)
+    return means
 
 
 def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> Loss:

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.labels import IGNORED_LABEL, LABEL_POSITIONS
 from lm_experiments_tools.modules.devices import aligned
-from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS
-from lm_experiments_tools.training.generators import preserved_random_state
-from lm_experiments_tools.training.targets import LABELS_MASK, Targets, find_targets
+from lm_experiments_tools.modules.inspection import base_of, forward_names, takes_any_name
+from lm_experiments_tools.training.targets import LABELS_MASK, NUM_ITEMS, Targets
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -145,7 +143,7 @@ class StepBatch:
 
 def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
     """A worker's batch split over its virtual ranks, row i to rank i % `number`; ranks without rows are left out."""
-    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0)
+    rows = next((len(value) for value in batch.values() if _has_dims(value)), 0)
     if number == 1 or rows == 0:
         return [batch]
     parts = [_select_rows(batch, rows, slice(virtual, None, number)) for virtual in range(min(number, rows))]
@@ -154,7 +152,11 @@ def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str
 
 def has_rows(value: Any, num_rows: int) -> bool:
     """True if a batch entry has one item for each of the `num_rows` rows."""
-    return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows
+    return (isinstance(value, (list, tuple)) or _has_dims(value)) and len(value) == num_rows
+
+
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 
 def _select_rows(batch: Mapping[str, Any], rows: int, selected: slice) -> dict[str, Any]:
@@ -186,7 +188,38 @@ def split_batch(
     Raises:
         UserError: the batch has no rows, or entries of different lengths.
     """
-    rows = {name: len(value) for name, value in batch.items() if name in names and isinstance(value, Tensor)}
+    tensors, num_rows = _checked(batch, names)
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    attended = attended_tokens(mask) if isinstance(mask, Tensor) else torch.ones_like(ids) if ids is not None else None
+    tokens = 0 if attended is None else int(attended.sum())
+    cut = {k for k, v in batch.items() if has_rows(v, num_rows)}
+    loaded = {k: v for k, v in tensors.items() if v.dim()}  # on the host: reading it never waits for the device
+    labels = {name: batch.get(name) for name in label_names}
+    batch = {k: to_device(v, device, is_ids=k in _IDS) if k in tensors else v for k, v in batch.items()}
+    micro_batches = []
+    for start in range(0, num_rows, batch_size):
+        span = slice(start, start + batch_size)
+        part = {k: v[span] if k in cut else v for k, v in batch.items()}
+        if trim_to is not None:
+            widths = used_widths({k: v[span] for k, v in loaded.items()}, trim_to, has_decoder)
+            part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
+        here = min(batch_size, num_rows - start)
+        found = {k: None if v is None else v[span] for k, v in labels.items()}
+        others = [None if (v := loaded.get(k)) is None else v[span] for k in (LABELS_MASK, "segment_ids")]
+        width = 0 if ids is None else part["input_ids"].shape[-1]
+        weights, num_bytes = _counts(found, here, width, targets, others, token_bytes)
+        inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
+        if targets.takes_count:
+            inputs[NUM_ITEMS] = torch.tensor(max(next(iter(weights.values())), 1), device=device)
+        micro_batches.append(MicroBatch(inputs, part, weights, num_bytes))
+    part = StepBatch(micro_batches, num_rows, tokens)
+    return replace(part, tokens=tokens + part.weight("labels")) if has_decoder else part
+
+
+def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tensor], int]:
+    """Tensors of a batch that forward takes, and the number of their rows. Raises UserError."""
+    tensors = {name: value for name, value in batch.items() if name in names and isinstance(value, Tensor)}
+    rows = {name: len(value) for name, value in tensors.items() if value.dim()}
     if not rows and (given := [name for name in batch if name in names]):
         raise UserError(
             f"the entries of a batch must be tensors, but {given[0]} is a {type(batch[given[0]]).__name__}: convert "
@@ -199,40 +232,46 @@ def split_batch(
         )
     num_rows = next(iter(rows.values()))
     if len(set(rows.values())) > 1 or num_rows == 0:
-        raise UserError(f"the entries of a batch must have the same, positive number of rows, but they have {rows}")
-    attended, ids = batch.get("attention_mask"), batch.get("input_ids")
-    tokens = int(attended.sum()) if attended is not None else (ids.numel() if ids is not None else 0)
-    cut = {k for k, v in batch.items() if has_rows(v, num_rows)}
-    loaded = {k: batch[k] for k in rows}  # on the host: reading it never waits for the device
-    labels = {name: batch.get(name) for name in label_names}
-    mask = loaded.get(LABELS_MASK)
-    batch = {k: to_device(v, device, is_ids=k in _IDS) if k in rows else v for k, v in batch.items()}
-    micro_batches = []
-    for start in range(0, num_rows, batch_size):
-        span = slice(start, start + batch_size)
-        part = {k: v[span] if k in cut else v for k, v in batch.items()}
-        if trim_to is not None:
-            widths = used_widths({k: v[span] for k, v in loaded.items()}, trim_to, has_decoder)
-            part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
-        here = min(batch_size, num_rows - start)
-        found = {k: None if v is None else v[span] for k, v in labels.items()}
-        weights, num_bytes = _counts(found, here, targets, None if mask is None else mask[span], token_bytes)
-        inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
-        micro_batches.append(MicroBatch(inputs, part, weights, num_bytes))
-    part = StepBatch(micro_batches, num_rows, tokens)
-    return replace(part, tokens=tokens + part.weight("labels")) if has_decoder else part
+        raise UserError(
+            f"the entries of a batch must have the same, positive number of rows, but they have {rows}; what belongs "
+            "to no row goes into forward_kwargs"
+        )
+    if nested := [name for name, value in batch.items() if name in names and isinstance(value, Mapping)]:
+        raise UserError(f"the batch entry {nested[0]} is a dict: give the model its tensors as entries of the batch")
+    return tensors, num_rows
 
 
 def _counts(
-    labels: Mapping[str, Any], rows: int, targets: Targets, mask: Tensor | None, token_bytes: Tensor | None
+    labels: Mapping[str, Any],
+    rows: int,
+    width: int,
+    targets: Targets,
+    others: Sequence[Tensor | None],
+    token_bytes: Tensor | None,
 ) -> tuple[dict[str, int], int]:
-    """Valid labels by name (rows where a label is absent), and the bytes of the valid `labels`."""
-    weights = {k: rows if v is None else int((v != IGNORED_LABEL).sum()) for k, v in labels.items()}
-    if labels.get("labels") is None:
+    """Valid labels by name (rows where a label is absent), and the bytes of the valid `labels`.
+
+    Args:
+        others: `labels_mask` and `segment_ids`.
+    """
+    weights = {k: targets.count(k, v, rows, width) for k, v in labels.items()}
+    if labels.get("labels") is None or targets.mean_over in ("rows", "batch"):
         return weights, 0
-    valid = targets.valid(labels["labels"], mask)
+    valid = targets.valid(labels["labels"], *others)
     weights["labels"] = int(valid.sum())
     return weights, 0 if token_bytes is None else int(token_bytes[labels["labels"][valid].cpu()].sum())
+
+
+def attended_tokens(mask: Tensor) -> Tensor:
+    """Bool [rows, keys], the tokens that any query may attend to.
+
+    Args:
+        mask: [rows, keys], [rows, queries, keys] or [rows, heads, queries, keys]: 0 and 1, or floats that are added
+            to the scores, of which -10,000 and less mask a token.
+    """
+    is_added = mask.is_floating_point() and bool((mask < 0).any() or (mask.dim() > 2 and not mask.any()))
+    allowed = mask > -1e4 if is_added else mask != 0
+    return allowed.flatten(1, -2).any(1) if mask.dim() > 2 else allowed
 
 
 def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
@@ -263,13 +302,14 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
         {name: width} of the entries to cut.
     """
     labels = rows.get("labels")
+    mask = rows.get("attention_mask")
     sides = {
-        "attention_mask": rows.get("attention_mask"),
+        "attention_mask": attended_tokens(mask) if mask is not None and mask.dim() == 2 else None,
         "labels": None if labels is None else labels != IGNORED_LABEL,
     }
     mask, valid = sides["attention_mask"], sides["labels"]
     if not has_decoder and mask is not None and valid is not None:
-        sides = {"attention_mask": mask.bool() | valid if mask.shape == valid.shape else mask}  # else labels of rows
+        sides = {"attention_mask": mask | valid if mask.shape == valid.shape else mask}  # else labels of rows
     widths = {}
     for side, used in sides.items():
         if used is None or used.dim() != 2:
@@ -279,6 +319,8 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
         for name, value in rows.items():
             of_decoder = has_decoder and (name == "labels" or name.startswith("decoder_"))
             if of_decoder == (side == "labels") and value.dim() > 1 and value.shape[1] == used.shape[1] > width:
+                if used.shape[1] in value.shape[2:]:  # queries and keys: cut in one dimension they would not fit
+                    return {}
                 widths[name] = width
     return widths
 
@@ -287,27 +329,25 @@ class BatchSplitter:
     """Splits the batches of a training loop into micro-batches, and counts their valid labels and tokens.
 
     Args:
+        targets: rule for which labels are valid.
         transform: f(batch) -> batch with the model's argument names; None changes nothing.
-        forward_kwargs: passed to every forward pass.
 
     Attributes:
         names: arguments of the model's forward.
-        targets: rule for which labels are valid; None before the first batch.
     """
 
     def __init__(
-        self, args: TrainerArgs, backend: Backend, model: nn.Module, loss: Loss, transform: Callable | None,
-        forward_kwargs: Mapping[str, Any],
+        self, args: TrainerArgs, backend: Backend, model: nn.Module, loss: Loss, targets: Targets,
+        transform: Callable | None,
     ) -> None:  # fmt: skip
-        self.args, self.backend, self.loss, self.transform = args, backend, loss, transform
-        self.names, self.forward_kwargs, self.model_name = forward_names(model), forward_kwargs, type(model).__name__
+        self.args, self.backend, self.loss, self.targets, self.transform = args, backend, loss, targets, transform
+        self.names, self.model_name = forward_names(model), type(model).__name__
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        is_known = self.has_decoder or tuple(loss.labels) != ("loss",)
-        self.targets: Targets | None = Targets() if is_known else None
+        self.takes_any_name = takes_any_name(type(base_of(model)))
         self._warned: set[str] = set()
 
     def __call__(self, batch: Any, batch_size: int, num_counted: Callable[[int], int] | None = None) -> StepBatch:
-        """Split this worker's batch; the first call is collective.
+        """Split this worker's batch.
 
         Args:
             batch: None if this worker's data has ended.
@@ -315,12 +355,11 @@ class BatchSplitter:
             num_counted: f(rows) -> number of leading rows that count; the others repeat rows of another worker.
         """
         batch = batch if batch is None else self._named(batch)
-        if self.targets is None:
-            self._find_targets(batch, batch_size)
         if batch is None:
             return StepBatch()
         if num_counted is not None:
-            rows = next((len(v) for k, v in batch.items() if k in self.names and isinstance(v, Tensor)), 0)
+            names = self._names(batch)
+            rows = next((len(v) for k, v in batch.items() if k in names and _has_dims(v)), 0)
             counted = num_counted(rows)
             if rows and counted == 0:
                 return StepBatch([m.as_padding() for m in self._split(batch, batch_size).micro_batches])
@@ -328,8 +367,8 @@ class BatchSplitter:
         return self._split(batch, batch_size)
 
     def _split(self, batch: Mapping[str, Any], batch_size: int) -> StepBatch:
-        how = (batch_size, self.names, self.backend.device, self.has_decoder, self.loss.label_names())
-        trim_to, targets, token_bytes = self.args.trim_to(), self.targets or Targets(), self.loss.token_bytes
+        how = (batch_size, self._names(batch), self.backend.device, self.has_decoder, self.loss.label_names())
+        trim_to, targets, token_bytes = self.args.trim_to(), self.targets, self.loss.token_bytes
         batches = _of_virtual_ranks(batch, self.backend.shares)
         parts = [split_batch(rows, *how, trim_to, targets, token_bytes) for rows in batches]
         micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
@@ -344,8 +383,9 @@ class BatchSplitter:
                 f"a batch is a {type(batch).__name__}, but must be a dict of the arguments of the model's forward: "
                 "return one from the data loader's collate_fn, or from batch_transform_fn"
             )
-        unread = {k for k, v in batch.items() if isinstance(v, Tensor)} - self.names - _READ_ELSEWHERE - self._warned
-        if unread and self.names & batch.keys():
+        names = self._names(batch)
+        unread = {k for k, v in batch.items() if isinstance(v, Tensor)} - names - _READ_ELSEWHERE - self._warned
+        if unread and names & batch.keys():
             self._warned |= unread
             if self.backend.is_main:
                 logger.warning(
@@ -354,39 +394,9 @@ class BatchSplitter:
                 )  # fmt: skip
         return batch
 
-    def _find_targets(self, batch: Mapping[str, Any] | None, batch_size: int) -> None:
-        """Evaluate rank 0's first micro-batch on all workers: forward passes of a sharded model are collective."""
-        inputs = self._split(batch, batch_size).micro_batches[0].inputs if batch is not None else None
-        if self.backend.world_size > 1:
-            sent = inputs and {k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-            inputs = self.backend.broadcast(sent if self.backend.is_main else None)
-        if inputs is None:
-            return
-        device, labels = self.backend.device, inputs.get("labels")
-        inputs = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in inputs.items()}
-        if labels is None or labels.dim() != 2 or labels.is_floating_point() or not _are_of_tokens(labels, inputs):
-            self.targets = Targets()
-        elif labels.shape[1] > 1:
-            self.targets = self._find_by_trying(inputs)
-
-    def _find_by_trying(self, inputs: Mapping[str, Any]) -> Targets:
-        model = self.backend.model
-        was_training = model.training
-        model.eval()
-
-        def loss_of(inputs: Mapping[str, Any]) -> float:
-            with self.backend.autocast():
-                outputs = model(**inputs, **self.forward_kwargs)
-            return float(self.loss.means(inputs, outputs)["loss"])
-
-        with torch.no_grad(), preserved_random_state(), torch.compiler.set_stance("force_eager"):
-            targets = find_targets(loss_of, inputs)
-        model.train(was_training)
-        return targets
-
-
-def _are_of_tokens(labels: Tensor, inputs: Mapping[str, Any]) -> bool:
-    """True if there is a label for each input token."""
-    return any(
-        name != "labels" and isinstance(v, Tensor) and v.shape[:2] == labels.shape for name, v in inputs.items()
-    )
+    def _names(self, batch: Mapping[str, Any]) -> set[str]:
+        """Entries of a batch that forward takes: those it names; for a user's `**kwargs` all but lists and dicts."""
+        if not self.takes_any_name:
+            return self.names
+        others = batch.keys() - _READ_ELSEWHERE
+        return self.names | {k for k in others if not isinstance(batch[k], (list, tuple, Mapping))}

@@ -27,10 +27,10 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
-from lm_experiments_tools.training.checks import LoaderCheck, check_parts, check_trainable, same_on_all
+from lm_experiments_tools.training.checks import LoaderCheck, check_loss, check_parts, check_trainable, same_on_all
 from lm_experiments_tools.training.flops import FlopMeter
 from lm_experiments_tools.training.generators import seed_all, torch_random_state
-from lm_experiments_tools.training.losses import BYTES_PER_TOKEN, MODEL_LOSS, Loss
+from lm_experiments_tools.training.losses import BYTES_PER_TOKEN, MODEL_LOSS, Loss, loss_for
 from lm_experiments_tools.training.metrics import (
     AccumulatedOutputs,
     Collector,
@@ -46,6 +46,7 @@ from lm_experiments_tools.training.profiling import with_profile
 from lm_experiments_tools.training.resume import load_weights, set_up
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
+from lm_experiments_tools.training.targets import targets_of
 from lm_experiments_tools.training.validation import validate
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class TrainingLoop:
         train_dataloader: yields `args.rows_per_worker()` rows per step on each worker (fewer at the end of an epoch).
             A loader with `seek(consumed_samples)` resumes in O(1); any other is replayed.
         valid_dataloader: this worker's part of the validation set; parts may differ in length.
-        train_sampler: its `set_epoch` is called before each epoch.
+        train_sampler: its `set_epoch` is called before each epoch, as that of the loader's own parts.
         batch_transform_fn: f(batch) -> batch with the model's argument names.
         batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
         keep_for_metrics_fn: f(batch, outputs) -> {name: tensor or list} to accumulate.
@@ -129,7 +130,9 @@ class TrainingLoop:
         phase: Phase | None = None,
     ) -> None:
         check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
-        self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
+        self.args, self.backend, self.tokenizer_dir = args, backend, tokenizer_dir
+        targets = targets_of(model)
+        self.loss = loss = loss_for(model, targets, loss)
         self.phase = phase
         self.stream = None
         if train_dataloader is not None:
@@ -137,7 +140,8 @@ class TrainingLoop:
         backend.reproduce(args)
         self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
-        self.split = BatchSplitter(args, backend, model, loss, batch_transform_fn, self.forward_kwargs)
+        self.split = BatchSplitter(args, backend, model, loss, targets, batch_transform_fn)
+        check_loss(args, backend, model, targets)
         if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
             self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = self.split.has_decoder
@@ -152,6 +156,8 @@ class TrainingLoop:
         self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
         self.saved_at: tuple[int, int] | None = None  # step and samples of the last checkpoint
         self._set_up_model(model, optimizer)
+        self._parameters = list(backend.unwrap().parameters())
+        self._trained = self._trained_parameters()
         self.meter = None if args.validate_only else FlopMeter(args, backend, self.interval, self.say)
         self.validate_callback = ValidateCallback(args, has_data=valid_dataloader is not None)
         self.callbacks: list[Callback] = [
@@ -244,6 +250,10 @@ class TrainingLoop:
             The result; None if the step is still in flight, or was not run because a signal stops the run.
         """
         started, args, backend = time.perf_counter(), self.args, self.backend
+        if (trained := self._trained_parameters()) != self._trained:  # a callback has frozen or unfrozen some
+            self._finalize_step()
+            backend.follow_frozen()
+            self._trained = trained
         part = self.split(batch, args.batch_size)
         counts = self.global_counts(part)
         if self.signals.agreed:  # a launcher kills a few seconds after its signal
@@ -262,6 +272,9 @@ class TrainingLoop:
         seconds = time.perf_counter() - started
         self._in_flight = InFlightStep(pending, micro_batches, random_state, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None
+
+    def _trained_parameters(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def global_counts(self, part: StepBatch) -> GlobalCounts:
         """Add up the counts of a step and the pending signals over all workers.
@@ -306,7 +319,7 @@ class TrainingLoop:
             Losses and metrics of this worker's micro-batches.
         """
         backend, loss, before = self.backend, self.loss, self.outputs.copy()
-        metrics = MetricSums(exact=backend.exact is not None)
+        metrics, divisors = (MetricSums(exact=backend.exact is not None) for _ in range(2))
         for i, micro_batch in enumerate(micro_batches):
             self.seed_noise(self.state.consumed_samples, i)
             with backend.accumulate(sync=i == len(micro_batches) - 1):
@@ -314,12 +327,18 @@ class TrainingLoop:
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
                 means = loss.means(micro_batch.inputs, outputs)
                 self.add_metrics(micro_batch, means, outputs, metrics, self.outputs)
+                divisors.add(
+                    {k: (v[1] * (micro_batch.weight > 0), 1) for k, v in means.items() if isinstance(v, tuple)}, 0
+                )
                 scaled = loss.part(means, micro_batch.weights, weights) * backend.averaged_over
                 del outputs, means  # logits would otherwise live on through the backward pass and the update
                 backend.backward(scaled)
         if backend.must_repeat():  # an exact sum of gradients had too few bits
             self.outputs.data = before
             return self._forward_backward(micro_batches, weights)
+        for divisor in divisors.sums.values():  # of a model that returns `loss_sum` and `num_labels`
+            total = backend.sum(torch.tensor([float(divisor)], dtype=torch.float64)).item()
+            backend.scale_gradients(next(iter(weights.values())) / total if total else 0.0)
         return metrics
 
     def add_metrics(
@@ -330,7 +349,8 @@ class TrainingLoop:
             return
         values = self.batch_metrics_fn(part.batch, outputs)
         for term in self.loss.labels.keys() - values.keys():
-            sums.add({term: means[term]}, part.weights[self.loss.labels[term]])
+            if weight := part.weights[self.loss.labels[term]]:
+                sums.add({term: means[term]}, weight)
         sums.add(values, part.weight)
         if self.loss.token_bytes is not None:
             sums.add({BYTES_PER_TOKEN: (part.num_bytes, part.weights["labels"])}, 0)
@@ -368,6 +388,12 @@ class TrainingLoop:
         grad_norm, applied = step.pending.result()
         state, counts = self.state, step.counts
         state.step += int(applied)
+        has_labels, is_declared = any(counts.weights.values()), self.split.targets.is_declared
+        if state.step == 1 and applied and grad_norm == 0.0 and has_labels and not is_declared:
+            raise UserError(
+                "the gradient of the first step is 0: the loss does not depend on what is trained, or compares the "
+                "rows of micro-batches of one row (in-batch negatives: see Loss in docs/new_variant.md)"
+            )
         state.consumed_samples += counts.samples
         state.consumed_tokens += counts.tokens
         times = step.seconds, step.data_seconds

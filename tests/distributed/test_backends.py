@@ -23,7 +23,7 @@ from tests.helpers.toys import tiny_t5
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("worker.py")
-PLAIN = ["ahead", "trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16"]
+PLAIN = ["ahead", "trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "unfrozen"]
 PLAIN += ["sparse", "sparse_own", "bert_bias"]
 ZERO = ["trained", "talked", "evaluated", "zero_refusals"]
 SCENARIOS = {
@@ -217,6 +217,16 @@ def test_clipping_by_value_equals_one_process(results, kind):
     assert largest_difference(results.weights("alone", "clipped"), results.weights(kind, "clipped")) < 2e-6
 
 
+@pytest.mark.parametrize("kind", UNSHARDED[1:])
+def test_what_is_unfrozen_or_frozen_during_training_equals_one_process(results, kind):
+    alone, *ranks = results.of("alone", "unfrozen") + results.of(kind, "unfrozen")
+    for rank in ranks:
+        for name in ("loss", "norm"):
+            assert [s[name] for s in rank["steps"]] == pytest.approx([s[name] for s in alone["steps"]], abs=1e-4)
+    assert ranks[0]["bits"] == ranks[1]["bits"], "the workers' weights differ"
+    assert largest_difference(results.weights("alone", "unfrozen"), results.weights(kind, "unfrozen")) < 2e-6
+
+
 @pytest.mark.parametrize("kind", UNSHARDED)
 def test_adafactor_equals_one_process_and_goes_on_from_its_state(results, kind):
     alone = results.of("alone", "factored")[0]["steps"]
@@ -354,6 +364,7 @@ def test_deepspeed_refuses_what_it_would_do_differently(results, kind):
     for rank, errors in enumerate(results.of(kind, "zero_refusals")):
         assert "--clip_grad_value" in errors["value"]
         assert "Adafactor" in errors["adafactor"]
+        assert "cannot follow" in errors["unfrozen"] and "num_items_in_batch" in errors["scaled"]
         assert rank or "1 unexpected ['nonsense']" in errors["keys"]
 
 

@@ -50,8 +50,13 @@ def micro_batches(step: int, piece: int) -> list[dict[str, Tensor]]:
     return [DATA.batch(list(range(first + i * BATCH, first + (i + 1) * BATCH))) for i in range(ACCUMULATION)]
 
 
-def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: float) -> dict[str, Any]:
-    """One step; `broken` makes the loss of slice 1 infinite, so that gradients are non-finite on its worker alone."""
+def train_step(
+    backend: Backend, step: int, *, broken: bool = False, divisor: float | None = None, **clip: float
+) -> dict[str, Any]:
+    """One step; `broken` makes the loss of slice 1 infinite, so that gradients are non-finite on its worker alone.
+
+    With a `divisor` the losses are divided by it, and the gradients then multiplied to be those of the mean.
+    """
     pieces = [backend.rank % SLICES] if backend.world_size > 1 else list(range(SLICES))
     counts = float(backend.rank < SLICES)  # what others do again adds nothing
     mine = [(piece, batch) for piece in pieces for batch in micro_batches(step, piece)]
@@ -64,7 +69,9 @@ def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: flo
                 loss = backend.model(**batch)["loss"] * (batch["labels"] != -100).sum() / tokens
             total += loss.detach().double().cpu() * counts
             scale = float("inf") if broken and piece == 1 else 1.0
-            backend.backward(loss * backend.world_size * scale * counts)
+            backend.backward(loss * backend.world_size * scale * counts * (tokens / divisor if divisor else 1.0))
+    if divisor:
+        backend.scale_gradients(divisor / tokens)
     norm, applied = backend.clip_and_step(**clip).result()
     return {"loss": backend.sum(total).item(), "norm": norm, "applied": applied}
 
@@ -169,6 +176,24 @@ def scenario_clipped(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     steps += [train_step(backend, step) for step in range(3, 5)]
     save_weights(backend, out, "clipped")
     return {"steps": steps}
+
+
+def scenario_unfrozen(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """Parts of the model begin to be trained, and stop, during training; then gradients are scaled."""
+    model = tiny_t5(seed=backend.rank)
+    model.requires_grad_(False).decoder.block.requires_grad_(True)
+    setup(backend, "SGD", model=model, lr=0.1)
+    steps = [train_step(backend, step) for step in range(2)]
+    for trained, last in ((model.encoder, 4), (model, 6)):
+        trained.requires_grad_(True)
+        backend.follow_frozen()
+        steps += [train_step(backend, step) for step in range(last - 2, last)]
+    model.shared.requires_grad_(False)
+    backend.follow_frozen()
+    steps += [train_step(backend, step) for step in range(6, 8)]
+    steps += [train_step(backend, step, divisor=7.0, max_norm=0.5) for step in range(8, 10)]
+    save_weights(backend, out, "unfrozen")
+    return {"steps": steps, "bits": bits(list(model.parameters())) if not backend.shards_model else ""}
 
 
 def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -451,6 +476,8 @@ def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, An
     attempts = {
         "value": lambda: backend.clip_and_step(max_value=0.1),
         "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
+        "unfrozen": backend.follow_frozen,
+        "scaled": lambda: backend.scale_gradients(2.0),
         "keys": lambda: backend.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
     }
     return {name: refusal(attempt) for name, attempt in attempts.items()}

@@ -6,14 +6,17 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 import lm_experiments_tools
-from lm_experiments_tools import TrainerAccelerateArgs, TrainerArgs
+from lm_experiments_tools import TrainerAccelerate, TrainerAccelerateArgs, TrainerArgs
 from lm_experiments_tools.ancestor import notice as notices
 from lm_experiments_tools.ancestor.arguments import settings_of
 from lm_experiments_tools.config import training as today
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
+from tests.helpers.toys import RaggedPairs, TinyLabeller
 
 # Of t5-experiments 0.9.1's TrainerArgs, read off its --help.
 DEFAULTS = {
@@ -58,6 +61,25 @@ def test_called_with_settings_of_today_the_name_makes_those():
     with pytest.raises(UserError, match="--batch_size is 0"):
         TrainerArgs(batch_size=0)
     assert not isinstance(SimpleNamespace(), TrainerArgs)
+
+
+def test_a_rate_that_a_program_keeps_for_its_optimizer_makes_settings_of_today(tmp_path):
+    """As without it, the second start goes on with the first one's checkpoint, and no file is renamed."""
+    accelerate, steps = pytest.importorskip("accelerate"), []
+    for iters in (2, 4):
+        args = TrainerArgs(lr=1e-2, batch_size=4, iters=iters, model_path=str(tmp_path / "run"), seed=3)
+        assert isinstance(args, today.TrainerArgs) and args.lr == 1e-2 and args.keep_checkpoints == 3
+        model = TinyLabeller()
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+        loader = DataLoader(RaggedPairs(8), 4)
+        trainer = TrainerAccelerate(args, accelerate.Accelerator(cpu=True), model, optimizer, loader)
+        steps.append(trainer.n_iter)
+        trainer.train()
+    assert steps == [0, 2]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    with pytest.raises(UserError, match=r"lr 0\.01, but the optimizer was made with 0\.5"):
+        other = torch.optim.SGD(model.parameters(), lr=0.5)
+        TrainerAccelerate(args, accelerate.Accelerator(cpu=True), model, other, loader)
 
 
 def test_settings_of_a_namespace_mean_what_they_meant():

@@ -132,8 +132,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(data, work, flags):
     assert runs.losses("whole") == runs.losses("parts")
 
 
-@pytest.mark.parametrize("model_cls", ["modeling_bert:BertForMaskedLM", "transformers:BertForMaskedLM"])
-def test_berts_read_packed_text_with_masked_positions_only(data, work, monkeypatch, model_cls):
+def test_berts_read_packed_text_with_masked_positions_only(data, work, monkeypatch):
+    model_cls = "modeling_bert:BertForMaskedLM"
     scored = runs.scored_tokens(monkeypatch, TINY["vocab_size"])
     start(data, model_cfg=data / "tiny.json", model_cls=model_cls, iters=2)
     assert max(scored[-2:]) < 4 * 48 / 2, "all masked tokens and six standard deviations"

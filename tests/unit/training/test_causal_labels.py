@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.training.targets import Targets
+from lm_experiments_tools.training.targets import targets_of
 from tests.helpers.loops import make_loop
 from tests.helpers.toys import gradients_at_steps
 
@@ -34,13 +34,6 @@ def ragged_rows(lengths=(12, 2, 3, 2, 1, 1, 9, 2)):
     return rows
 
 
-def targets_of(model, rows):
-    """How a loop counts the labels of this model, after its first batch."""
-    loop = make_loop(model, torch.optim.SGD, DataLoader(rows, len(rows)), batch_size=len(rows), iters=1)
-    loop.train()
-    return loop.split.targets
-
-
 def by_hand(model, rows):
     """The loss of all tokens that follow another one, by torch."""
     batch = torch.utils.data.default_collate(rows)
@@ -50,6 +43,8 @@ def by_hand(model, rows):
 
 class Wrapper(torch.nn.Module):
     """A causal model as a part of a module of one's own, which takes labels and hands them on."""
+
+    shifts_labels = True
 
     def __init__(self, model):
         super().__init__()
@@ -77,40 +72,18 @@ def test_any_split_of_ragged_rows_has_the_gradient_of_one_batch_where_the_model_
     assert loop.state.metrics["valid"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("ragged", [True, False])
-def test_a_head_of_zeros_hides_no_shift_where_rows_are_ragged(ragged):
-    model = tiny_gpt2()
-    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))  # untied
-    rows = ragged_rows() if ragged else ragged_rows([12] * 4)
-    assert targets_of(model, rows).first == 1
-    bert = dict(classes())["BertForMaskedLM"]
-    bert.cls.predictions.decoder.weight = torch.nn.Parameter(torch.zeros_like(bert.cls.predictions.decoder.weight))
-    if ragged:  # equal rows have equal shares of the loss either way
-        assert targets_of(bert, rows).first == 0
-
-
-def test_the_first_batch_is_tried_without_a_trace():
-    """Dropout draws, in the first step, the numbers that it would draw without the trial."""
-    losses = {}
-    for skip in (False, True):
-        model = tiny_gpt2()
-        model.transformer.drop.p = 0.5
-        rows = ragged_rows([12] * 4)
-        loop = make_loop(model, torch.optim.SGD, DataLoader(rows, 4), iters=1)
-        if skip:
-            loop.split.targets = Targets(1)
-        torch.manual_seed(5)
-        loop.train()
-        losses[skip] = loop.state.metrics["train"]["loss"]
-    assert losses[False] == losses[True]
-
-
 def classes():
     import transformers
 
+    import modeling_bert
+
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCABULARY}
-    bart = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    bart = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY}
+    bart |= {
+        f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("attention_heads", 2), ("ffn_dim", 16))
+    }
     xlnet = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": VOCABULARY}
+    xlm = {"emb_dim": 16, "n_layers": 1, "n_heads": 2, "vocab_size": VOCABULARY, "dropout": 0.0}
 
     class Own(transformers.GPT2LMHeadModel):
         def forward(self, input_ids, labels=None, **others):
@@ -121,23 +94,37 @@ def classes():
     yield "LlamaForCausalLM", transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, intermediate_size=16))
     yield "BertLMHeadModel", transformers.BertLMHeadModel(transformers.BertConfig(**small, is_decoder=True))
     yield "BertForMaskedLM", transformers.BertForMaskedLM(transformers.BertConfig(**small))
-    yield "BartForCausalLM", transformers.BartForCausalLM(transformers.BartConfig(**bart, vocab_size=VOCABULARY))
+    for name in (
+        "Bart",
+        "BlenderbotSmall",
+        "Marian",
+        "MBart",
+        "Mvp",
+        "PLBart",
+        "Pegasus",
+        "BigBirdPegasus",
+        "Blenderbot",
+    ):
+        config = getattr(transformers, f"{name}Config")(**bart, pad_token_id=0)
+        yield f"{name}ForCausalLM", getattr(transformers, f"{name}ForCausalLM")(config)
+    yield "BartForConditionalGeneration", transformers.BartForConditionalGeneration(transformers.BartConfig(**bart))
+    yield "TrOCRForCausalLM", transformers.TrOCRForCausalLM(transformers.TrOCRConfig(**bart, pad_token_id=0))
+    yield "XLMWithLMHeadModel", transformers.XLMWithLMHeadModel(transformers.XLMConfig(**xlm))
     yield "XLNetLMHeadModel", transformers.XLNetLMHeadModel(transformers.XLNetConfig(**xlnet))
+    for is_decoder in (True, False):
+        config = modeling_bert.BertConfig(**small, intermediate_size=16, is_decoder=is_decoder)
+        yield f"our BertForMaskedLM, is_decoder {is_decoder}", modeling_bert.BertForMaskedLM(config)
 
 
-@pytest.mark.parametrize("ragged", [True, False])
-def test_a_model_is_found_to_drop_the_first_label_if_and_only_if_its_loss_does(ragged):
+def test_a_model_is_known_to_drop_the_first_label_if_and_only_if_its_loss_does():
     ids = torch.randint(5, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(2))
-    rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
-    if ragged:
-        rows[1]["labels"][4:] = -100
     found = {}
     for name, model in classes():
         one, other = ids.clone(), ids.clone()
         other[:, 0] = 4
         with torch.no_grad():
             losses = [model.eval()(input_ids=ids, labels=labels).loss.item() for labels in (one, other)]
-        found[name] = bool(targets_of(model, rows).first)
+        found[name] = targets_of(model).shifts_labels
         assert found[name] == (losses[0] == losses[1]), name
     assert set(found.values()) == {True, False}
 
@@ -148,41 +135,28 @@ def test_a_soft_prompt_has_the_first_label_predicted():
     dropped = {}
     for name, config in kinds.items():
         model = peft.get_peft_model(tiny_gpt2(), config(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
-        dropped[name] = targets_of(model, ragged_rows()).first
-    assert dropped == {"prompt": 0, "prefix": 1}
+        dropped[name] = targets_of(model).shifts_labels
+    assert dropped == {"prompt": False, "prefix": True}
 
 
-class ScoresMasked(torch.nn.Module):
-    """GPT-2 that scores the tokens in labels_mask, which selects labels or, as in recurrent memory, logits."""
+def test_the_first_label_of_a_document_in_packed_rows_counts_as_little_as_that_of_a_row():
+    """Our causal BERT predicts no document's first token from the document before it."""
+    import modeling_bert
 
-    def __init__(self, by_logits):
-        super().__init__()
-        self.inner, self.by_logits = tiny_gpt2(), by_logits
-
-    def forward(self, input_ids, attention_mask=None, labels=None, labels_mask=None):
-        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
-        chosen = (labels_mask[:, :-1] if self.by_logits else labels_mask[:, 1:]).bool()
-        return {"loss": torch.nn.functional.cross_entropy(logits[chosen], labels[:, 1:][chosen]), "logits": logits}
-
-
-@pytest.mark.parametrize("by_logits", [False, True])
-def test_a_model_that_scores_labels_mask_is_weighted_by_the_labels_it_selects(by_logits):
-    rows = ragged_rows()
-    for number, row in enumerate(rows):
-        row["labels_mask"] = torch.arange(12) % 5 < 1 + number % 4
-    rows[2]["labels_mask"][:] = False  # nothing is scored here: alone, its loss is a mean over nothing
-    expected, model = ScoresMasked(by_logits), ScoresMasked(by_logits)
-    loss = expected(**torch.utils.data.default_collate(rows))["loss"]
-    loss.backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = gradients_at_steps(model, optimizer)
-    args = {"batch_size": 1, "gradient_accumulation_steps": 8, "iters": 1}
-    loop = make_loop(model, optimizer, DataLoader(rows, 8), DataLoader(rows, 3), **args)
-    loop.train()
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
-    assert loop.state.metrics["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert loop.state.metrics["valid"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    ids = torch.randint(5, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(2))
+    segments = torch.tensor([[1, 1, 2, 2, 2, 3, 0, 0], [1] * 8])
+    labels = ids.masked_fill(segments == 0, -100)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = modeling_bert.BertConfig(**small, vocab_size=VOCABULARY, is_decoder=True)
+    model = modeling_bert.BertForMaskedLM(config).eval()
+    with torch.no_grad():  # labels that the loss does not read change nothing
+        whole = model(input_ids=ids, labels=labels, segment_ids=segments).loss
+        read = torch.zeros_like(labels, dtype=torch.bool)
+        for row, column in (labels != -100).nonzero().tolist():
+            changed = labels.clone()
+            changed[row, column] = 1 + changed[row, column] % 30
+            read[row, column] = model(input_ids=ids, labels=changed, segment_ids=segments).loss != whole
+    assert torch.equal(targets_of(model).valid(labels, None, segments), read) and read.sum() == 10
 
 
 def test_labels_of_several_classes_a_token_count_once_under_a_mask():

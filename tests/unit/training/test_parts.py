@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -105,7 +106,7 @@ def warnings_of(caplog):
 
 
 class Weighted(torch.nn.Module):
-    """Several labels a row, whose positives may weigh more."""
+    """Several labels a row, whose positives may weigh more: any entry of the batch is taken."""
 
     def __init__(self):
         super().__init__()
@@ -121,6 +122,11 @@ class Weighted(torch.nn.Module):
 class TakesWeight(Weighted):
     def forward(self, features, labels=None, pos_weight=None):
         return super().forward(features, labels, pos_weight=pos_weight)
+
+
+class TakesNone(Weighted):
+    def forward(self, features, labels=None):
+        return super().forward(features, labels)
 
 
 def test_an_entry_that_forward_does_not_take_is_named_once(caplog):
@@ -141,11 +147,11 @@ def test_an_entry_that_forward_does_not_take_is_named_once(caplog):
         ).item()
         for weight in (torch.tensor(8.0), None)
     )
-    assert loss(TakesWeight()) == pytest.approx(weighted, rel=1e-6)
+    assert loss(TakesWeight()) == loss(Weighted()) == pytest.approx(weighted, rel=1e-6)
     assert not warnings_of(caplog)
-    assert loss(Weighted()) == pytest.approx(plain, rel=1e-6)
+    assert loss(TakesNone()) == pytest.approx(plain, rel=1e-6)
     (warning,) = warnings_of(caplog)
-    assert "Weighted.forward does not take, and that only metrics functions see: pos_weight" in warning
+    assert "TakesNone.forward does not take, and that only metrics functions see: pos_weight" in warning
 
 
 def columns_first(rows):
@@ -205,3 +211,103 @@ def test_a_run_whose_first_steps_have_nothing_to_predict_ends():
     )
     loop.train()
     assert loop.state.step == 30
+
+
+class Wraps(torch.nn.Module):
+    """A model inside another that hands on what it is given, as users' wrappers do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        return self.inner(input_ids=input_ids, labels=labels, **kwargs)
+
+
+class TakesAll(Wraps):
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [Wraps, TakesAll, lambda inner: TakesAll(Wraps(inner))])
+def test_what_a_wrapper_hands_on_reaches_the_model(wrap):
+    """The mask hides half of the tokens; the prompt of generation is for no forward pass."""
+    model = tiny_t5().eval()
+    rows = [dict(row) for row in RaggedPairs(6).rows]
+    for number, row in enumerate(rows):
+        row["attention_mask"] = (torch.arange(10) < 5 + number % 2).long()
+        row["input_ids_generate"], row["name"] = row["input_ids"], f"row {number}"
+    batch = {k: torch.stack([row[k] for row in rows]) for k in ("input_ids", "attention_mask", "labels")}
+    loop = make_loop(wrap(model), None, None, batch_size=6)
+    assert loop.validate(DataLoader(rows, 6))["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+
+
+class Tempered(TinyLabeller):
+    """Takes numbers that belong to no row."""
+
+    def forward(self, input_ids, labels, temperature=1.0, task=None, class_weight=None):
+        logits = super().forward(input_ids, labels)["logits"] / float(temperature)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=class_weight)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("temperature", [torch.tensor(2.0), np.float32(2.0), np.array(2.0), 2.0])
+def test_a_batch_may_hold_numbers_of_no_row(temperature):
+    rows = RaggedPairs(8).batch(list(range(8)))
+    expected = Tempered()(rows["input_ids"], rows["labels"], 2.0)["loss"].item()
+    batch = {**rows, "temperature": temperature, "task": "a", "name": [str(n) for n in range(8)]}
+    for batch_size in (8, 3):
+        loop = made(Tempered(), loader=[batch], valid=[batch], batch_size=batch_size, iters=1, lr=0.0)
+        loop.train()
+        assert loop.state.metrics["train"]["loss"] == pytest.approx(expected, rel=1e-5)
+        assert loop.state.metrics["valid"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_belongs_to_no_row_or_is_nested_is_refused_with_the_way_on():
+    rows = RaggedPairs(8).batch(list(range(8)))
+    weight = torch.ones(VOCABULARY_SIZE)
+    with pytest.raises(UserError, match=r"'class_weight': 64\}; what belongs to no row goes into forward_kwargs"):
+        made(Tempered(), loader=[{**rows, "class_weight": weight}]).train()
+    made(Tempered(), loader=[rows], forward_kwargs={"class_weight": weight}).train()
+    with pytest.raises(UserError, match="entry task is a dict: give the model its tensors"):
+        made(Tempered(), loader=[{**rows, "task": dict(rows)}]).train()
+
+
+LENGTHS = torch.tensor([3, 6, 1, 4])
+PADDING = torch.arange(6) < LENGTHS[:, None]
+EACH = PADDING[:, None, :] & torch.ones(6, 6).tril().bool()
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        PADDING.long(), PADDING, PADDING.float(), PADDING[:, None, None], EACH, EACH.long()[:, None],
+        EACH[:, None].expand(-1, 2, -1, -1), (~EACH[:, None]).float() * LOWEST,
+        torch.zeros(4, 1, 6, 6).masked_fill(~EACH[:, None], -torch.inf), (~PADDING).float() * -10000.0,
+        torch.zeros(4, 6).masked_fill(~PADDING, -torch.inf), (~EACH[:, None]).to(torch.float16) * -65504,
+    ],
+)  # fmt: skip
+def test_any_attention_mask_counts_the_tokens_that_are_attended_to(mask):
+    batch = {"input_ids": torch.ones(4, 6, dtype=torch.long), "attention_mask": mask}
+    part = split_batch(batch, 2, set(batch), torch.device("cpu"))
+    assert part.tokens == LENGTHS.sum() and part.rows == 4
+
+
+def test_a_mask_that_allows_all_counts_all():
+    batch = {"input_ids": torch.ones(4, 6, dtype=torch.long)}
+    for mask in (torch.zeros(4, 1, 6, 6), torch.ones(4, 6, 6), None):
+        part = split_batch({**batch, "attention_mask": mask}, 2, set(batch), torch.device("cpu"))
+        assert part.tokens == 24
+
+
+def test_masks_that_are_added_lose_no_token_to_trimming():
+    """-inf is true as a boolean, and 0, an attended token, is not."""
+    ids = torch.arange(24).view(4, 6)
+    mask = torch.zeros(4, 6).masked_fill(~PADDING, -torch.inf)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    cut = split_batch(batch, 2, set(batch), torch.device("cpu"), trim_to=1).micro_batches
+    assert [part.inputs["input_ids"].tolist() for part in cut] == [ids[:2].tolist(), ids[2:, :4].tolist()]
+    pairs = {**batch, "attention_mask": PADDING, "distances": torch.zeros(4, 6, 6)}
+    kept = split_batch(pairs, 2, set(pairs), torch.device("cpu"), trim_to=1).micro_batches
+    assert all(part.inputs["input_ids"].shape == (2, 6) for part in kept)

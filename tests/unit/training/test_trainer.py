@@ -296,3 +296,20 @@ def test_a_metric_that_is_no_number_cannot_be_optimised(tmp_path):
     with pytest.raises(UserError, match="--optimize_metric table is not a number"):
         loop.train()
     assert (tmp_path / "last").exists()
+
+
+def test_the_backend_follows_what_a_callback_unfreezes_from_the_step_after():
+    """test_backends.py shows that the gradients are then reduced."""
+    model, asked = TinyLabeller(), []
+    model.embedding.requires_grad_(False)
+
+    class Following(LocalBackend):
+        def follow_frozen(self):
+            asked.append(loop.state.step)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.embedding.weight.clone()
+    unfreeze = loops.At(2, lambda loop: model.embedding.requires_grad_(True))
+    loop = loops.make_loop(model, optimizer, iters=4, backend=Following(), callbacks=[unfreeze])
+    loop.train()
+    assert asked == [2] and not torch.equal(model.embedding.weight, before)

@@ -1,53 +1,23 @@
-"""Scoring tokens with a label alone gives the loss and gradients of scoring all, for any head that works by tokens."""
-
-import re
+"""Scoring tokens with a label alone gives the loss and gradients of scoring all."""
 
 import pytest
 import torch
 import transformers
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import modeling_bert
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.labels import LABEL_POSITIONS
+from lm_experiments_tools.models.from_args import spread_labels
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS, pick_labelled, spread_labels
+from lm_experiments_tools.recipes.common import labels_alone
 from lm_experiments_tools.training.micro_batches import MicroBatch
 
 SIZES = dict(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attention_dropout=0.0)
 ROWS, LENGTH, MOST = 3, 12, 8
-
-
-class ConvolutionHead(transformers.BertForMaskedLM):
-    """A head that looks at the tokens beside a token."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.cls = nn.Sequential(Beside(config.hidden_size), nn.Linear(config.hidden_size, config.vocab_size))
-
-
-class Beside(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.convolution = nn.Conv1d(width, width, 3, padding=1)
-
-    def forward(self, x):
-        return self.convolution(x.transpose(1, 2)).transpose(1, 2)
-
-
-class NormOverTokens(transformers.BertForMaskedLM):
-    """In evaluation a norm over the batch works on each token by itself."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(config.hidden_size), nn.Unflatten(0, (-1, LENGTH)))
-        self.cls = nn.Sequential(norm, nn.Linear(config.hidden_size, config.vocab_size))
-
-
-class CountedLabels(transformers.BertForMaskedLM):
-    def forward(self, input_ids, labels):
-        assert labels.shape == input_ids.shape
-        return super().forward(input_ids=input_ids, labels=labels)
+ARGS = BertPretrainingArgs(lr=1e-3, model_cfg="bert_base_uncased", data_path=("data",), vocab_file="vocab.txt")
 
 
 def built(model_cls, **changed):
@@ -70,15 +40,7 @@ def micro_batch(numbers=(2, 0, 4)):
 CLASSES = [
     (modeling_bert.BertForPreTraining, {}),
     (modeling_bert.BertForMaskedLM, {"position_embedding_type": "rotary"}),
-    (transformers.BertForPreTraining, {}),
-    (transformers.RobertaForMaskedLM, {"pad_token_id": 0}),
     (transformers.ModernBertForMaskedLM, {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
-    (transformers.DebertaV2ForMaskedLM, {}),
-    (transformers.AlbertForMaskedLM, {}),
-    (
-        transformers.DistilBertForMaskedLM,
-        dict(dim=16, hidden_dim=32, n_layers=1, n_heads=2, dropout=0.0),
-    ),
 ]
 
 
@@ -90,14 +52,15 @@ def test_loss_and_gradients_are_those_of_all_positions(model_cls, changed):
     found = {}
     for way in ("all", "labels"):
         if way == "labels":
-            assert pick_labelled(model, LENGTH) is None and model.training
-            part = part.with_valid_labels_only(MOST)
+            most = labels_alone(ARGS, LocalBackend(), model)
+            assert (most is None) == isinstance(model, transformers.ModernBertForMaskedLM)
+            part = part if most is None else part.with_valid_labels_only(MOST)
         outputs = model(**part.inputs)
         logits = outputs.get("prediction_logits", outputs.get("logits"))
         model.zero_grad()
         outputs["loss"].backward()
         found[way] = outputs["loss"].detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert logits.shape == (1, MOST, 97)
+    assert logits.shape == ((1, MOST, 97) if most else (6, 97))
     (loss, gradients), (picked_loss, picked) = found.values()
     torch.testing.assert_close(picked_loss, loss, rtol=1e-6, atol=0)
     assert picked.keys() == gradients.keys()
@@ -105,29 +68,6 @@ def test_loss_and_gradients_are_those_of_all_positions(model_cls, changed):
         torch.testing.assert_close(picked[name], gradient, rtol=1e-4, atol=2e-7, msg=name)
     whole = model(input_ids=part.inputs["input_ids"])
     assert whole.get("prediction_logits", whole.get("logits")).shape == (ROWS, LENGTH, 97)
-
-
-@pytest.mark.parametrize(
-    "model_cls, reason",
-    [
-        (ConvolutionHead, "depend on other tokens"),
-        (NormOverTokens, "norm over tokens"),
-        (CountedLabels, r"fails with labels of a few tokens \(AssertionError\)"),
-        (transformers.T5ForConditionalGeneration, "fails with labels of a few tokens|no module of its head"),
-    ],
-)
-def test_a_head_that_needs_all_positions_keeps_them(model_cls, reason):
-    model = built(model_cls, num_layers=1, d_model=16, num_heads=2, decoder_start_token_id=0)
-    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-    assert re.search(reason, pick_labelled(model, LENGTH))
-    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
-
-
-def test_a_model_that_picks_labels_by_itself_is_left_alone():
-    model = built(
-        transformers.ModernBertForMaskedLM, sparse_prediction=True, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    )
-    assert "selects them itself" in pick_labelled(model, LENGTH)
 
 
 def test_more_labels_than_there_is_room_for_are_all_kept():
@@ -146,7 +86,6 @@ def test_more_labels_than_there_is_room_for_are_all_kept():
 def test_one_compiled_graph_serves_any_number_of_labels():
     model, counter = built(modeling_bert.BertForPreTraining), CompileCounter()
     model.compile(backend=counter, dynamic=False)
-    assert pick_labelled(model, LENGTH) is None
     for numbers in ((2, 0, 4), (1, 1, 1), (0, 0, 0), (3, 2, 3)):
         outputs = model(**micro_batch(numbers).with_valid_labels_only(MOST).inputs)
         assert outputs.prediction_logits.shape == (1, MOST, 97)
