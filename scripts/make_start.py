@@ -29,7 +29,7 @@ from lm_experiments_tools.data.tokens.files import read_meta
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary as check_tokens
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import build_model, check_vocabulary, load_model_config
+from lm_experiments_tools.models.build import build_model, check_vocabulary, load_model_config, set_special_tokens
 
 REACH = 3  # tokens apart that still count as neighbours, by 1 / distance
 MOST_TOKENS = 10_000_000  # the first so many are counted; their pairs take some 2 GB of memory
@@ -121,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.output = args.output.absolute()
     check_output(args.output)
     config, vocabulary = load_model_config(args.model_cfg, T5Config), Vocabulary.load(args.vocab)
+    ids = {"pad": vocabulary.pad_id, "eos": vocabulary.eos_id, "bos": vocabulary.bos_id}
+    set_special_tokens(config, ids, T5ForConditionalGeneration)
     check_vocabulary(config, vocabulary.size)
     check_buckets(config)
     data = IndexedDataset(args.data)

@@ -40,7 +40,8 @@ def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[s
     converted = {name: weights[name] for name in info["unexpected_keys"] if name in weights}
     for name, tensor in loaded.state_dict().items():
         if name in shapes:
-            converted[name] = torch.empty(shapes[name], device="meta")
+            same = name in weights and weights[name].shape == shapes[name]
+            converted[name] = weights[name] if same else torch.empty(shapes[name], device="meta")
         elif name not in info["missing_keys"]:
             converted[name] = tensor
     return converted

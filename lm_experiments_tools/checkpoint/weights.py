@@ -26,6 +26,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.modules.inspection import is_adapted
 
+Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")
 _TOKENIZER_FILES += ("chat_template*", TASK_FILE)
 
@@ -34,13 +35,16 @@ _TOKENIZER_FILES += ("chat_template*", TASK_FILE)
 class LoadReport:
     """Result of `load_weights`: which parameters were loaded, are missing, or do not fit.
 
-    Parameters are listed by name. `mismatched` holds (name, shape in the file, shape in the model).
+    Parameters are listed by name. `mismatched` holds (name, shape in the file, shape in the model), and so do `grown`
+    and `dropped`: embeddings with more rows than in the file, which are loaded too, and those of another shape.
     """
 
     matched: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    grown: list[Mismatch] = field(default_factory=list)
+    dropped: list[Mismatch] = field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:
@@ -49,6 +53,7 @@ class LoadReport:
     def __str__(self) -> str:
         shapes = [f"{name}: {_by(a)} in the file, {_by(b)} in the model" for name, a, b in self.mismatched]
         parts = [f"{len(self.matched)} weights loaded"]
+        parts += [f"{name} with new rows ({_by(a)} in the file, {_by(b)} in the model)" for name, a, b in self.grown]
         for what, names in (("missing", self.missing), ("unexpected", self.unexpected), ("of another shape", shapes)):
             shown = names[:3] + ["..."] * (len(names) > 3)
             parts.append(f"{len(names)} {what}" + (f" ({', '.join(shown)})" if names else ""))
@@ -194,35 +199,65 @@ def place_weights(
         allow_partial: see `load_weights`.
     """
     own, weights = model.state_dict(keep_vars=True), to_model_names(model, weights)
-    report = _compare(model, own, weights)
+    report = _compare(model, own, weights, may_grow=allow_partial is not None)
     if not report.matched:
         raise UserError(
             f"no weight in {path} fits the model: {report}; the file is of another architecture, or its parameters "
             "have other names."
         )
-    if not allow_partial and not report.is_complete:
+    if report.dropped or (not allow_partial and not report.is_complete):
         advice = "" if allow_partial is None else ", or pass --allow_partial_checkpoint to load only what fits"
+        if report.dropped:
+            advice = f"; {report.dropped[0][0]} is never dropped: it may get more rows, not fewer or others"
         raise UserError(f"{path} does not fit the model: {report}; check --model_cfg and --model_cls{advice}.")
     _check_tied(own, weights, report, path)
     with torch.no_grad():
         for name in report.matched:
-            own[name].copy_(weights[name])
+            own[name][tuple(map(slice, weights[name].shape))].copy_(weights[name])
     return report
 
 
-def _compare(model: nn.Module, own: dict[str, Tensor], weights: dict[str, Tensor]) -> LoadReport:
+def _compare(model: nn.Module, own: dict[str, Tensor], weights: dict[str, Tensor], may_grow: bool) -> LoadReport:
     obsolete = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of transformers' classes
     unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()
     common = [name for name in weights if name in own]
-    matched = [name for name in common if weights[name].shape == own[name].shape]
-    mismatched = [(name, tuple(weights[name].shape), tuple(own[name].shape)) for name in common if name not in matched]
+    differing = {n: (tuple(weights[n].shape), tuple(own[n].shape)) for n in common if weights[n].shape != own[n].shape}
+    rows = _rows_of_embeddings(model, own, differing)
+    grown = [(name, *differing[name]) for name in rows if may_grow and rows[name] and not weights[name].is_meta]
+    names = {name for name, _, _ in grown}
+    matched = [name for name in common if name not in differing or name in names]
+    mismatched = [(name, *shapes) for name, shapes in differing.items() if name not in names]
+    dropped = [entry for entry in mismatched if entry[0] in rows]
     loaded = {_identity(own[name]) for name in matched}
     absent = [name for name in own if name not in weights and name not in unsaved]
     missing = [name for name in absent if _identity(own[name]) not in loaded]
     unexpected = [
         name for name in weights if name not in own and not any(re.search(pattern, name) for pattern in obsolete)
     ]
-    return LoadReport(matched, missing, unexpected, mismatched)
+    return LoadReport(matched, missing, unexpected, mismatched, grown, dropped)
+
+
+def _rows_of_embeddings(
+    model: nn.Module, own: dict[str, Tensor], differing: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> dict[str, bool]:
+    """Of weights of another shape, those with a value for each token or position: {name: True if only rows are new}.
+
+    They are embeddings, the output layer and its bias; not tables of relative distances, whose rows change meaning.
+    """
+    tables = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not re.search("rel|distance", name)
+    }
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    tables |= {name for name in differing if output is not None and own[name] is output.weight}
+    changes = {(then[0], now[0]) for name, (then, now) in differing.items() if name in tables}
+    found = {}
+    for name, (then, now) in differing.items():
+        changed = [pair for pair in zip(then, now, strict=False) if pair[0] != pair[1]]
+        if name in tables or ("bias" in name and changed and changed[0] in changes):
+            found[name] = len(then) == len(now) and len(changed) == 1 and changed[0] in changes and then < now
+    return found
 
 
 def _check_tied(own: dict[str, Tensor], weights: dict[str, Tensor], report: LoadReport, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ GENERAL_KEYS = {
 SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
+_ROLES = ("pad", "eos", "bos", "cls", "sep", "mask")  # of special tokens
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 OWN_PACKAGES |= {f"bidirectional_{kind}": "modeling_bert" for kind in ("gemma2", "gemma3", "qwen3")}
@@ -125,8 +126,13 @@ def load_model_config(
         raise UserError(f"{path} is refused by {config_cls.__name__}: {' '.join(str(error).split())}") from error
     if "tie_word_embeddings" in values:
         config.tie_word_embeddings = values["tie_word_embeddings"]
+    return _with_start(config)
+
+
+def _with_start(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of an encoder-decoder with a start token: padding, as T5's, where the file names none."""
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id  # T5's way; transformers' configurations have no default
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None)
     return config
 
 
@@ -140,6 +146,31 @@ def _with_token_ids(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _advice_for(key: str, known: Iterable[str]) -> str:
     return f"{nearest_names(key, known)}; a published configuration keeps its name, {CONFIG}"
+
+
+def set_special_tokens(config: PreTrainedConfig, ids: Mapping[str, int | None], model_cls: type) -> None:
+    """Give the configuration of a new model the special tokens of its vocabulary, before the model is built.
+
+    A key of another role follows the token that it was equal to: BART's decoder starts with its end token.
+
+    Args:
+        ids: id of each role (pad, eos, bos, cls, sep, mask); None for one that the vocabulary lacks.
+        model_cls: the model's class. One that generates gets an end token even if its configuration has none.
+    """
+    always = ("pad", "eos") if hasattr(model_cls, "can_generate") and model_cls.can_generate() else ("pad",)
+    new = {role: ids[role] for role in _ROLES if ids.get(role) is not None}
+    new.setdefault("bos", new.get("eos", new["pad"]))  # a text begins after the end of another
+    parts = [getattr(config, name, None) for name in getattr(type(config), "sub_configs", ())]
+    for part in filter(None, [*parts, config]):
+        old = {key: value for key, value in vars(part).items() if key.endswith("_token_id") and value is not None}
+        now = {f"{role}_token_id": new[role] for role in new if role in always or f"{role}_token_id" in old}
+        for key in old.keys() - now.keys():
+            same = [role for role in new if old.get(f"{role}_token_id") == old[key]]
+            now |= {key: new[same[0]]} if same else {}
+        for key, number in now.items():
+            if old.get(key) != number:
+                logger.info("%s of the model is %s, that of the vocabulary (was %s)", key, number, old.get(key))
+                setattr(part, key, number)
 
 
 def set_decoder_start(model: nn.Module) -> None:
@@ -175,11 +206,11 @@ def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedCo
     from transformers import AutoConfig, PreTrainedConfig
 
     try:
-        return (config_cls or AutoConfig).from_pretrained(name, trust_remote_code=False)
+        return _with_start((config_cls or AutoConfig).from_pretrained(name, trust_remote_code=False))
     except StrictDataclassError:
         values, _ = (config_cls or PreTrainedConfig).get_config_dict(name)
         config_cls = config_cls or type(AutoConfig.for_model(values["model_type"]))
-        return config_cls.from_dict(_with_floats(values, config_cls))
+        return _with_start(config_cls.from_dict(_with_floats(values, config_cls)))
 
 
 def _with_floats(values: dict, config_cls: type) -> dict:
@@ -329,7 +360,8 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
         rounded = -(-vocabulary_size // 128) * 128
         raise UserError(
             f"The vocabulary has {vocabulary_size} ids but the model's embedding only {config.vocab_size} rows: set "
-            f"vocab_size in the model configuration to at least {vocabulary_size} (e.g. {rounded})."
+            f"vocab_size in the model configuration to at least {vocabulary_size}, or add --model_options "
+            f"vocab_size={rounded}; rows of loaded weights are kept."
         )
     return slack
 

@@ -23,6 +23,7 @@ from lm_experiments_tools.models.build import (
     load_model_config,
     pretrained_config,
     set_dropout,
+    set_special_tokens,
     set_z_loss,
 )
 from lm_experiments_tools.models.freezing import train_only
@@ -68,24 +69,32 @@ class ModelSource:
         return "decoder" if hasattr(self.cls, "can_generate") and self.cls.can_generate() else "encoder"
 
 
-def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
+def model_source(
+    args: ExperimentArgs, backend: Backend, tokens: Mapping[str, int | None] | None = None
+) -> ModelSource:
     """Import the model class that flags name, and read its configuration. Every worker must call it.
 
     Without a flag for the configuration (`lmtools inspect`), the class's default is used.
 
+    Args:
+        tokens: id of each special token of the vocabulary, which a model without weights takes (see
+            `build.set_special_tokens`); None leaves those of the configuration.
+
     Raises:
         UserError: the class or the configuration is not available.
     """
-    return on_all(backend, lambda: _model_source(args))
+    return on_all(backend, lambda: _model_source(args, tokens))
 
 
-def _model_source(args: ExperimentArgs) -> ModelSource:
+def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None) -> ModelSource:
     from huggingface_hub.errors import StrictDataclassError
 
     model_cls = get_cls_by_name(args.model_cls)
     config_cls = getattr(model_cls, "config_class", None)
     is_named = args.model_cfg or args.base_model or args.init_checkpoint
     config = config_cls() if config_cls is not None and not is_named else _config(args, config_cls)
+    if tokens is not None and args.init_checkpoint is None:
+        set_special_tokens(config, tokens, model_cls)
     for name, value in read_options("model_options", getattr(args, "model_options", ())).items():
         if not hasattr(config, name):
             near = nearest_names(name, config.to_dict()) or "."

@@ -35,6 +35,7 @@ from lm_experiments_tools.models.build import (
     register_own_models,
     set_decoder_start,
     set_dropout,
+    set_special_tokens,
     set_z_loss,
     takes_our_attention,
     untie_only_output,
@@ -177,6 +178,7 @@ def _base_model(
     model_cls = _model_class(args, config)
     saved_labels = real_names(config.id2label, args.model_cfg or files.configuration.name)
     _set_up_config(config, args, label_names)
+    _set_up_special_tokens(config, args, tokenizer, model_cls)
     new_weights: list[str] = []
     if source is None and args.init_checkpoint:
         path = Path(args.init_checkpoint)
@@ -200,8 +202,8 @@ def _base_model(
             _check_labels(source.name, saved_labels, label_names)
         if args.device_map is not None:
             say_where(model)
-    _fit_vocabulary(model, tokenizer, source)
-    _set_up_special_tokens(model, tokenizer)
+    _fit_vocabulary(model, tokenizer, args)
+    _set_up_generation(model, tokenizer)
     return model, new_weights
 
 
@@ -320,10 +322,13 @@ def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: F
         "of another shape": [name for name in shapes if name not in new],
     }
     words = [f"{len(names)} are {what} ({some_names(names)})" for what, names in bad.items() if names]
-    if words and not args.allow_partial_checkpoint:
+    bodies = (name.rpartition(".")[0] for name in bad["of another shape"])
+    lost = [name for name in bodies if isinstance(model.get_submodule(name), nn.Embedding)]
+    if words and (lost or not args.allow_partial_checkpoint):
+        advice = f", as {lost[0]} is never dropped" if lost else ", or pass --allow_partial_checkpoint"
         raise UserError(
             f"{source.name} does not fit {type(model).__name__}: of its weights {', '.join(words)}; check "
-            "--model_type and --model_cls, or pass --allow_partial_checkpoint."
+            f"--model_type and --model_cls{advice}."
         )
     if words:
         logger.warning("%s fits only in part: of its weights %s", source.name, ", ".join(words))
@@ -365,31 +370,51 @@ def some_names(names: Sequence[str]) -> str:
 
 
 # ---- tokenizer and model --------------------------------------------------------------------------------------------
-def _fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Source | None) -> None:
-    """Rows for the tokens that --peft new_tokens adds; any others have to have theirs."""
+def _fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: FinetuningArgs) -> None:
+    """Add rows to the embeddings for tokens that were added to the tokenizer; rows that exist keep their values."""
     rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) <= rows:
+    added = range(rows, len(tokenizer))
+    if not added:
         return
-    if len(tokenizer) - new_token_prefix(tokenizer).count("<") <= rows:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        return
-    where = "--from_pretrained" if source is not None else "--model_cfg"
-    raise UserError(
-        f"the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows: --tokenizer and {where} differ."
-    )
+    own = len(added) <= new_token_prefix(tokenizer).count("<")  # of --peft new_tokens
+    if not own and (args.peft is not None or not set(added) <= tokenizer.added_tokens_decoder.keys()):
+        where = "--from_pretrained" if args.from_pretrained else "--model_cfg"
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows: --tokenizer and {where} differ; "
+            "only tokens that were added to the model's own tokenizer get new rows, and only without --peft."
+        )
+    logger.info("the embedding gets %d rows for the tokens that were added to the tokenizer", len(added))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
-def _set_up_special_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Padding, end (that of the targets) and decoder start are the tokenizer's, also for `generate`."""
-    config, ids = model.config, {"pad_token_id": tokenizer.pad_token_id}
-    if (tokenizer.eos_token_id, tokenizer.sep_token_id) != (None, None) and model.can_generate():
-        ids["eos_token_id"] = end_id(tokenizer)
+def _set_up_special_tokens(
+    config: PreTrainedConfig, args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, model_cls: type
+) -> None:
+    """Complete the special tokens of a configuration by those of the tokenizer, before the model is built.
+
+    Pre-trained weights keep their padding id, because modules may depend on it: RoBERTa counts positions from it.
+    """
+    names = ("bos", "cls", "sep", "mask", "pad")
+    ids: dict[str, int | None] = {name: getattr(tokenizer, f"{name}_token_id") for name in names}
+    if (tokenizer.eos_token_id, tokenizer.sep_token_id) != (None, None):
+        ids["eos"] = end_id(tokenizer)
+    if args.from_pretrained is None and args.init_checkpoint is None:
+        set_special_tokens(config, ids, model_cls)
+    elif getattr(config, "pad_token_id", None) is None and args.model_type != "decoder":
+        config.pad_token_id = ids["pad"]
+    if model_cls.can_generate() and "eos" in ids:
+        config.eos_token_id = ids["eos"]
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        ids["decoder_start_token_id"] = tokenizer.pad_token_id
-    for holder in filter(None, (config, getattr(model, "generation_config", None))):
-        for name, value in ids.items():
-            setattr(holder, name, value)
-    start = getattr(config, "decoder_start_token_id", None)
-    if start is not None and model.can_generate() and model.generation_config.decoder_start_token_id is None:
-        model.generation_config.decoder_start_token_id = start
+        config.decoder_start_token_id = ids["pad"]
+
+
+def _set_up_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set padding, end and decoder start for `generate`, none of which the model was built with."""
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    settings.pad_token_id = tokenizer.pad_token_id
+    settings.eos_token_id = getattr(model.config, "eos_token_id", None)
+    if settings.decoder_start_token_id is None:
+        settings.decoder_start_token_id = getattr(model.config, "decoder_start_token_id", None)
     set_decoder_start(model)

@@ -22,7 +22,7 @@ from lm_experiments_tools.checkpoint.weights import mean_state
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.adapters import check_peft, described_by
-from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
+from lm_experiments_tools.models.build import OWN_PACKAGES, pretrained_config, register_own_models, set_decoder_start
 from lm_experiments_tools.models.pretrained import AUTO_CLASSES, STRICTLY, kind_of, read_errors_named, some_names
 from lm_experiments_tools.models.tokenizers import read_tokenizer, without_end
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
@@ -183,11 +183,15 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
     """
     name, called = name or folder, cls.__name__
     with read_errors_named(name, f"it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
-        model, info = cls.from_pretrained(folder, **STRICTLY)
+        config_cls = getattr(cls, "config_class", None)
+        known = {} if config_cls is None else {"config": pretrained_config(folder, config_cls)}
+        model, info = cls.from_pretrained(folder, **known, **STRICTLY)
     for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "are not its own")):
         if info[kind]:
             number, names = len(info[kind]), some_names(sorted(info[kind]))
             raise UserError(f"{name} is no {called}: {number} of its weights {what} ({names}): check --model_cls.")
+    if getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None) is None:
+        set_decoder_start(model)
     return model
 
 

@@ -58,6 +58,12 @@ class BertPretraining(Pretraining):
         """The tokenizer of all phases, loaded on first use. Every worker must read this property at the same time."""
         return on_all(self.backend, lambda: bert_tokenizer(self.args))
 
+    @property
+    def special_tokens(self) -> dict[str, int | None]:
+        tokenizer = self.tokenizer
+        own = {role: getattr(tokenizer, role) for role in ("pad", "cls", "sep", "mask")}
+        return {**own, "bos": tokenizer.cls, "eos": tokenizer.sep}
+
     def check(self, args: BertPretrainingArgs, source: ModelSource) -> None:
         tokenizer = self.tokenizer
         on_all(self.backend, lambda: check_bert_model(args, source, tokenizer))

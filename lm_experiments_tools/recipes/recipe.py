@@ -84,6 +84,14 @@ class Pretraining(Recipe):
 
     data: PretrainingData
 
+    @property
+    @abstractmethod
+    def special_tokens(self) -> dict[str, int | None]:
+        """Id of each special token of the vocabulary, for the configuration of a new model.
+
+        Every worker must read this property at the same time.
+        """
+
     @abstractmethod
     def check(self, args: PretrainingArgs, source: ModelSource) -> None:
         """Check that the model fits the data and the objective. Raises UserError.
@@ -113,7 +121,7 @@ class Pretraining(Recipe):
 
     def train(self) -> None:
         phases, run = start_phases(self.args, self.backend)
-        parts = with_models(phases, self.backend)
+        parts = with_models(phases, self.backend, self.special_tokens)
         for phase, source in parts:
             self.check(phase.args, source)
         for phase, source in parts:
@@ -187,8 +195,13 @@ def _place(args: PretrainingArgs) -> tuple[int, int, Path | None]:
     return 0, read_state_file(branch).step, branch
 
 
-def with_models(phases: Sequence[Phase], backend: Backend) -> list[tuple[Phase, ModelSource]]:
+def with_models(
+    phases: Sequence[Phase], backend: Backend, tokens: Mapping[str, int | None]
+) -> list[tuple[Phase, ModelSource]]:
     """Find the model source of each phase, and check the patterns of `--trained`.
+
+    Args:
+        tokens: special tokens of the vocabulary, see `model_source`.
 
     Returns:
         Pairs of a phase and its source.
@@ -196,7 +209,7 @@ def with_models(phases: Sequence[Phase], backend: Backend) -> list[tuple[Phase, 
     Raises:
         UserError: a source or a pattern is invalid.
     """
-    found = [(phase, model_source(phase.args, backend)) for phase in phases]
+    found = [(phase, model_source(phase.args, backend, tokens)) for phase in phases]
 
     def check(phase: Phase, source: ModelSource) -> None:
         with torch.device("meta"):

@@ -65,6 +65,11 @@ class T5Pretraining(Pretraining):
         """Vocabulary and data paths of each phase. Every worker must read this property at the same time."""
         return on_all(self.backend, self._sources)
 
+    @property
+    def special_tokens(self) -> dict[str, int | None]:
+        vocabulary = self.data_sources[0].vocabulary
+        return {role: getattr(vocabulary, f"{role}_id") for role in ("pad", "eos", "bos", "mask")}
+
     def check(self, args: T5PretrainingArgs, source: ModelSource) -> None:
         vocabulary = self.data_sources[0].vocabulary
         check_model(args, source, vocabulary.size)

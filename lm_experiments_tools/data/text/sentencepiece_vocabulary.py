@@ -79,6 +79,7 @@ class SentencePieceVocabulary(Vocabulary):
             for index in self.sentinel_ids:
                 model.pieces[int(index)].type = _UNUSED
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self.bos_id = self.find(model.trainer_spec.bos_piece or "<s>")
         self.mask_id = next((index for piece in MASK_PIECES if (index := self.find(piece)) is not None), None)
 
     @classmethod

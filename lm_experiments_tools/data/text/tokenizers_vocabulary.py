@@ -55,6 +55,7 @@ class TokenizersVocabulary(Vocabulary):
         self.path, self.sentinel_ids, self.num_sentinels = path, sentinel_ids, len(sentinel_ids)
         self._roles, self._pretrained = roles, pretrained
         self.pad_id, self.eos_id, self.unk_id, self.mask_id = (roles[name] for name in ("pad", "eos", "unk", "mask"))
+        self.bos_id = None if pretrained is None else pretrained.bos_token_id
         self._tokenizer = FastTokenizer(content)
         self.size = self.num_pieces = self._tokenizer.size
         with_role = {i for i in roles.values() if i is not None and i >= 0}

@@ -87,7 +87,7 @@ class Vocabulary(ABC):
             int64[num_sentinels], the id of <extra_id_k> at index k.
         pad_id, eos_id, special_ids: ids of special tokens.
         unk_id: id of the unknown token; -1 if every text can be encoded.
-        mask_id: id of the mask token; None if there is none.
+        mask_id, bos_id: ids of the mask token and of the token that begins a text; None if there is none.
         sha256: hash of the file; `identity` if there are several files or none.
         encode_by: "line" if lines can be encoded separately, else "document".
     """
@@ -101,6 +101,7 @@ class Vocabulary(ABC):
     eos_id: int
     unk_id: int
     mask_id: int | None
+    bos_id: int | None = None
     special_ids: Sequence[int]
     sha256: str
     encode_by = "document"

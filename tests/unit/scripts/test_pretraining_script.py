@@ -125,7 +125,7 @@ def test_nothing_left_to_train_is_said(work, vocab):
 
 def test_optimizer_state_of_other_shapes_is_refused(work, vocab):
     start(vocab)
-    (work / "wide.json").write_text(json.dumps({**TINY, "d_model": 24}))
+    (work / "wide.json").write_text(json.dumps({**TINY, "d_ff": 48}))
     changed = {"model_cfg": "wide.json", "model_path": "run2", "init_checkpoint": "run/last", "iters": 4}
     refused(vocab, "--reset_optimizer", allow_partial_checkpoint=True, **changed)
     start(vocab, allow_partial_checkpoint=True, reset_optimizer=True, **changed)
