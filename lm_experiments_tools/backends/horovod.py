@@ -18,7 +18,7 @@ from lm_experiments_tools.backends.backend import Backend, check_whole
 from lm_experiments_tools.backends.collective import STALL_SECONDS
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.trees import as_carrier, put_back
+from lm_experiments_tools.backends.trees import as_carrier, fp16_scales, put_back
 from lm_experiments_tools.errors import UserError
 
 try:
@@ -97,26 +97,24 @@ class HorovodBackend(Backend):
         self.broadcast_tensors([*model.parameters(), *model.buffers()])
         reduces = optimizer is not None and self._addends is None and self.world_size > 1
         self._optimized = [p for group in optimizer.param_groups for p in group["params"]] if reduces else []
-        self._reducer = self._make_reducer(model) if reduces else None
+        self._reducer = self._make_reducer(model)
         super().setup(model, optimizer)
 
     def follow_frozen(self) -> None:
-        if self._reducer is not None:
-            self._drop_reducer()
-            self._reducer = self._make_reducer(self._inner)
+        self._drop_reducer()
+        self._reducer = self._make_reducer(self._inner)
 
     def share_weights(self, model: nn.Module) -> None:
         pass  # `setup` does
 
     def _make_reducer(self, model: nn.Module) -> Any:
-        """Horovod's optimizer around the parameters to reduce; made before apex takes fp32 copies of them."""
+        """Horovod's optimizer around the parameters to reduce, made before apex takes fp32 copies; None without it."""
+        self._reduced = [p for p in self._optimized if p.requires_grad]
+        if self.fp16_allreduce or not self._reduced:
+            return None
         names = {parameter: name for name, parameter in model.named_parameters()}
-        trained = [p for p in self._optimized if p.requires_grad]
-        named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(trained)]
-        self._reduced = trained
-        idle = torch.optim.SGD(trained, lr=0.0)
-        how = {"compression": SummedAsFp16, "op": hvd.Sum} if self.fp16_allreduce else {}
-        return hvd.DistributedOptimizer(idle, named_parameters=named, **how)
+        named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(self._reduced)]
+        return hvd.DistributedOptimizer(torch.optim.SGD(self._reduced, lr=0.0), named_parameters=named)
 
     def release(self) -> None:
         super().release()
@@ -136,15 +134,29 @@ class HorovodBackend(Backend):
     @record_function("communication")
     def _reduce_gradients(self) -> None:
         """Average gradients; one that no worker has stays None, where Horovod gives zeros and AdamW would decay."""
-        if self._reducer is None:
+        if not self._reduced:
             return
         present = torch.tensor([p.grad is not None for p in self._reduced], dtype=torch.float32)
         handle = hvd.allreduce_async_(present, op=hvd.Sum, name="gradient_present")
-        self._reducer.synchronize()
+        if self._reducer is None:
+            self._average_as_fp16()
+        else:
+            self._reducer.synchronize()
         hvd.synchronize(handle)
         for parameter, count in zip(self._reduced, present.tolist(), strict=True):
             if not count:
                 parameter.grad = None
+
+    def _average_as_fp16(self) -> None:
+        """Average gradients in fp16, scaled by one factor for each parameter; Horovod's compression has no scale."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._reduced]
+        largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf).float() for gradient in gradients])
+        scales = fp16_scales(hvd.allreduce(largest, op=hvd.Max, name="largest_gradients"), self.world_size)
+        sent = [(gradient * scale).half() for gradient, scale in zip(gradients, scales, strict=True)]
+        handles = [hvd.allreduce_async_(half, op=hvd.Sum, name=f"gradient.{i}") for i, half in enumerate(sent)]
+        for i, (parameter, gradient) in enumerate(zip(self._reduced, gradients, strict=True)):
+            average = hvd.synchronize(handles[i]).float().div_(scales[i] * self.world_size)
+            parameter.grad = gradient.copy_(average)
 
     @record_function("communication")
     def sum(self, values: Tensor) -> Tensor:
@@ -175,21 +187,6 @@ class HorovodBackend(Backend):
     def describe(self) -> str:
         wire = "fp16" if self.fp16_allreduce else "their own type"
         return f"{super().describe()}, gradients reduced by Horovod {horovod.__version__} as {wire}"
-
-
-class SummedAsFp16(hvd.compression.Compressor):
-    """Compression of gradients for Horovod: sums them in fp16 and divides the sum in fp32.
-
-    Horovod's own `hvd.Compression.fp16` also divides in fp16.
-    """
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        return tensor.half(), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.to(dtype).div_(hvd.size())
 
 
 def _local_device() -> torch.device:

@@ -132,13 +132,22 @@ def send_as_fp16(world_size, bucket):  # DDP refuses annotations that are string
     buffer = bucket.buffer()
     largest = torch.linalg.vector_norm(buffer, torch.inf).float()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    available = 15 - math.ceil(math.log2(world_size))
-    # largest < 2^exponent; inf and nan have an arbitrary exponent and stay what they are
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
-    scale = torch.ldexp(torch.ones_like(largest), available - exponent)
+    scale = fp16_scales(largest, world_size)
     sent = (buffer * scale).half()
 
     def average(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         return buffer.copy_(future.value()[0].float().div_(scale * world_size))
 
     return dist.all_reduce(sent, async_op=True).get_future().then(average)
+
+
+def fp16_scales(largest: Tensor, world_size: int) -> Tensor:
+    """Powers of two that make the sums of all workers' gradients just fit into fp16.
+
+    Args:
+        largest: magnitudes of the largest elements on any worker, fp32.
+    """
+    available = 15 - math.ceil(math.log2(world_size))
+    # largest < 2^exponent; inf and nan have an arbitrary exponent and stay what they are
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    return torch.ldexp(torch.ones_like(largest), available - exponent)

@@ -317,12 +317,12 @@ def test_fp16_allreduce_drifts_a_little(results, kind):
     assert 0.0 < drift < 1e-2
 
 
-@pytest.mark.parametrize("kind, lost, worst", [("ddp", 0.0, 2**-9), ("horovod", 0.295, 1.0)])
-def test_fp16_allreduce_does_not_divide_in_fp16(results, kind, lost, worst):
-    """Horovod cannot scale what it sends, but keeps what the sum still holds."""
+@pytest.mark.parametrize("kind", ["ddp", "horovod"])
+def test_fp16_allreduce_keeps_small_gradients(results, kind):
+    """Within fp16's unit of the mean in float64, from 1 to 2e-8; nothing becomes 0, and none overflows."""
     for rank in results.of(kind, "wide_range"):
-        assert rank["lost"] <= lost
-        assert rank["worst"] <= worst
+        assert rank["lost"] == 0
+        assert rank["worst"] <= 2**-9
 
 
 def test_horovod_leaves_a_parameter_without_gradient_alone(results):

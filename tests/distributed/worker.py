@@ -420,7 +420,7 @@ def scenario_wide_range(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         model.weight.grad = None
         with compressed.accumulate(sync=True), compressed.autocast():
             compressed.backward(compressed.model(slope * (backend.rank + 1)).sum())
-    mean = slope * (backend.world_size + 1) / 2
+    mean = slope.double() * (backend.world_size + 1) / 2
     error = ((model.weight.grad[0] - mean) / mean).abs()
     first = slope > 2e-8
     return {"lost": (model.weight.grad == 0).float().mean().item(), "worst": error[first].max().item()}
