@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import MegatronBertConfig, MegatronBertForPreTraining
 
 import run_bert_pretraining
 import run_t5_pretraining
@@ -22,6 +23,7 @@ from lm_experiments_tools.models import inherited
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.optimizers import parameter_groups
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.distributed.launch import slow
 from tests.helpers import ROOT
@@ -47,6 +49,19 @@ BUDGETS = {
     "bert_base_128": (900_000, 256), "bert_base_512": (1_000_000, 256), "megatron_bert_336m": (2_000_000, 1024),
 }  # fmt: skip
 RECIPES = [FOLDER / f"{name}.yaml" for name in sorted(BUDGETS)]
+
+
+# Recipes whose source decays norms and biases too, by its code: the file names it.
+DECAY_ALL = {
+    "ancestor_t5_base_cdq", "ancestor_t5_small", "babylm_strict_small", "eurobert_210m", "mosaicbert_base", "neobert",
+    "roberta_base",
+}  # fmt: skip
+
+
+def check_decay(name: str, args, model) -> None:
+    groups = parameter_groups(model.named_parameters(), args.weight_decay, args.group_rules())
+    decayed = {group["weight_decay"] for group in groups}
+    assert decayed == ({args.weight_decay} if name in DECAY_ALL else {args.weight_decay, 0.0})
 
 
 def script_of(path: Path):
@@ -76,8 +91,22 @@ def test_recipe_is_what_was_published(path):
     cls = resolve_name(args.model_cls)
     with torch.device("meta"):
         model = build_model(cls, load_model_config(args.model_cfg, cls.config_class), seed=0)
+    check_decay(path.stem, args, model)
     if args.model_cfg in PARAMETERS:
         assert sum(p.numel() for p in model.parameters()) == PARAMETERS[args.model_cfg]
+
+
+def test_megatrons_layers_are_those_of_transformers_megatron_bert():
+    args = settings(FOLDER / "megatron_bert_336m.yaml")
+    source = model_source(args, LocalBackend())
+    with torch.device("meta"):
+        ours, theirs = source.cls(source.config), MegatronBertForPreTraining(MegatronBertConfig(vocab_size=30_522))
+    norms = [
+        [n for n, p in model.named_parameters() if p.ndim == 1 and n.endswith("weight")] for model in (ours, theirs)
+    ]
+    assert len(norms[0]) == len(norms[1]) == 24 * 2 + 2
+    assert not any("embeddings" in name for of in norms for name in of)
+    assert source.config.pre_layer_norm and sum(p.numel() for p in ours.parameters()) == PARAMETERS[args.model_cfg]
 
 
 def write_override(path: Path, folder: Path, bert_data: Path, run: str = "run", iters: int = 1) -> list[str]:
@@ -190,6 +219,7 @@ def test_model_is_the_published_one(name):
     source = model_source(settings(FOLDER / f"{name}.yaml"), LocalBackend())
     with torch.device("meta"):
         model = source.cls(source.config)
+    check_decay(name, settings(FOLDER / f"{name}.yaml"), model)
     encoder = model.encoder if hasattr(model, "encoder") else model.bert.encoder
     layers = encoder.block if hasattr(encoder, "block") else encoder.layer
     assert (len(layers), model.config.num_attention_heads) == (TOYS[name].layers, TOYS[name].heads)
