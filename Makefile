@@ -11,8 +11,8 @@ N ?= 200
 SEED ?= 1
 # Of `make soak`.
 STEPS ?= 100000
-# Of training: half of the logical processors, which are the cores of most machines.
-THREADS ?= $(shell $(PYTHON) -c 'import os; print(((os.cpu_count() or 1) + 1) // 2)')
+# Of training: the cores, of which each may be several logical processors.
+THREADS ?= $(shell $(PYTHON) -c 'import glob, os; cores = {open(f).read() for f in glob.glob("/sys/devices/system/cpu/cpu[0-9]*/topology/core_cpus_list")}; print(min(len(cores), len(os.sched_getaffinity(0))) if cores else ((os.cpu_count() or 1) + 1) // 2)')
 # Test files of `make damage` and `make fuzz`.
 DAMAGE := tests/unit/checkpoint/test_checkpoint_damage.py tests/unit/checkpoint/test_write_faults.py
 FUZZ := tests/unit/test_hostile_input.py tests/unit/config/test_cli.py tests/unit/data/tokens/test_indexed_mutations.py
@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz oldest test-all mutants nightly lint coverage docs screenshots wheel bench bench-step speedrun clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz oldest test-all mutants nightly lint coverage docs screenshots wheel bench bench-step bench-demo speedrun clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -165,7 +165,7 @@ mutants: env-full horovod ## change the package in N=200 places, one at a time, 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
 nightly: env-full horovod ## what takes hours: slow tests (330 kills among them), damaged checkpoints, fuzzing
 	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(addprefix --ignore=,$(DAMAGE) $(FUZZ)) $(ARGS)
-	@$(MAKE) -k damage fuzz ARGS=
+	@$(MAKE) -k damage fuzz bench-demo ARGS=
 
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
 	$(BIN)/python scripts/build_site.py $(ARGS)
@@ -180,6 +180,9 @@ wheel: env ## a wheel and a source distribution in dist/, checked by twine
 
 bench-step: env ## one training step of ours, transformers and (NANOT5=a checkout of it) nanoT5, about 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py $(if $(NANOT5),--nanot5 $(NANOT5)) $(ARGS)
+
+bench-demo: env $(DATA)/start/model.safetensors ## seconds a step of `make pretrain` and the optimizer's share, also as on a CPU without bfloat16
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python benchmarks/demo.py --data $(DATA) $(ARGS)
 
 speedrun: env ## five minutes of training each, three rates and seeds: ours, HF Trainer and (NANOT5=a checkout of it) nanoT5, by bits per byte
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python benchmarks/speedrun.py $(if $(NANOT5),--nanot5 $(NANOT5)) $(ARGS)

@@ -23,6 +23,7 @@ from gpu_attention import attention, tile_compile, tile_search
 from peaks import measured_peak
 from step import Shape, Worker, flops_of
 
+from lm_experiments_tools.modules.devices import has_bf16
 from lm_experiments_tools.training.flops import data_sheet_peak
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -356,12 +357,14 @@ def step_case(common: dict[str, Any], shape: Shape, loops: list[str]) -> Iterato
     """Cases of a shape: as many as its loops need to fit into the device's memory."""
     on_gpu, why = common["device"] == "cuda", "nanoT5 is not there: --nanot5 names a checkout of it"
     length = f"{shape.inputs}/{shape.targets}" if shape.is_t5 else f"{shape.inputs}"
-    title = f"{Path(shape.preset).stem}, {shape.rows} x {length}, bf16"
+    precision = "bf16" if on_gpu or has_bf16("cpu") else "fp32"
+    title = f"{Path(shape.preset).stem}, {shape.rows} x {length}, {precision}"
     absent = [loop for loop in loops if "nanoT5" in loop and not common["nanot5"]]
     loops = [loop for loop in loops if loop not in absent]
     total = torch.cuda.get_device_properties(0).total_memory / MIB if on_gpu else math.inf
     settings = {**common, "shape": vars(shape),
-                "precision": "bf16", "rounds": ROUNDS if on_gpu else 1, "steps": STEPS if on_gpu else 2}  # fmt: skip
+                "precision": precision, "rounds": ROUNDS if on_gpu else 1,
+                "steps": STEPS if on_gpu else 2}  # fmt: skip
     for group in groups_of(loops, shape, 0.93 * total):
         compiles = any("compiled" in loop for loop in group)
         seconds = 30 + 90 * compiles + 18 * len(group) * (shape.rows > 64) + 8 * len(group)

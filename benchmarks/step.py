@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedConfig
 
+from lm_experiments_tools.modules.devices import has_bf16
 from lm_experiments_tools.training.flops import data_sheet_peak
 
 SHAPES = {
@@ -237,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="*", help="parts of names of shapes: " + "; ".join(SHAPES))
     parser.add_argument("--loops", nargs="*", choices=LOOPS, help="those to compare, the one to relate to first")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16" if has_bf16("cpu") else "fp32")
     parser.add_argument("--rounds", type=int, help="measured steps of each loop; default: the shape's, 4 to 12")
     parser.add_argument("--warm_up", type=int, default=2, help="steps of each loop before")
     parser.add_argument("--nanot5", type=Path, help="a checkout of nanoT5; without one it is left out")

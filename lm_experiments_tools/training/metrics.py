@@ -214,7 +214,7 @@ class LoggingInterval:
     def __init__(self) -> None:
         self.sums = MetricSums()
         self.grad_norm_sum, self.steps, self.tokens = 0.0, 0, 0
-        self.seconds = self.data_seconds = 0.0
+        self.seconds = self.data_seconds = self.update_seconds = 0.0
 
     def add(self, sums: MetricSums, info: StepInfo) -> None:
         self.seconds += info.seconds + info.data_seconds
@@ -234,6 +234,11 @@ class LoggingInterval:
             "tokens_per_second": self.tokens / seconds,
             "data_wait_fraction": self.data_seconds / seconds,
         }
+
+    def shares(self) -> str:
+        """Describe what the time of the steps went to."""
+        update, data = (seconds / max(self.seconds, 1e-9) for seconds in (self.update_seconds, self.data_seconds))
+        return f"forward and backward {1 - update - data:.0%}, optimizer {update:.0%}, waiting for data {data:.0%}"
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "sums": self.sums.state_dict()}

@@ -268,8 +268,10 @@ class TrainingLoop:
         self._finalize_step()  # the step before: the learning rate depends on whether it was applied
         self._set_lr()
         wait = self._is_waited_for(self.state.step + 1)
+        before_update = time.perf_counter()
         pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
-        seconds = time.perf_counter() - started
+        now = time.perf_counter()
+        seconds, self.interval.update_seconds = now - started, self.interval.update_seconds + now - before_update
         self._in_flight = InFlightStep(pending, micro_batches, random_state, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None
 
@@ -457,6 +459,8 @@ class TrainingLoop:
         backend, (interval, self.interval) = self.backend, (self.interval, LoggingInterval())
         values = self.loss.with_total({**interval.sums.reduce(backend), **self.outputs.reduce(backend)})
         self.state.metrics["train"] = storable(values)
+        if backend.device.type == "cpu" and interval.steps == self.state.step:  # a GPU's update is asynchronous
+            self.say(f"time of the first {interval.steps} steps: {interval.shares()}")
         groups = backend.optimizer.param_groups
         rates = [{k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None} for group in groups]
         self.log(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -119,6 +120,25 @@ def poison(model, when):
         return gradient * math.nan if calls["n"] in when else gradient
 
     model.decoder.final_layer_norm.weight.register_hook(hook)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's update is asynchronous")
+def test_the_first_log_line_says_what_is_slow_once(caplog):
+    """An optimizer that waits for more than ten times as long as the passes take, and a model that does."""
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            time.sleep(0.3)
+            return super().step(closure)
+
+    shares = []
+    for optimizer in (Slow, torch.optim.SGD):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            make_loop({"iters": 4}, model=TinyLabeller(), optimizer=optimizer).train()
+        (line,) = [text for text in caplog.messages if text.startswith("time of the first 2 steps: ")]
+        shares.append(int(line.partition("optimizer ")[2].partition("%")[0]))
+    assert shares[0] > shares[1] and shares[0] > 50
 
 
 def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path, caplog):
