@@ -335,8 +335,10 @@ def test_calls_that_cannot_be_are_a_sentence():
         model(attention_mask=inputs["attention_mask"], labels=inputs["labels"])
     with pytest.raises(ValueError, match="use_cache=True is for decoders"):
         model.encoder(inputs["input_ids"], use_cache=True)
-    with pytest.raises(ValueError, match="num_memory_tokens=2 takes an attention_mask"):
-        model.encoder(inputs["input_ids"], attention_mask=torch.ones(2, 1, 21, 21))
+    length = inputs["input_ids"].shape[1]
+    for shape in ((1, length, length), (length, length)):
+        with pytest.raises(ValueError, match="num_memory_tokens=2 takes an attention_mask"):
+            model(**{**inputs, "attention_mask": torch.ones(2, *shape, dtype=torch.long)})
     model.config.decoder_start_token_id = None
     with pytest.raises(ValueError, match="decoder_start_token_id=None"):
         model(**inputs)
