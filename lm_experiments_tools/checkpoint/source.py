@@ -18,6 +18,7 @@ from lm_experiments_tools.checkpoint.manifest import (
     or_replaced,
     parse_step,
     read_manifest,
+    read_model_config,
     sha256_of,
     verify_model,
 )
@@ -66,7 +67,8 @@ class Source:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Read the content of the model's config.json; empty on the Hub or if there is none. Raises UserError."""
-        found = self._json(CONFIG)
+        file = None if self.path is None else self.path / CONFIG
+        found = read_model_config(file) if file is not None and file.is_file() else {}
         real_names(found.get("id2label"), f"{self.path}/{CONFIG}")
         return found
 

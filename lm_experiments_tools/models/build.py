@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from lm_experiments_tools.checkpoint.manifest import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG
+from lm_experiments_tools.data.tokens.cold import total_memory
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import read_json
+from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.models.presets import find_config, read_model_settings
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import allow_modules, nearest_names
@@ -52,6 +57,18 @@ SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
 _ROLES = ("pad", "eos", "bos", "cls", "sep", "mask")  # of special tokens
+# What constructors of transformers and torch raise for a value that they cannot use.
+REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+)
+REFUSALS += (TypeError, ValueError, StrictDataclassError)
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 OWN_PACKAGES |= {f"bidirectional_{kind}": "modeling_bert" for kind in ("gemma2", "gemma3", "qwen3")}
@@ -91,13 +108,11 @@ def load_model_config(
             the class refuses.
     """
     path = find_config(path_or_preset)
-    written = read_json(path)
+    written = read_model_config(path)
     is_saved = "base" not in written and (path.name == CONFIG or not written.keys().isdisjoint(SAVED_KEYS))
     values = read_model_settings(path) if trusted else written
     if trusted:
         allow_modules(values.values())
-    if not isinstance(values.get("model_type"), str | None):
-        raise UserError(f"{path}: model_type is {values['model_type']!r}, not the name of a kind of model.")
     config_cls = config_cls or _config_class(values.get("model_type"), path)
     kinds = [getattr(cls, name, None) for cls in config_cls.__mro__ for name in ("model_type", "variant_type")]
     if values.get("model_type", kinds[0]) not in kinds:
@@ -117,13 +132,9 @@ def load_model_config(
     if undeclared:
         logger.info("%s: %s declares no %s, passed on as they are", path, config_cls.__name__, ", ".join(undeclared))
 
-    from huggingface_hub.errors import StrictDataclassError
-
-    values = _with_floats(_with_token_ids(values, path), config_cls)
-    try:
+    with refusals_named(f"{path} is refused by {config_cls.__name__}"):
+        values = _with_floats(values, config_cls)
         config = config_cls(**{key: value for key, value in values.items() if key != "model_type"})
-    except (AttributeError, TypeError, ValueError, StrictDataclassError) as error:
-        raise UserError(f"{path} is refused by {config_cls.__name__}: {' '.join(str(error).split())}") from error
     if "tie_word_embeddings" in values:
         config.tie_word_embeddings = values["tie_word_embeddings"]
     return _with_start(config)
@@ -136,12 +147,16 @@ def _with_start(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _with_token_ids(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The values of a file, or UserError for a special token that is none's number."""
-    for key, value in values.items():
-        if key.endswith("_token_id") and (isinstance(value, float) or (isinstance(value, int) and abs(value) >> 63)):
-            raise UserError(f"{path}: {key} is {value}, which is no token's number.")
-    return values
+@contextlib.contextmanager
+def refusals_named(what: str) -> Iterator[None]:
+    """Context in which errors of transformers' and torch's constructors become a UserError that begins with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except REFUSALS as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise UserError(f"{what}: {reason or type(error).__name__}") from error
 
 
 def _advice_for(key: str, known: Iterable[str]) -> str:
@@ -200,17 +215,18 @@ def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedCo
         config_cls: the configuration's class; None lets AutoConfig choose it.
 
     Raises:
-        OSError, ValueError, StrictDataclassError: there is no configuration, or the class refuses a value.
+        UserError: there is no configuration, or it or its class refuses a value.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
 
-    try:
-        return _with_start((config_cls or AutoConfig).from_pretrained(name, trust_remote_code=False))
-    except StrictDataclassError:
+    with refusals_named(f"{name}: its configuration cannot be read"):
         values, _ = (config_cls or PreTrainedConfig).get_config_dict(name)
-        config_cls = config_cls or type(AutoConfig.for_model(values["model_type"]))
-        return _with_start(config_cls.from_dict(_with_floats(values, config_cls)))
+        check_model_config(values, f"{name}: {CONFIG}")
+        try:
+            return _with_start((config_cls or AutoConfig).from_pretrained(name, trust_remote_code=False))
+        except StrictDataclassError:
+            config_cls = config_cls or type(AutoConfig.for_model(values["model_type"]))
+            return _with_start(config_cls.from_dict(_with_floats(values, config_cls)))
 
 
 def _with_floats(values: dict, config_cls: type) -> dict:
@@ -231,14 +247,13 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
         UserError: the class refuses the configuration, or an unknown attention implementation or layout.
     """
     is_converted = takes_our_attention(config)
+    check_size(model_cls, config)
     generator = torch.random.default_generator  # the CPU's alone, which is where models are initialised
     state = generator.get_state()
     generator.manual_seed(seed)
     try:
-        model = model_cls(config)
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise UserError(f"{model_cls.__name__} refuses this {type(config).__name__}: {reason}") from error
+        with refusals_named(f"{model_cls.__name__} refuses this {type(config).__name__}"):
+            model = model_cls(config)
     finally:
         generator.set_state(state)
     if getattr(config, "tie_word_embeddings", None) is False and getattr(model, "_tied_weights_keys", None):
@@ -249,6 +264,35 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
         enable(model)
     set_decoder_start(model)
     return model
+
+
+def check_size(model_cls: type, config: PreTrainedConfig, bytes_each: float = 4) -> None:
+    """Refuse a model whose weights need more than the memory of this machine and its GPUs.
+
+    They are counted without memory, on the meta device. A model that cannot be built there is not counted, and none is
+    where tensors have no memory anyway.
+
+    Args:
+        bytes_each: bytes of a parameter.
+
+    Raises:
+        UserError: the model is too large; the message has both numbers.
+    """
+    probe = torch.empty(0)
+    if probe.is_meta or type(probe) is not torch.Tensor:
+        return
+    memory = total_memory()
+    memory += sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            needed = bytes_each * num_parameters(model_cls(copy.deepcopy(config))).total
+    except REFUSALS:  # of a configuration too, which the build on the device reports
+        return
+    if needed > memory:
+        raise UserError(
+            f"{model_cls.__name__} with this configuration needs {human_bytes(needed)} for its weights, this machine "
+            f"has {human_bytes(memory)}: check the sizes in {CONFIG} or in --model_cfg."
+        )
 
 
 def takes_our_attention(config: PreTrainedConfig) -> bool:

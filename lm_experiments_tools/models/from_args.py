@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.checkpoint.manifest import verify_model
+from lm_experiments_tools.checkpoint.manifest import check_model_config, verify_model
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.options import read_options
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import (
     build_model,
     check_vocabulary,
     enable_checkpointing,
     load_model_config,
     pretrained_config,
+    refusals_named,
     set_dropout,
     set_special_tokens,
     set_z_loss,
@@ -87,8 +88,6 @@ def model_source(
 
 
 def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None) -> ModelSource:
-    from huggingface_hub.errors import StrictDataclassError
-
     model_cls = get_cls_by_name(args.model_cls)
     config_cls = getattr(model_cls, "config_class", None)
     is_named = args.model_cfg or args.base_model or args.init_checkpoint
@@ -99,26 +98,19 @@ def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None)
         if not hasattr(config, name):
             near = nearest_names(name, config.to_dict()) or "."
             raise UserError(f"--model_options {name}: {type(config).__name__} has no such value{near}")
-        try:
+        check_model_config({name: value}, "--model_options")
+        with refusals_named(f"--model_options {name}={value}"):
             setattr(config, name, value)
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            raise UserError(f"--model_options {name}={value}: {error}") from error
     return ModelSource(args.model_cls, model_cls, config)
 
 
 def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
-
     if args.model_cfg is not None:
         return load_model_config(args.model_cfg, config_cls)
     if args.base_model is not None:
         if (Path(args.base_model) / "config.json").is_file():
             verify_model(Path(args.base_model), ["config.json"])
-        try:
-            return pretrained_config(args.base_model, config_cls)
-        except (OSError, ValueError, StrictDataclassError) as error:
-            reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
-            raise UserError(f"--base_model {args.base_model}: its configuration cannot be read ({reason}).") from error
+        return pretrained_config(args.base_model, config_cls)
     path = Path(args.init_checkpoint) / "config.json"
     if not path.is_file():
         raise UserError(f"--init_checkpoint {path.parent} has no config.json: give --model_cfg.")

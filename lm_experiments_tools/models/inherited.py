@@ -136,9 +136,7 @@ def _values_of(named: str, folder: str, tokenizer_flag: str) -> dict[str, Any]:
 
 def _kind_of_weights(source: Source) -> str | None:
     """The kind of model by the configuration; None if unknown."""
-    from transformers import AutoConfig
-
-    from lm_experiments_tools.models.build import register_own_models
+    from lm_experiments_tools.models.build import pretrained_config, register_own_models
     from lm_experiments_tools.models.pretrained import kind_of
 
     try:
@@ -146,6 +144,6 @@ def _kind_of_weights(source: Source) -> str | None:
         if base.is_file:
             return None
         register_own_models(base)
-        return kind_of(AutoConfig.from_pretrained(base.name, trust_remote_code=False))
-    except (UserError, OSError, ValueError, KeyError):
+        return kind_of(pretrained_config(base.name))
+    except UserError:
         return None

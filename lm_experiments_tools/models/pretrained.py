@@ -15,7 +15,6 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
@@ -26,8 +25,10 @@ from lm_experiments_tools.data.examples.text_encoder import end_id
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix
 from lm_experiments_tools.models.build import (
+    REFUSALS,
     build_model,
     check_positions,
+    check_size,
     enable_checkpointing,
     first_position,
     load_model_config,
@@ -197,6 +198,9 @@ def _base_model(
             model.to(weights_dtype(args))
     else:
         options = loading_options(args, model_cls, config)
+        if args.device_map is None:
+            bits = {None: 32, "int8": 8}.get(args.quantize, 4)
+            check_size(model_cls, config, (16 if args.inference_dtype and bits == 32 else bits) / 8)
         model, new_weights = load_pretrained(model_cls, config, source, args, **options)
         if not any(".pooler." not in name for name in new_weights):
             _check_labels(source.name, saved_labels, label_names)
@@ -221,8 +225,7 @@ def _config(args: FinetuningArgs, files: ModelFiles) -> PreTrainedConfig:
         return load_model_config(args.model_cfg, config_cls)
     source = files.configuration
     register_own_models(source)
-    with read_errors_named(source.name, "its configuration cannot be read"):
-        return pretrained_config(source.name, config_cls)
+    return pretrained_config(source.name, config_cls)
 
 
 def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
@@ -361,7 +364,9 @@ def read_errors_named(name: str, problem: str) -> Iterator[None]:
         raise UserError(
             f"{name}: its weights are a pickle with more than tensors, and were not read: use safetensors."
         ) from error
-    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError) as error:
+    except UserError:
+        raise
+    except (*REFUSALS, SafetensorError) as error:
         raise UserError(f"{name}: {problem} ({first_line(error)}).") from error
 
 

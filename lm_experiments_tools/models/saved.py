@@ -22,11 +22,18 @@ from lm_experiments_tools.checkpoint.weights import mean_state
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.adapters import check_peft, described_by
-from lm_experiments_tools.models.build import OWN_PACKAGES, pretrained_config, register_own_models, set_decoder_start
+from lm_experiments_tools.models.build import (
+    OWN_PACKAGES,
+    check_size,
+    pretrained_config,
+    register_own_models,
+    set_decoder_start,
+)
 from lm_experiments_tools.models.pretrained import AUTO_CLASSES, STRICTLY, kind_of, read_errors_named, some_names
 from lm_experiments_tools.models.tokenizers import read_tokenizer, without_end
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import resolve_configured
+from lm_experiments_tools.tracking.run_directory import settings_in_use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -127,7 +134,6 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
         source: the model's location.
         model_cls: module:Class to use instead; None takes the recorded one.
     """
-    import transformers
 
     if model_cls is not None:
         return get_cls_by_name(model_cls)
@@ -135,7 +141,7 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
     architectures = source.config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     if source.path is None:
-        config = transformers.AutoConfig.from_pretrained(source.name, trust_remote_code=False)
+        config = pretrained_config(source.name)
         named = (config.architectures or [None])[0]
     trained = run_settings(source).get("model_cls")
     if isinstance(trained, str) and trained.rpartition(":")[2] == named:
@@ -152,7 +158,7 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
 def run_settings(source: Source) -> dict[str, Any]:
     """Read the arguments of the training run that a checkpoint belongs to; empty outside a run directory."""
     folder = run_folder(source)
-    return read_json(folder / "config.json") if folder is not None else {}
+    return (settings_in_use(folder) or {}) if folder is not None else {}
 
 
 def run_folder(source: Source) -> Path | None:
@@ -183,8 +189,10 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
     """
     name, called = name or folder, cls.__name__
     with read_errors_named(name, f"it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
-        config_cls = getattr(cls, "config_class", None)
-        known = {} if config_cls is None else {"config": pretrained_config(folder, config_cls)}
+        config_cls, known = getattr(cls, "config_class", None), {}
+        if config_cls is not None:
+            known["config"] = pretrained_config(folder, config_cls)
+            check_size(cls, known["config"])
         model, info = cls.from_pretrained(folder, **known, **STRICTLY)
     for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "are not its own")):
         if info[kind]:
@@ -247,15 +255,16 @@ def merged(adapter: Source) -> PreTrainedModel:
     if base.is_file:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
     register_own_models(base)
-    with read_errors_named(base.name, "its configuration cannot be read"):
-        config = transformers.AutoConfig.from_pretrained(base.name, trust_remote_code=False)
+    config = pretrained_config(base.name)
     classes = getattr(transformers, AUTO_CLASSES[kind_of(config) or "decoder"])
     heads = [v for k, v in saved_by_name(adapter.path).items() if k.endswith("classifier.bias")]
     names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
-    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
-    options = labels if names else {}
+    if names:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+    check_size(classes._model_mapping[type(config)], config)
     with read_errors_named(base.name, f"it cannot be read as {classes.__name__}"), quiet_loading():
-        model, _ = classes.from_pretrained(base.name, **STRICTLY, **options)
+        model, _ = classes.from_pretrained(base.name, config=config, **STRICTLY)
     model.base_fingerprint = base.fingerprint()
     with described_by(adapter.base_named_in):
         adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))

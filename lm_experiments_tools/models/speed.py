@@ -23,12 +23,12 @@ from torch import nn
 
 from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
+from lm_experiments_tools.checkpoint.manifest import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.modules.devices import has_bf16, lacks_triton, supports_bf16_on_cpu
@@ -262,10 +262,12 @@ def _config_values(args: ExperimentArgs) -> Mapping[str, Any]:
         if source.path is not None:
             return source.config
     elif named is not None and (here / named / CONFIG).is_file():
-        return read_json(here / named / CONFIG)
+        return read_model_config(here / named / CONFIG)
     from transformers import PreTrainedConfig
 
-    return PreTrainedConfig.get_config_dict(weights or named)[0]
+    values, _ = PreTrainedConfig.get_config_dict(weights or named)
+    check_model_config(values, f"{weights or named}: {CONFIG}")
+    return values
 
 
 # ---- the rules: value and reason ------------------------------------------------------------------------------------

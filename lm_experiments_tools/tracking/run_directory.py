@@ -31,7 +31,7 @@ import psutil
 from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
+from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
 from lm_experiments_tools.tracking.services import choose_services
 
 if TYPE_CHECKING:
@@ -225,13 +225,25 @@ def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
     for number in reversed(range(_starts(run_dir))):
         path = run_dir / _numbered("config.json", number)
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{path} cannot be read ({error}): fix or remove it, or choose another --model_path."
-            ) from error
-        if isinstance(config, dict) and not config.get("validate_only"):
+            config = read_json(path)
+        except UserError as error:  # cut short, by a copy or by the disk
+            if (config := _settings_of_checkpoint(run_dir)) is None:
+                raise UserError(f"{error} Fix or remove it, or choose another --model_path.") from error
+            logger.warning("%s The settings in the newest checkpoint are used.", error)
+        if not config.get("validate_only"):
             return config
+    return None
+
+
+def _settings_of_checkpoint(run_dir: Path) -> dict[str, Any] | None:
+    """The settings that the newest checkpoint records; None if there is none that can be read."""
+    folders = (run_dir / "checkpoints").glob("step_*")
+    for folder in sorted(folders, key=lambda folder: (len(folder.name), folder.name), reverse=True):
+        with contextlib.suppress(UserError):
+            state = read_json(folder / "trainer_state.json").get("state")
+            if isinstance(state, dict) and state.get("facts"):
+                # It has what --speed chose, not the flag: what is chosen again is then what is recorded.
+                return {"speed": "auto", **state["facts"]}
     return None
 
 

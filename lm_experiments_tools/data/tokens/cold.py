@@ -55,6 +55,11 @@ def available_memory() -> int:
     return min([psutil.virtual_memory().available, *_limits()])
 
 
+def total_memory() -> int:
+    """Return the bytes of main memory, at most the memory limit of the container."""
+    return min([psutil.virtual_memory().total, *_limits()])
+
+
 def _limits() -> Iterator[int]:
     groups = [line.partition(":")[2].partition(":") for line in _read(Path("/proc/self/cgroup")).splitlines()]
     for controllers, _, path in [("", "", "/"), ("memory", "", "/"), *groups]:

@@ -109,9 +109,7 @@ def test_a_base_models_file_may_write_1_for_a_float(tmp_path):
     args = SimpleNamespace(
         model_cls="transformers:T5ForConditionalGeneration", model_cfg=None, base_model=str(tmp_path)
     )
-    with pytest.raises(
-        UserError, match=r"--base_model .* its configuration cannot be read .*'d_kv' expected int"
-    ) as error:
+    with pytest.raises(UserError, match=r"its configuration cannot be read: .*'d_kv' expected int") as error:
         model_source(args, LocalBackend())
     assert "\n" not in str(error.value)
 

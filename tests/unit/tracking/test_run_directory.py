@@ -247,7 +247,7 @@ def test_another_split_of_the_same_global_batch_is_compatible(tmp_path):
 def test_damaged_config_and_unusable_path_are_one_sentence(tmp_path):
     directory = in_use(RunDirectory(tmp_path))
     (tmp_path / "config.json").write_text('{"a": ')
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON.* Fix or remove it"):
         directory.check_compatible(ARGS, False)
     with pytest.raises(UserError, match="--model_path"):
         RunDirectory(tmp_path / "config.json" / "x")
