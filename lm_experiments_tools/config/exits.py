@@ -11,6 +11,8 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
+# What stops a run at the end of a step. After the first two: those by which batch systems announce a time limit.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 _interrupts: list[int] = []  # Ctrl-C before training listens for it
 
 

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lm_experiments_tools.config.exits import STOP_SIGNALS
 from lm_experiments_tools.errors import UserError
 
 _GRACE = 5.0  # seconds that a worker has left for the work in hand when its caller is gone
@@ -74,8 +75,8 @@ class Worker:
             # The caller handles signals to the group. The import path is copied: `python -c` puts the current folder
             # first.
             script = (
-                "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-                f"signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {[*sys.path, _PACKAGE_ROOT]!r}; "
+                f"import signal, sys; [signal.signal(n, signal.SIG_IGN) for n in {[*map(int, STOP_SIGNALS)]}]; "
+                f"sys.path[:] = {[*sys.path, _PACKAGE_ROOT]!r}; "
                 f"from {__name__} import Caller; from {work.__module__} import {work.__qualname__} as work; "
                 f"work(Caller({descriptor}, {os.getpid()}))"
             )

@@ -1,4 +1,4 @@
-"""Stopping of a job by SIGTERM, Ctrl-C or the death of its launcher.
+"""Stopping of a job by SIGTERM, Ctrl-C, a batch system's warning (SIGUSR1, ...) or the death of its launcher.
 
 All workers stop at the same step and save one checkpoint together.
 """
@@ -14,17 +14,18 @@ from types import FrameType
 from typing import Any
 
 from lm_experiments_tools.config import exits
+from lm_experiments_tools.config.exits import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-WATCHED = (signal.SIGTERM, signal.SIGINT)
+_LAUNCHED = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}  # variables that torchrun, accelerate launch set
 
 
 class StopSignals:
-    """Context that records SIGTERM or SIGINT, so that training can stop at the end of a step.
+    """Context that records each of `exits.STOP_SIGNALS`, so that training can stop at the end of a step.
 
     A second SIGINT interrupts immediately. Under torchrun or accelerate launch, a dead parent process counts as
-    SIGTERM.
+    SIGTERM. Signals of batch systems that the user's program handles, or nohup ignores, are left alone.
 
     Attributes:
         agreed: signal number that any worker received, known to all after `agree`; 0 for none.
@@ -32,23 +33,23 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.agreed = 0
-        self._noted = [0, 0]
+        self._noted = [0] * len(STOP_SIGNALS)
         self._previous: dict[int, Any] = {}
         self._entered = False
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # else it may be a shell's
+        self._launcher = os.getppid() if _LAUNCHED & os.environ.keys() else None  # else it may be a shell's
 
     @property
     def pending(self) -> list[int]:
-        """Numbers of SIGTERM and SIGINT that this worker received, to be summed over workers."""
+        """How many of each of `STOP_SIGNALS` this worker received, to be summed over workers."""
         if not self._entered:
-            return [0, 0]
+            return [0] * len(STOP_SIGNALS)
         if self._launcher is not None and os.getppid() != self._launcher:
             logger.warning(
                 "the launcher of this worker (process %d) ended without a signal: saving a checkpoint and stopping",
                 self._launcher,
             )
             self._launcher = None
-            self._noted[WATCHED.index(signal.SIGTERM)] += 1
+            self._noted[STOP_SIGNALS.index(signal.SIGTERM)] += 1
         return list(self._noted)
 
     def agree(self, totals: Sequence[int]) -> None:
@@ -57,7 +58,7 @@ class StopSignals:
         Args:
             totals: sum of `pending` over all workers.
         """
-        for number, count in zip(WATCHED, totals, strict=True):
+        for number, count in zip(STOP_SIGNALS, totals, strict=True):
             if count and not self.agreed:
                 self.agreed = int(number)
                 logger.warning("%s: saving a checkpoint and stopping", signal.Signals(number).name)
@@ -65,9 +66,10 @@ class StopSignals:
     def __enter__(self) -> None:
         self._entered = True
         if threading.current_thread() is threading.main_thread():
-            self._noted[WATCHED.index(signal.SIGINT)] += exits.was_interrupted()  # before `_note` adds to it
-            for number in WATCHED:
-                self._previous[number] = signal.signal(number, self._note)
+            self._noted[STOP_SIGNALS.index(signal.SIGINT)] += exits.was_interrupted()  # before `_note` adds to it
+            for number in STOP_SIGNALS:
+                if number in STOP_SIGNALS[:2] or signal.getsignal(number) is signal.SIG_DFL:
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -77,6 +79,7 @@ class StopSignals:
         self._entered = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._noted[1]:
+        index = STOP_SIGNALS.index(number)
+        if number == signal.SIGINT and self._noted[index]:
             raise KeyboardInterrupt
-        self._noted[WATCHED.index(number)] += 1
+        self._noted[index] += 1

@@ -289,14 +289,14 @@ class TrainingLoop:
         backend, names = self.backend, self.loss.label_names()
         num_micro_batches = [0] * backend.world_size  # of each worker: their sum is a gather
         num_micro_batches[backend.rank] = len(part.micro_batches)
-        events = [*self.signals.pending, self.saver.failed]
-        local = [part.rows, part.tokens, *events, *map(part.weight, names), *num_micro_batches]
+        counts = [part.rows, part.tokens, *self.signals.pending, self.saver.failed]
+        local = [*counts, *map(part.weight, names), *num_micro_batches]
         totals = backend.sum(torch.tensor(local)).tolist()
-        samples, tokens, *events, has_failed = totals[:5]
+        samples, tokens, *events, has_failed = totals[: len(counts)]
         self.signals.agree(events)
         if has_failed:
             self.saver.wait()  # raises why the checkpoint could not be written
-        weights = dict(zip(names, totals[5:], strict=False))
+        weights = dict(zip(names, totals[len(counts) :], strict=False))
         return GlobalCounts(weights, samples, tokens, max(totals[-backend.world_size :]))
 
     def _check_targets(self, weights: Mapping[str, int]) -> None:

@@ -65,6 +65,14 @@ def test_a_worker_answers_by_its_settings_and_ends_with_the_block():
     assert worker.process.returncode == 0
 
 
+def test_a_signal_to_the_process_group_is_left_to_the_caller():
+    with Worker(work, 10) as worker:
+        assert worker.ask(0) == 10
+        for name in ("USR1", "USR2", "HUP", "XCPU", "TERM", "INT"):
+            worker.process.send_signal(getattr(signal, f"SIG{name}"))
+        assert worker.ask(1) == 11
+
+
 @pytest.mark.parametrize(
     ("settings", "request_", "error", "sentence"),
     [

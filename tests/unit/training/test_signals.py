@@ -58,14 +58,18 @@ def test_the_death_of_the_launcher_counts_as_sigterm_once(monkeypatch, caplog):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     launcher = os.getppid()
     with StopSignals() as signals:
-        assert signals.pending == [0, 0]
+        assert sum(signals.pending) == 0
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert signals.pending == signals.pending == [1, 0]
+        assert signals.pending == signals.pending == [1, 0, 0, 0, 0, 0]
     assert f"the launcher of this worker (process {launcher}) ended without a signal" in caplog.text
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_path, number, code):
+@pytest.mark.parametrize("name, code", [  # 128 + the number of the signal, as shells report it
+    ("TERM", 143), ("INT", 130), ("USR1", 138), ("USR2", 140), ("HUP", 129), ("XCPU", 152),
+])  # fmt: skip
+def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_path, name, code):
+    number = getattr(signal, f"SIG{name}")
+
     def run(path, hook=None):
         torch.manual_seed(7)
         loop = make_loop(hook, DataLoader(RaggedPairs(4), batch_size=4), model_path=str(path), valid_interval=2)
@@ -85,6 +89,20 @@ def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_pat
         return [(line["split"], line["step"], line.get("loss")) for line in lines]
 
     assert read(tmp_path / "killed") == read(tmp_path / "whole")
+
+
+def test_signals_that_the_user_handles_or_nohup_ignores_are_left_alone():
+    found = []
+    handlers = {signal.SIGUSR1: lambda *_: found.append("theirs"), signal.SIGHUP: signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with StopSignals() as signals:
+            for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
+                os.kill(os.getpid(), number)
+            assert sum(signals.pending) == 1 and found == ["theirs"]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_launcher_s_signal_while_a_lost_worker_is_looked_for_is_not_this_one_s_end(monkeypatch):
