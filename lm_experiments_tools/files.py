@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -23,10 +24,16 @@ SAMPLED_BYTES = 1 << 16  # of either end of a file, see `hash_of_ends`
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or directory to the disk. A rename is durable once its directory is flushed."""
+    """Flush a file or directory to the disk. A rename is durable once its directory is flushed.
+
+    Nothing happens on file systems that cannot flush it (directories of SMB and FUSE).
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
 
@@ -109,6 +116,8 @@ def locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 logger.info("waiting for another process, which holds %s", path)
                 fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:  # file systems without locks
+                logger.warning("%s cannot be locked (%s): let no other process write there", path, error.strerror)
             # The holder before us may have removed the file we waited for: then lock the one that has its name now.
             if not _is_named(file.fileno(), path):
                 continue
@@ -125,6 +134,16 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+def user_cache() -> Path | None:
+    """Folder for caches of this package; None if the user has no home or cannot write there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lm_experiments_tools"
+    with suppress(OSError):
+        if folder.is_absolute():  # "~" stays where there is no home
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder if os.access(folder, os.W_OK) else None
+    return None
 
 
 def to_jsonable(value: Any) -> Any:

@@ -141,7 +141,7 @@ def nccl_header() -> Path | None:
 
 
 def cache_folder(torch_version: str, features: list[str]) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     platform = re.sub(r"\W", "_", sysconfig.get_platform())
     key = "-".join([HOROVOD, f"torch{torch_version}", python, platform, *features])

@@ -11,7 +11,7 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -63,6 +63,22 @@ def or_replaced(path: Path) -> Path:
     """Return the folder `path`, or its backup if the process was killed while it replaced this folder."""
     earlier = path.parent / f"{REPLACED}{path.name}"
     return earlier if not path.exists() and earlier.is_dir() else path
+
+
+def named_checkpoint(path: Path) -> Path:
+    """Return the folder of a checkpoint that a path names; `last` and `best` of a run are found by the manifests.
+
+    Their links may be missing (file systems without links) or be old copies (a run copied by `scp -r`).
+    """
+    root = path.parent / "checkpoints"
+    if path.name in ("last", "best") and root.is_dir():
+        steps = {parse_step(name.removeprefix(REPLACED)) for name in os.listdir(root)} - {None}
+        for step in sorted(steps, reverse=True):
+            checkpoint = or_replaced(root / step_directory_name(step))
+            with suppress(CheckpointDamaged):
+                if path.name == "last" or read_manifest(checkpoint).get("is_best"):
+                    return checkpoint
+    return or_replaced(path)
 
 
 def pin(path: Path) -> None:

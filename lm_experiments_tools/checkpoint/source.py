@@ -15,6 +15,7 @@ from lm_experiments_tools.checkpoint.manifest import (
     MANIFEST,
     TRAINER_STATE,
     check_untrusted,
+    named_checkpoint,
     or_replaced,
     parse_step,
     read_manifest,
@@ -167,6 +168,7 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
         UserError: there is no such source, or the Hub cannot be reached.
     """
     path = or_replaced(Path(name))
+    path = path if path.is_symlink() else named_checkpoint(path)
     if path.is_file():
         return Source(name, path)
     if path.is_dir():
@@ -207,7 +209,7 @@ def hub_source(name: str, flag: str) -> Source:
 
 def _folder(path: Path, flag: str) -> Source:
     for link in ("best", "last"):  # first, for a run's own config.json holds its arguments
-        checkpoint = or_replaced(Path(os.path.realpath(path / link)))
+        checkpoint = named_checkpoint(Path(os.path.realpath(path / link)))
         if any((checkpoint / name).is_file() for name in (MANIFEST, TRAINER_STATE)):
             return _folder(checkpoint, flag)
     verify_model(path)
@@ -248,7 +250,7 @@ def on_newest(name: str, read: Callable[[], T]) -> T:
     """
 
     def linked() -> list[str]:
-        return [os.path.realpath(Path(name) / link) for link in ("best", "last")]
+        return [os.path.realpath(named_checkpoint(Path(name) / link)) for link in ("best", "last")]
 
     for _ in range(_TRIES - 1):
         before = linked()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.conversion import to_model_names, without_progress_bars
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
-from lm_experiments_tools.checkpoint.manifest import is_listed, shards_of, verify_model
+from lm_experiments_tools.checkpoint.manifest import is_listed, named_checkpoint, shards_of, verify_model
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, TASK_FILE
 from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tree import WriteTensors, as_os_error, load_tensors, write_now
@@ -324,7 +324,8 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
         return read_t5x(path)
     if (path / ADAPTER_CONFIG).is_file():
         raise UserError(f"{path} holds an adapter, not a whole model: name it by --from_pretrained.")
-    hint = f": name {path / 'last'} or {path / 'best'} of this run directory" if (path / "last").is_dir() else ""
+    is_run = named_checkpoint(path / "last").is_dir()
+    hint = f": name {path / 'last'} or {path / 'best'} of this run directory" if is_run else ""
     raise UserError(f"{path} has no weights (model.safetensors, its shards or pytorch_model.bin){hint}.")
 
 

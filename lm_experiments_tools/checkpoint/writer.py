@@ -32,6 +32,7 @@ from lm_experiments_tools.checkpoint.manifest import (
     CheckpointDamaged,
     build_manifest,
     list_files,
+    named_checkpoint,
     or_replaced,
     parse_step,
     read_manifest,
@@ -77,7 +78,7 @@ class CheckpointWriter:
             raise UserError(f"--keep_checkpoints {keep}: it must be at least 1, or unset to keep all")
         self.root, self.keep, self.periodic = Path(root), keep, periodic
         self.links_in = Path(links_in) if links_in is not None else self.root
-        self._warned: set[Path] = set()  # checkpoints with unreadable manifests
+        self._warned: set[Path] = set()  # checkpoints with unreadable manifests, links that cannot be written
 
     def begin(self, step: int) -> Path:
         """Create the temporary directory of a checkpoint, after removing unfinished ones.
@@ -158,12 +159,7 @@ class CheckpointWriter:
     def _set_later_steps_aside(self, step: int) -> None:
         for checkpoint in self._checkpoints():
             if parse_step(checkpoint.name) > step:
-                aside, count = checkpoint.with_name(f"{_SUPERSEDED}{checkpoint.name}"), 0
-                while aside.exists():
-                    count += 1
-                    aside = checkpoint.with_name(f"{_SUPERSEDED}{checkpoint.name}.{count}")
-                os.rename(checkpoint, aside)
-                logger.warning("%s is of a later step than the one just saved: renamed to %s", checkpoint, aside.name)
+                _set_aside(checkpoint, "is of a later step than the one just saved")
 
     def _find_best(self, checkpoints: list[Path]) -> tuple[Path | None, list[Path]]:
         """The newest checkpoint committed as best, and newer ones whose manifests cannot be read.
@@ -189,6 +185,8 @@ class CheckpointWriter:
         for name, target in targets.items():
             link, temporary = self.links_in / name, self.links_in / f".{name}.link"
             try:
+                if link.is_dir() and not link.is_symlink():
+                    _set_aside(link, "is a copy of a checkpoint where a link should be")
                 if target is None:
                     link.unlink(missing_ok=True)
                     continue
@@ -196,7 +194,9 @@ class CheckpointWriter:
                 temporary.symlink_to(os.path.relpath(target, self.links_in), target_is_directory=True)
                 os.replace(temporary, link)
             except OSError as error:  # for example a file system without links
-                logger.warning("the link %s was not updated (%s)", link, error)
+                if link not in self._warned:
+                    logger.warning("the link %s was not updated (%s); %s names the run too", link, error, link.parent)
+                    self._warned.add(link)
 
     def _prune(self, protected: set[Path | None]) -> None:
         if self.keep is None:
@@ -252,9 +252,9 @@ def find_resume(
                 "--model_path, or remove the folder"
             )
         return None if root is None else find_newest_valid(root)
-    path = or_replaced(Path(os.path.realpath(resume)))
-    if not (path / MANIFEST).exists() and os.path.lexists(path / "last"):
-        path = or_replaced(Path(os.path.realpath(path / "last")))  # a run directory was named
+    path = named_checkpoint(Path(os.path.realpath(resume)))
+    if not (path / MANIFEST).exists():  # a run directory was named
+        path = newest if (newest := named_checkpoint(Path(os.path.realpath(path / "last")))).exists() else path
     if not path.exists():
         raise UserError(
             f"--{flag} {resume}: no such checkpoint; name an existing one, or a run (auto: --model_path's)"
@@ -278,7 +278,7 @@ def _step_of(path: Path) -> int:
 
 def behind_link(path: Path) -> Path:
     """Resolve a link `last` or `best` to the checkpoint that it names now; a running job changes the link."""
-    return or_replaced(path.parent / os.readlink(path) if path.is_symlink() else path)
+    return or_replaced(path.parent / os.readlink(path)) if path.is_symlink() else named_checkpoint(path)
 
 
 def find_newest_valid(root: Path | str) -> Path | None:
@@ -329,6 +329,15 @@ def _verify_candidate(candidate: Path) -> None:
     if candidate.is_dir() and not candidate.name.startswith(REPLACED) and parse_step(candidate.name) is None:
         raise CheckpointDamaged(candidate, "its name is not step_NNNNNN")
     verify(candidate)
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    aside, count = path.with_name(f"{_SUPERSEDED}{path.name}"), 0
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"{_SUPERSEDED}{path.name}.{count}")
+    os.rename(path, aside)
+    logger.warning("%s %s: renamed to %s", path, reason, aside.name)
 
 
 def _remove(path: Path) -> None:

@@ -7,6 +7,7 @@ later files override earlier ones. The origin of each value is recorded.
 import contextlib
 import dataclasses
 import inspect
+import io
 import logging
 import os
 import platform
@@ -132,6 +133,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     - Ctrl-C: code 130
     - any other exception: traceback, then one line with rank, step, type and reason, code 1
     """
+    use_utf8()
     sys.excepthook = _report_crash
     exits.note_interrupts()
     try:
@@ -153,6 +155,21 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
     sys.exit(code or 0)
+
+
+def use_utf8() -> None:
+    """Have this process read and write UTF-8, and escape what a console cannot show.
+
+    In a locale without UTF-8 the program starts again, in the same process: libraries take file names in UTF-8.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 
 
 def _machine(error: UserError) -> str:

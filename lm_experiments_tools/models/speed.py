@@ -29,6 +29,7 @@ from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import user_cache
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.modules.devices import has_bf16, lacks_triton, supports_bf16_on_cpu
@@ -163,9 +164,9 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm_experiments_tools" / "inductor"
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # which torch sets when imported
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    is_default = os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir())  # torch sets it
+    if is_default and (folder := user_cache()) is not None:  # otherwise torch's, a temporary folder
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)  # twice T5's eight graphs
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in blocks or [model]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, read_manifest
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, named_checkpoint, read_manifest
 from lm_experiments_tools.checkpoint.source import CONFIG, TASK_FILE, ModelFiles
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.data.text.fast_tokenizer import pretrained_token_bytes
@@ -240,7 +240,7 @@ def evaluate_last(trainer: TrainingLoop, data: FinetuningData) -> None:
     args, state = trainer.args, trainer.state
     with trainer.signals, trainer.tracking():
         if args.save_best and not args.validate_only and state.best_step != state.step:
-            best = Path(args.model_path) / "best"
+            best = named_checkpoint(Path(args.model_path) / "best")
             if state.best_step is None:
                 trainer.say(f"no validation gave a {args.optimize_metric} (all were nan): the last one is evaluated")
             elif on_main(trainer.backend, lambda: _step_of(best) == state.best_step):

@@ -93,7 +93,8 @@ def run(args: GenerateArgs) -> None:
     out = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries print when they are imported
         for answer in on_newest(args.from_pretrained, lambda: _started(args, texts)):
-            print(json.dumps(answer, ensure_ascii=False) if args.json else _shown(answer), file=out, flush=True)
+            is_utf8 = out.encoding.lower() in ("utf-8", "utf8")
+            print(json.dumps(answer, ensure_ascii=not is_utf8) if args.json else _shown(answer), file=out, flush=True)
 
 
 def _started(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -47,6 +47,9 @@ SCRIPTS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `lmtools` and return the exit code: 2 for a UserError, 1 for an OSError, 130 after Ctrl-C."""
+    from lm_experiments_tools.config.cli import use_utf8
+
+    use_utf8()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if not argv or argv[0] in ("-h", "--help"):

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.checkpoint.manifest import read_manifest, verify
+from lm_experiments_tools.checkpoint.manifest import named_checkpoint, read_manifest, verify
+from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.checkpoint.writer import (
     CheckpointWriteError,
@@ -206,6 +207,47 @@ def test_a_kill_before_a_link_was_renamed_does_not_stop_the_next_update(tmp_path
     (tmp_path / ".last.link").symlink_to("step_000006")
     write(tmp_path, 7)
     assert os.readlink(tmp_path / "last") == "step_000007" and not caplog.messages
+
+
+def write_run(run, step, best=False):
+    writer = CheckpointWriter(run / "checkpoints", None, run)
+    (writer.begin(step) / "config.json").write_text("{}")
+    return writer.commit(step, is_best=best)
+
+
+def test_a_run_without_links_is_read_by_its_manifests(tmp_path, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "symlink", refuse)  # as S3 does
+    run, expected = tmp_path / "run", {}
+    for step in (10, 20, 30):
+        expected["best" if step == 20 else "last"] = write_run(run, step, best=step == 20)
+    assert not (run / "last").exists() and caplog.text.count("was not updated") == 5
+    for name, path in expected.items():
+        assert named_checkpoint(run / name) == path == find_resume(str(run / name), None)
+        assert find_source(str(run / name)).path == path
+    assert find_resume(str(run), None) == expected["last"] and find_source(str(run)).path == expected["best"]
+    monkeypatch.undo()
+    write_run(run, 40)
+    assert os.readlink(run / "best") == "checkpoints/step_000020"
+
+
+def test_copies_of_links_are_neither_read_nor_left_to_grow_old(tmp_path, caplog):
+    for step in (10, 20):
+        write_run(tmp_path / "run", step, best=step == 10)
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links, as `scp -r` and `cp -rL` do
+    assert (copy / "last").is_dir() and not (copy / "last").is_symlink()
+    newest = write_run(copy, 30, best=True)
+    assert os.readlink(copy / "last") == os.readlink(copy / "best") == "checkpoints/step_000030"
+    assert sorted(p.name for p in copy.iterdir() if "link" in p.name or "supers" in p.name) == [
+        "superseded-best", "superseded-last",
+    ]  # fmt: skip
+    assert "last is a copy of a checkpoint where a link should be: renamed to superseded-last" in caplog.text
+    stale = shutil.copytree(tmp_path / "run", tmp_path / "stale")
+    shutil.copytree(newest, stale / "checkpoints" / newest.name)  # by a program that does not know of the copies
+    for name in ("", "last", "best"):
+        assert find_source(str(stale / name)).path.name == find_resume(str(stale / name), None).name == newest.name
 
 
 def test_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path, caplog):

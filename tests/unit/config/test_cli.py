@@ -1,6 +1,7 @@
 """Command line and YAML: precedence, types, sentences for mistakes, speed of --help."""
 
 import dataclasses
+import os
 import random
 import subprocess
 import sys
@@ -379,3 +380,21 @@ def test_random_bytes_as_yaml_never_show_a_traceback(tmp_path):
             parse("--config", str(path))
         except UserError as error:
             assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("console", [{"PYTHONIOENCODING": "ascii"}, {}])
+def test_an_ascii_console_gets_escapes_and_file_names_stay_themselves(tmp_path, console):
+    code = (
+        "import os, sys; from lm_experiments_tools.config.cli import run_main; "
+        "name = sys.argv[1]; "
+        "run_main(lambda: print('\\u0436', name, os.path.exists(name.encode('utf-8')), sys.stdin.read()))"
+    )
+    (tmp_path / "тест ü").touch()
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "тест ü".encode()], cwd=tmp_path, input="же".encode(), capture_output=True,
+        env={"PATH": os.environ["PATH"], **locale, **console},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    codec = "ascii" if console else "utf-8"
+    assert done.stdout == "ж тест ü True же\n".encode(codec, "backslashreplace")
