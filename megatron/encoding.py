@@ -93,6 +93,7 @@ class SentenceEncoder:
         return [self._sentences(key, field_of(values, key)) for key in self.args.json_keys]
 
     def _sentences(self, key: str, value: Any) -> list[str]:
+        value = "" if value is None else value
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 kind = type(text).__name__

@@ -61,6 +61,8 @@ class PreprocessArgs(EncodingArgs):
     input: str
     """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also compressed),
     or a folder of them, read recursively in sorted order."""
+    document_per_line: bool = False
+    """Each line of a .txt file is a document."""
     output_prefix: str
     """PREFIX of PREFIX_KEY_sentence.bin and so on."""
     shard: str | None = None
@@ -148,15 +150,15 @@ def _plan(args: PreprocessArgs, encoder: SentenceEncoder) -> tuple[list[Shard], 
     path, json_keys = args.input, args.json_keys
     if not os.path.exists(path):
         raise UserError(f"--input {path} does not exist")
-    found = find_files([path])
+    found = find_files([path], document_per_line=args.document_per_line)
     if any(kind == "dataset" for _, kind in found):
         raise UserError(f"--input {path} has no {READABLE} file: put each document on a line as JSON")
-    texts = [name for name, kind in found if kind == "text"]
+    texts = [name for name, kind in found if kind in ("text", "lines")]
     if texts and len(json_keys) > 1:
         raise UserError(f"{texts[0]} is plain text, but --json-keys names {len(json_keys)} keys: name one")
     if (shard := parse_shard(args.shard)) is None:
-        return plan_shards([path]), {}
-    shards, record = part_of_plan([path], *shard, encoder.identity)
+        return plan_shards([path], document_per_line=args.document_per_line), {}
+    shards, record = part_of_plan([path], *shard, encoder.identity, args.document_per_line)
     return shards, {"shard": record}
 
 

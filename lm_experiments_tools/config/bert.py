@@ -33,7 +33,7 @@ _OF_SENTENCES = Ignored(lambda args: args.packing != SENTENCES, "is about Megatr
 class BertDataArgs:
     """Where sentences and tokenizer come from."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: Annotated[tuple[str, ...], HARMLESS] = ()  # the data's fingerprint is compared
     """Prefix of the .bin and .idx files that megatron/preprocess_data.py wrote; several are mixed. With --packing also
     text (.jsonl, .txt, compressed or not, a folder), a Hugging Face dataset (name[:config][:split]), or a prefix of
     `lmtools tokenize`. Needed unless --validate_only is given."""
@@ -41,14 +41,16 @@ class BertDataArgs:
     """Validation data, in any form --data_path takes."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation samples to use, the same random ones each time. None: all."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, HARMLESS] = None
     """Folder, file or name of the Hugging Face tokenizer that made the data."""
-    vocab_file: str | None = None
+    vocab_file: Annotated[str | None, HARMLESS] = None
     """vocab.txt that made the data, one WordPiece a line; instead of --tokenizer."""
     lower_case: bool = True
     """--vocab_file: BERT's uncased tokenizer; --no_lower_case is the cased one."""
     text_key: Annotated[str, _OF_PACKING] = "text"
-    """--packing: key of a .jsonl line that holds the text."""
+    """--packing: key of a .jsonl line that holds the text; meta.text: the key text of the object meta."""
+    document_per_line: Annotated[bool, _OF_PACKING] = False
+    """--packing: each line of a .txt file is a document. Default: documents are between blank lines."""
     max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _OF_PACKING] = None
     """--packing: unreadable lines of text to set aside before the run refuses to go on. None: 100, or 0.1 % of the
     lines where that is more."""

@@ -120,7 +120,7 @@ class TaskArgs:
     """text_to_text, classification and regression of sentences or pairs, multi_label (any number of labels for each),
     instructions (Super-Natural-Instructions), causal_lm (any text, in blocks). Not given: what --from_pretrained was
     fine-tuned for, with its prefix, lengths and prompt, where it says so."""
-    data_path: tuple[str, ...] = ()
+    data_path: Annotated[tuple[str, ...], HARMLESS] = ()  # the data's fingerprint is compared
     """Training data: .jsonl, .json, .csv, .tsv or .parquet files, a GLUE folder, a Super-Natural-Instructions folder;
     text for causal_lm."""
     valid_data_path: Annotated[str | None, HARMLESS] = None

@@ -93,7 +93,7 @@ _COMPARES_TARGETS = Ignored(
 class DataArgs:
     """Where text and vocabulary come from."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: Annotated[tuple[str, ...], HARMLESS] = ()  # the data's fingerprint is compared
     """Token prefix of `lmtools tokenize`, text (.jsonl, .txt, compressed or not, a folder) or a Hugging Face dataset
     (name[:config][:split]); several are mixed. Not needed with --validate_only or a --task with data of its own."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
@@ -110,7 +110,9 @@ class DataArgs:
     """With --streaming: streams that the text is dealt to, at most; part of its order. As many workers, or fewer that
     divide them, read disjoint parts."""
     text_key: str = "text"
-    """Key of a .jsonl line that holds the text."""
+    """Key of a .jsonl line that holds the text; meta.text: the key text of the object meta."""
+    document_per_line: bool = False
+    """Each line of a .txt file is a document. Default: documents are between blank lines."""
     max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE] = None
     """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on. With
     --streaming: in what each worker reads, counted the first time it is read. None: 100, or 0.1 % of

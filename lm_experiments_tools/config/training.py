@@ -58,7 +58,7 @@ class ModelArgs:
 
     model_cls: str = "transformers:T5ForConditionalGeneration"
     """Model class, as module:Class."""
-    model_cfg: str | None = None
+    model_cfg: Annotated[str | None, HARMLESS] = None  # the model's configuration is compared
     """Configuration of a new model: a JSON file, or the name of one below models_configs, for example t5-small."""
     base_model: str | None = None
     """Hugging Face name or folder whose configuration is used; the weights are random (see --init_checkpoint)."""

@@ -75,8 +75,9 @@ class T5Sources:
         self._opened: dict[str, IndexedDataset] = {}
         named = args.vocab if args.vocab in (None, "", BYTES) else self._from_anywhere(args.vocab)
         self.vocabulary = load_vocabulary(named or self._recorded())
-        if is_given(args, "append_eos") and len(self._records) == len(set(paths)):
-            raise UserError(f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized.")
+        for flag, word in (("append_eos", "no_append_eos"), ("document_per_line", "document_per_line")):
+            if is_given(args, flag) and len(self._records) == len(set(paths)):
+                raise UserError(f"--{word} is about raw text, and {', '.join(paths)} is tokenized.")
         for path, record in self._records.items():
             check_vocabulary(self.prefix(path), record, self.vocabulary)
 
@@ -150,8 +151,10 @@ def tokenized(
     Raises:
         UserError: the text cannot be tokenized, or has more unusable lines than `--max_bad_lines`.
     """
-    options = {"workers": args.data_n_workers, "text_key": args.text_key, "max_bad_lines": args.max_bad_lines}
-    prefix = ensure_tokenized(path, vocabulary, CACHE, append_eos=append_eos, **options)
+    prefix = ensure_tokenized(
+        path, vocabulary, CACHE, append_eos=append_eos, workers=args.data_n_workers, text_key=args.text_key,
+        document_per_line=args.document_per_line, max_bad_lines=args.max_bad_lines,
+    )  # fmt: skip
     tokens = IndexedDataset(prefix)
     bad_lines = tokens.meta.get("bad_lines", 0)
     if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier

@@ -62,13 +62,14 @@ def _t5_source(path: str, data: T5Sources, args: Any, scratch: Path) -> TokenSou
     if data.prefix(path) is not None:
         return open_source(path, data.tokens(path), args, scratch)
     limit = args.documents
-    if limit is None and (args.streaming or any(shard.kind == "dataset" for shard in plan_shards([path]))):
+    shards = plan_shards([path], document_per_line=args.document_per_line)
+    if limit is None and (args.streaming or any(shard.kind == "dataset" for shard in shards)):
         limit = STREAMED_DOCUMENTS
     if limit is None:
         return TokenSource(path, data.tokens(path))
     encoder = TextEncoder.of(data.vocabulary, args.text_key, args.ends_documents())
     rejected = RejectedRecords(args.max_bad_lines, f"{scratch}.bad_lines.jsonl")
-    documents = records([path], args.text_key, rejected)
+    documents = records([path], args.text_key, rejected, args.document_per_line)
     with closing(documents), closing(rejected), EncodedWriter(str(scratch), encoder.dtype) as writer:
         first = itertools.islice(documents, limit)
         while batch := list(itertools.islice(first, _DOCUMENTS_AT_ONCE)):

@@ -23,7 +23,9 @@ class TokenizeArgs:
     output: str
     """Prefix: PREFIX.bin, PREFIX.idx and PREFIX.json are written."""
     text_key: str = "text"
-    """Key of a .jsonl line that holds the text."""
+    """Key of a .jsonl line that holds the text; meta.text: the key text of the object meta."""
+    document_per_line: bool = False
+    """Each line of a .txt file is a document. Default: documents are between blank lines."""
     append_eos: bool = False
     """End each document with the end-of-sequence id (t5 does not, nanoT5 does)."""
     encode_by: Literal["line", "document"] | None = None
@@ -55,7 +57,8 @@ def run(args: TokenizeArgs) -> None:
     start, vocabulary = time.perf_counter(), load_vocabulary(args.vocab)
     meta = tokenize_corpus(
         args.input, vocabulary, args.output, append_eos=args.append_eos, workers=args.workers, shard=shard,
-        text_key=args.text_key, max_bad_lines=args.max_bad_lines, encode_by=args.encode_by, overwrite=args.overwrite,
+        text_key=args.text_key, document_per_line=args.document_per_line, max_bad_lines=args.max_bad_lines,
+        encode_by=args.encode_by, overwrite=args.overwrite,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6

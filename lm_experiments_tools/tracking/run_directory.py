@@ -415,8 +415,6 @@ def differences(
                 config[rows] = config.get(rows) or config["global_batch_size"]
     if not (then.get("text_fields") and now.get("text_fields")):  # none means by names; the data's fingerprint tells
         then.pop("text_fields", None)
-    if not now.get("data_path"):  # as of a start with --validate_only, or with data that --task names
-        then.pop("data_path", None)
     split: set[str] = set()
     if now.get("reproducible", "off") == "off" and then["global_batch_size"] and now["global_batch_size"]:
         split = {"batch_size", "gradient_accumulation_steps"}

@@ -103,7 +103,7 @@ def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
                 'pip install "lm_experiments_tools[seqio]" (Python 3.11 or newer)'
             )
     if ":" not in args.task and args.data_path:
-        find_files(args.data_path)
+        find_files(args.data_path, document_per_line=args.document_per_line)
 
 
 def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
@@ -136,6 +136,7 @@ def _job(
         task=args.task,
         data_path=list(args.data_path),
         text_key=args.text_key,
+        document_per_line=args.document_per_line,
         max_bad_lines=args.max_bad_lines,
         rejected_path=str(rejected_path),
         vocab_path=vocabulary.recorded_as,

@@ -25,6 +25,7 @@ class Job:
     task: str
     data_path: list[str]
     text_key: str
+    document_per_line: bool = False
     max_bad_lines: int | None
     rejected_path: str
     vocab_path: str

@@ -358,7 +358,7 @@ class TextSource:
 
     def __init__(self, job: Job, log: Log) -> None:
         self._job, self._log = job, log
-        self.shards = plan_shards(job.data_path)
+        self.shards = plan_shards(job.data_path, document_per_line=job.document_per_line)
         self._rejected = RejectedRecords(job.max_bad_lines, job.rejected_path)
         self._seen: set[str] = set()  # each epoch reads them again
         self._lock = threading.Lock()  # shards are read in several threads

@@ -267,8 +267,8 @@ class ChunkFeed:
         rejected, lines = map(sum, zip(*(s.rejected_and_lines for s in self.streams.values()), strict=True))
         if rejected > allowed(limit, lines):
             raise UserError(
-                f"{too_many(limit, rejected, lines)}, listed in {rejected_path(self._settings.folder)}: fix them or "
-                "allow more with --max_bad_lines"
+                f"{too_many(limit, rejected, lines)}, listed in {rejected_path(self._settings.folder)}: fix them, "
+                "name another key by --text_key, or allow more with --max_bad_lines"
             )
 
     def close(self) -> None:

@@ -88,7 +88,9 @@ class StreamPlan:
     seed: int
 
     @classmethod
-    def make(cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False) -> "StreamPlan":
+    def make(
+        cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False, per_line: bool = False
+    ) -> "StreamPlan":
         """Divide a text into as many streams of about equal size as possible.
 
         The inputs are cut into shards (parts of files or datasets). The largest stream has at most 1.1 times the
@@ -99,15 +101,17 @@ class StreamPlan:
             max_streams: maximum number of streams.
             seed: determines which stream reads which shards.
             divisor: True to use a number of streams that divides `max_streams`.
+            per_line: each line of a text file is a document.
 
         Raises:
             UserError: an input does not exist or is empty.
         """
-        shards = plan_shards(inputs)
+        shards = plan_shards(inputs, document_per_line=per_line)
         size = sum(shard.num_bytes for shard in shards)
         if size:
             wanted = size // (_SHARDS_PER_STREAM * max_streams)
-            shards = plan_shards(inputs, min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES))
+            wanted = min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
+            shards = plan_shards(inputs, wanted, document_per_line=per_line)
         sizes = sorted(_weights(shards), reverse=True)
         counts = [n for n in range(min(max_streams, len(shards)), 0, -1) if not (divisor and max_streams % n)]
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
@@ -282,15 +286,18 @@ class MixedPlan:
     num_streams: int
 
     @classmethod
-    def of_one(cls, inputs: Sequence[str], max_streams: int, seed: int) -> "MixedPlan":
+    def of_one(
+        cls, inputs: Sequence[str], max_streams: int, seed: int, document_per_line: bool = False
+    ) -> "MixedPlan":
         """Plan a streamed run over inputs that are read as one text, without mixing.
 
         Args:
             inputs: files, folders and datasets.
             max_streams: maximum number of streams that the text is divided into.
             seed: determines the order of the text.
+            document_per_line: each line of a text file is a document.
         """
-        plan = StreamPlan.make(inputs, max_streams, seed)
+        plan = StreamPlan.make(inputs, max_streams, seed, per_line=document_per_line)
         return cls((plan,), (1.0,), plan.num_streams)
 
     @classmethod
@@ -304,6 +311,7 @@ class MixedPlan:
         blending: str,
         maximum: float | None,
         temperature: float,
+        document_per_line: bool = False,
     ) -> "MixedPlan":
         """Plan a streamed run over several texts that are mixed by weight.
 
@@ -313,9 +321,13 @@ class MixedPlan:
             seed: determines the order of the text.
             weights, blending, maximum, temperature: see `MixtureDataset`; the size of a text is that of its files in
                 bytes.
+            document_per_line: each line of a text file is a document.
         """
         seeds = [stream_key(seed, f"text {number}") for number in range(len(inputs))]
-        plans = [StreamPlan.make([path], num_streams, s, True) for path, s in zip(inputs, seeds, strict=True)]
+        plans = [
+            StreamPlan.make([path], num_streams, seed, True, document_per_line)
+            for path, seed in zip(inputs, seeds, strict=True)
+        ]
         rates = np.array(weights or [1.0] * len(plans), np.float64)
         if blending == "proportional":
             _check_sizes(inputs, plans)

@@ -1,9 +1,11 @@
 """Hugging Face datasets as streamed text: reading their rows shard by shard, and identifying their version.
 
 `name[:config][:split]` is a dataset of the hub, or a local folder that the `datasets` package can read (Parquet,
-Arrow, ...). The default split is `train`. A single .parquet or .arrow file is a dataset too.
+Arrow, ...). The default split is `train`. A single .parquet or .arrow file is a dataset too. Colons in the path of an
+existing file or folder belong to the path.
 """
 
+import glob
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -29,8 +31,10 @@ def split_name(item: str) -> tuple[str, str | None, str]:
     Returns:
         Name, configuration (None for the default) and split.
     """
-    name, _, rest = item.partition(":")
-    config, _, split = rest.partition(":")
+    parts = item.split(":")
+    paths = [":".join(parts[:number]) for number in range(len(parts), 0, -1)]
+    name = next(filter(os.path.exists, paths), parts[0])
+    config, _, split = item[len(name) + 1 :].partition(":")
     return name, config or None, split or "train"
 
 
@@ -81,13 +85,14 @@ def _builder(item: str) -> Any:
 
     name, config, _ = split_name(item)
     if os.path.isfile(name):
-        return datasets.load_dataset_builder(os.path.splitext(name)[1][1:].lower(), data_files={"train": item})
+        reader, files = os.path.splitext(name)[1][1:].lower(), {"train": glob.escape(os.path.abspath(name))}
+        return datasets.load_dataset_builder(reader, data_files=files)
     return datasets.load_dataset_builder(name, config)
 
 
 def num_shards(item: str) -> int:
     """Return the number of shards of a Hugging Face dataset, which are files that can be read independently."""
-    return load_streaming(item).num_shards
+    return 1 if os.path.isfile(item) else load_streaming(item).num_shards
 
 
 def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[dict[str, Any]]:
@@ -96,7 +101,7 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
     Args:
         item: `name[:config][:split]`.
         shard: number of the shard.
-        column: read only this column, if the dataset has it.
+        column: read only this column, or that of `field_of`'s outer object, if the dataset has it.
         skip: number of rows to skip.
 
     Raises:
@@ -104,11 +109,12 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
         OSError: the network failed, after the retries of the `datasets` package.
     """
     dataset = load_streaming(item)
+    column = column if column in (dataset.column_names or ()) else column.partition(".")[0]
     if column in (dataset.column_names or ()):
         dataset = load_streaming(item, column).select_columns([column])
     number = skip
     try:
-        for row in dataset.shard(dataset.num_shards, shard).skip(skip):
+        for row in (dataset if os.path.isfile(item) else dataset.shard(dataset.num_shards, shard)).skip(skip):
             number += 1
             yield row
     except (ValueError, EOFError, zlib.error) as error:  # Arrow's own errors are ValueErrors
@@ -127,6 +133,8 @@ def identity(item: str, *, with_times: bool = False) -> list[str]:
         item: `name[:config][:split]`.
         with_times: True to include the modification times of local files.
     """
+    if os.path.isfile(item):
+        return [_file_identity(item, with_times)]
     builder = _builder(item)
     files = (builder.config.data_files or {}).get(split_name(item)[2])
     if files is None:
@@ -137,4 +145,4 @@ def identity(item: str, *, with_times: bool = False) -> list[str]:
 def _file_identity(path: str, with_times: bool) -> str:
     status = os.stat(path)
     time = f", {status.st_mtime_ns}" if with_times else ""
-    return f"{os.path.basename(path)}: {status.st_size}, {hash_of_ends(path)}{time}"
+    return f"{status.st_size}, {hash_of_ends(path)}{time}"

@@ -1,9 +1,9 @@
 """Read records of text, and count and limit those that cannot be used.
 
-A record is a line of a JSON-lines file, a block of lines between blank lines of a text file, or a row of a Hugging
-Face dataset. A record that cannot be used becomes a `Rejected`: it has broken JSON, lacks the text key, has invalid
-UTF-8, or the like. By default 100 records may be rejected, or 0.1 % of the records read if that is more. Records with
-an empty text are dropped and not limited.
+A record is a line of a JSON-lines file, a block of lines between blank lines of a text file (or each of its lines), or
+a row of a Hugging Face dataset. A record that cannot be used becomes a `Rejected`: it has broken JSON, lacks the text
+key, has invalid UTF-8, or the like. By default 100 records may be rejected, or 0.1 % of the records read if that is
+more. Records with an empty text or null are dropped and not limited.
 """
 
 import json
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
 NO_LIMIT = sys.maxsize
-NO_KEY = "no key"  # begins the reason for a record without the key
+NO_KEY, OF_TYPE = "no key", "is of type"  # in the reasons for records without a text under the key
 _MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
 _MIN_HOPELESS = 10_000
 _BOM = b"\xef\xbb\xbf"
@@ -129,7 +129,7 @@ class RejectedRecords:
     def __init__(self, limit: int | None, path: Any = None, *, of_part: bool = False):
         self.limit, self.path, self._of_part = limit, None if path is None else Path(path), of_part
         self.count = self.lines = self.num_empty = 0
-        self.first = ""
+        self.first, self._lacks_key = "", False
         self._file: TextIO | None = None
         if self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -148,6 +148,7 @@ class RejectedRecords:
         self.count += 1
         self.lines += 1
         self.first = self.first or f"{where}: {reason}"
+        self._lacks_key = self._lacks_key or reason.startswith(NO_KEY) or f" {OF_TYPE} " in reason
         is_part = self._of_part and self.limit is None
         if self.count > (max(_MIN_HOPELESS, self.lines // 2) if is_part else allowed(self.limit, self.lines)):
             raise self.error()
@@ -171,10 +172,15 @@ class RejectedRecords:
         """Build the error for too many rejected records."""
         message = f"{too_many(self.limit, self.count, self.lines)}, the first is {self.first}"
         if self.path is None:
-            return TooManyRejected(message)
-        return TooManyRejected(
-            f"{message}; they are listed in {self.path}: fix them or allow more with --max_bad_lines"
-        )
+            return TooManyRejected(f"{message}{self.remedy}")
+        listed = f"they are listed in {self.path}: fix them or allow more with --max_bad_lines"
+        return TooManyRejected(f"{message}; {listed}{self.remedy}")
+
+    @property
+    def remedy(self) -> str:
+        """Advice for error messages if a record had no text under the key; otherwise ""."""
+        advice = "; name the key of the text by --text_key (meta.text: the key text of the object meta)"
+        return advice if self.names_key_flag and self._lacks_key else ""
 
     def close(self) -> None:
         """Close the file that lists the rejected records."""
@@ -196,25 +202,26 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     listed = f"; see {rejected.path}" if rejected.path else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
-    lacks_key = rejected.names_key_flag and f": {NO_KEY} " in rejected.first
-    remedy = ": name the key of the text by --text_key" if lacks_key else ""
     found = f"{rejected.count} bad lines{empty} and nothing else"
-    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{remedy}")
+    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{rejected.remedy}")
 
 
-def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
+def records(
+    paths: Sequence[str], key: str | None, rejected: RejectedRecords, document_per_line: bool = False
+) -> Iterator[Record]:
     """Yield all records (lines, documents or rows) of all inputs, in order.
 
     Args:
         paths: files, folders and datasets (see sources.py).
         key: key of the text in a JSON object or row; None returns all fields as a dict.
         rejected: counts the records that cannot be used.
+        document_per_line: each line of a text file is a document.
 
     Raises:
         UserError: an input cannot be read, has no usable record, or too many records are rejected.
     """
     found = False
-    for shard in plan_shards(paths, shard_bytes=sys.maxsize):
+    for shard in plan_shards(paths, shard_bytes=sys.maxsize, document_per_line=document_per_line):
         for record in converted(read_shard(shard, key), lambda record: record, rejected):
             found = True
             yield record
@@ -307,19 +314,22 @@ def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
 
 
 def field_of(fields: dict[str, Any], key: str) -> Any:
-    """Return the value of a record's field. Raises BadRecord, which lists the existing keys, if it is missing."""
-    if key not in fields:
-        keys = ", ".join(repr(name) for name in list(fields)[:8])
-        raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
-    return fields[key]
+    """Return the value of a field (`meta.text`: also of text in meta). Raises BadRecord, with the keys, without it."""
+    if key in fields:
+        return fields[key]
+    outer, _, inner = key.partition(".")
+    if inner and isinstance(fields.get(outer), dict):
+        return field_of(fields[outer], inner)
+    keys = ", ".join(repr(name) for name in list(fields)[:8])
+    raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
 
 
 def text_of(fields: dict[str, Any], key: str) -> str:
     """Return the text in a record's field. Raises BadRecord if the field is missing or has no usable text."""
     text = field_of(fields, key)
-    if not isinstance(text, str):
-        raise BadRecord(f"{key!r} is of type {type(text).__name__}, not a string")
-    if not text.strip():
+    if text is not None and not isinstance(text, str):
+        raise BadRecord(f"{key!r} {OF_TYPE} {type(text).__name__}, not a string")
+    if not text or not text.strip():
         raise BadRecord(f"{key!r} is empty", is_empty=True)
     if reason := unusable_characters(text):
         raise BadRecord(f"{key!r} {reason}")
@@ -344,10 +354,12 @@ def _text_records(shard: Shard, key: str | None, max_bytes: int | None) -> Itera
         return Record({"text": text} if key is None else text, shard.path, start)
 
     for number, line in read_lines(shard, max_bytes):
-        if not line.strip():
+        is_blank = not line.strip()
+        if is_blank or shard.kind == "lines":
             if block:
                 yield record()
             block, size = [], 0
+        if is_blank:
             continue
         was_too_long, size = too_long(size, max_bytes), size + len(line)
         if reason := too_long(size, max_bytes):  # the whole document is rejected, and reported once

@@ -3,11 +3,15 @@
 | input | read as |
 |---|---|
 | `.jsonl`, `.json`, `.ndjson` | JSON lines |
-| `.txt` | text, with blank lines between documents |
+| `.txt` | text, with blank lines between documents, or a document on each line |
 | the same with `.gz`, `.bz2`, `.xz`, `.zst` | the same, decompressed (`.zst` needs pyarrow) |
-| a folder | all of the above in it, recursively, in sorted order; links are followed, no file is read twice |
-| `.parquet`, `.arrow`, a folder of these, `name[:config][:split]` | a Hugging Face dataset, streamed |
+| `.parquet`, `.arrow` | rows of a Hugging Face dataset, streamed |
+| a folder, also of `Dataset.save_to_disk` | all of the above in it, recursively, in sorted order, no file twice |
+| `folder::split` | the files of one split in a folder |
+| `name[:config][:split]` | a dataset of the hub, or a clone of its repository (Parquet files with a README.md) |
 
+A file belongs to the split that its name, or that of a folder above it, has as a word (train-00000-of-00002.parquet,
+validation/data.txt). Without `::split`, a folder with files of `train` is read without those of other splits.
 Suffixes may be in upper case. Hidden files and files that this program wrote are ignored.
 """
 
@@ -26,11 +30,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import hash_of_ends, human_bytes
+from lm_experiments_tools.files import hash_of_ends, human_bytes, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +45,15 @@ TEXT_SUFFIXES = (".txt",)
 READABLE = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} (also with {', '.join(COMPRESSIONS)})"
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
+_SPLIT_OF = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_OF)})(?![a-z])")
 _UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
 _TOKEN_SUFFIXES = (".bin", ".idx", ".json")
-_PROBED_LINES, _PROBED_BYTES = 1000, 1 << 20  # of a text file, searched for a blank line
+_PROBED_LINES, _PROBED_BYTES = 1000, 1 << 16  # of a text file: one of them without a blank line is unusual
 _MAX_LISTED = 8  # kinds of unreadable files in a message
 _SKIP_BYTES = 1 << 20
 
@@ -58,7 +69,7 @@ class Shard:
     """
 
     path: str
-    kind: str  # "json", "text" or "dataset"
+    kind: str  # "json", "text", "lines" (of text, each a document) or "dataset"
     start: int = 0
     end: int | None = None
     stamp: tuple[int, int] | None = None
@@ -88,15 +99,21 @@ def whole_file(path: str) -> Shard:
     return Shard(path, "json", 0, None if endings(path)[1] else stamp[0], stamp)
 
 
-def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shards: int | None = None) -> list[Shard]:
+def plan_shards(
+    inputs: Sequence[str],
+    shard_bytes: int | None = None,
+    max_shards: int | None = None,
+    document_per_line: bool = False,
+) -> list[Shard]:
     """Cut the input text into shards for parallel work, in reading order. Plain files are cut between documents.
 
     Args:
         inputs: files, folders and datasets.
         shard_bytes: approximate size of a shard; None for 1/64 of the total, from 2 to 64 MB.
         max_shards: maximum number of shards; None for no limit.
+        document_per_line: each line of a text file is a document, instead of the lines between blank lines.
     """
-    files = find_files(inputs)
+    files = find_files(inputs, document_per_line)
     stamps = {path: file_stamp(path) for path, kind in files if kind != "dataset"}
     size = sum(num_bytes for num_bytes, _ in stamps.values())
     shard_bytes = shard_bytes or min(max(size // 64, 2 << 20), 64 << 20)
@@ -114,11 +131,11 @@ def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shard
 
 
 def content_of(shards: Sequence[Shard]) -> list[Any]:
-    """Identify the text in shards, to notice that it has changed: file names, sizes, first and last bytes, bounds.
+    """Identify the text in shards, to notice that it has changed: sizes, first and last bytes, bounds.
 
-    Moving or copying the files does not change the result, because their folders and times are not part of it.
+    Moving, copying or renaming the files does not change the result.
     """
-    bounds = [(os.path.basename(s.path), s.kind, s.start, s.end, s.num_bytes) for s in shards]
+    bounds = [(s.kind, s.start, s.end, s.num_bytes) for s in shards]
     files = dict.fromkeys(shard.path for shard in shards if shard.kind != "dataset")
     return [bounds, list(map(hash_of_ends, files)), list(map(hf_datasets.identity, datasets_of(shards)))]
 
@@ -195,11 +212,14 @@ def open_decompressed(path: str) -> Iterator[BinaryIO]:
 # ---- inputs ----
 
 
-def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
+def find_files(inputs: Sequence[str], document_per_line: bool = False) -> list[tuple[str, str]]:
     """Find all files and datasets of the inputs, searching folders recursively.
 
+    Args:
+        document_per_line: each line of a text file is a document.
+
     Returns:
-        (path, kind) of each, where kind is "json", "text" or "dataset".
+        (path, kind) of each, where kind is one of `Shard.kind`.
 
     Raises:
         UserError: an input does not exist, is unreadable or empty, or is given twice.
@@ -212,8 +232,13 @@ def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
     for path, kind in files:
         if kind != "dataset":
             check_readable(path)
-        if kind == "text":
-            _warn_of_one_block(path)
+    if document_per_line:
+        return [(path, "lines" if kind == "text" else kind) for path, kind in files]
+    if blocks := [path for path, kind in files if kind == "text" and _is_one_block(path)]:
+        _warn_once(
+            f"{blocks[0]} ({len(blocks)} of {len(files)} files) is one document for 1,000 lines or 64 KiB: separate "
+            "documents by blank lines, or give --document_per_line"
+        )
     return files
 
 
@@ -222,14 +247,18 @@ def list_inputs(inputs: Sequence[str]) -> str:
     return ", ".join(map(str, inputs)) or "an empty list of inputs"
 
 
-def _warn_of_one_block(path: str) -> None:
+def _is_one_block(path: str) -> bool:
+    """True if a text begins with many or long lines and no blank line. Raises UserError for lines that end in CR."""
     try:
         with open_decompressed(path) as file:
-            lines = file.read(_PROBED_BYTES).split(b"\n")
+            head = file.read(1 << 20).strip()
     except (OSError, EOFError):  # reported where the file is read
-        return
-    if len(lines) > _PROBED_LINES and all(line.strip() for line in lines[:_PROBED_LINES]):
-        _warn_once(f"{path} has no blank line in its first {_PROBED_LINES:,} lines, which are one document")
+        return False
+    if b"\r" in head and b"\n" not in head:
+        raise UserError(f"{path} ends its lines by a carriage return alone: convert them (tr '\\r' '\\n')")
+    lines = head.split(b"\n", _PROBED_LINES)
+    is_long = len(lines) > _PROBED_LINES or (len(lines) > 1 and len(head) >= _PROBED_BYTES)
+    return is_long and all(line.strip() for line in lines[:_PROBED_LINES])
 
 
 def _check_disjoint(inputs: Sequence[str], found: Sequence[list[tuple[str, str]]]) -> None:
@@ -251,7 +280,12 @@ def _resolve(item: str) -> list[tuple[str, str]]:
         if not kind or not os.path.isfile(item):
             raise UserError(f"{item} is no file of {READABLE}, {', '.join(hf_datasets.DATA_SUFFIXES)}")
         return [(item, kind)]
-    if os.path.isdir(hf_datasets.split_name(item)[0]):
+    name, config, split = hf_datasets.split_name(item)
+    if os.path.isdir(name):
+        if config in _SPLIT_OF and split == "train":  # folder:split
+            config, split = None, config
+        if config is None and split in _SPLIT_OF and not _is_clone(name):
+            return _files_in(name, _SPLIT_OF[split])
         return [(item, "dataset")]  # folder:config:split
     looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
     if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
@@ -261,21 +295,46 @@ def _resolve(item: str) -> list[tuple[str, str]]:
 
 def _kind(path: str) -> str:
     suffix = endings(path)[0]
+    if hf_datasets.is_data_file(path):
+        return "dataset"
     return "json" if suffix in JSON_SUFFIXES else "text" if suffix in TEXT_SUFFIXES else ""
 
 
-def _files_in(folder: str) -> list[tuple[str, str]]:
+def _is_clone(folder: str) -> bool:
+    """True for a repository of the hub, whose README.md may describe configurations."""
+    return os.path.isfile(f"{folder}/README.md") and {_kind(path) for path in _walk(folder)} <= {"", "dataset"}
+
+
+def _files_in(folder: str, split: str = "") -> list[tuple[str, str]]:
+    if not split and _is_clone(folder):
+        return [(folder, "dataset")]
     found = _walk(folder)
     files = [(path, _kind(path)) for path in found if _kind(path)]
     others = [path for path in found if not _kind(path)]
-    if not files and any(map(hf_datasets.is_data_file, others)):
-        return [(folder, "dataset")]
     if not files:
         raise UserError(f"folder {folder} has no {READABLE} file in it ({len(others)} others)")
+    files = _of_split(folder, files, split)
     if dangling := next((path for path, _ in files if not os.path.exists(path)), None):
         raise UserError(f"{dangling} is a link to {os.readlink(dangling)}, which does not exist: fix or remove it")
     _report_skipped(folder, [path for path, _ in files], others)
     return files
+
+
+def _of_split(folder: str, files: list[tuple[str, str]], split: str) -> list[tuple[str, str]]:
+    """The files of a split; by default those of "train" and of no split, if there is a file of "train"."""
+    words = [_SPLIT_WORD.search(os.path.relpath(path, folder).lower()) for path, _ in files]
+    splits = ["" if word is None else _SPLIT_OF[word[0]] for word in words]
+    if not split and "train" not in splits:
+        return files
+    chosen = [file for file, found in zip(files, splits, strict=True) if found in (split, split or "train")]
+    if not chosen:
+        raise UserError(f"folder {folder} has no file of the split {split} by its name")
+    others = ", ".join(f"{folder}::{name}" for name in dict.fromkeys(splits) if name not in ("", "train"))
+    if others and not split:
+        _warn_once(
+            f"folder {folder}: {len(files) - len(chosen)} files of other splits than train are left out ({others})"
+        )
+    return chosen
 
 
 def _walk(folder: str) -> list[str]:
@@ -291,6 +350,7 @@ def _walk(folder: str) -> list[str]:
             seen.add(real)
             below[:] = [name for name in below if not (name.startswith(".") or _is_unfinished_work(path, name))]
             folders += sorted(filter(os.path.islink, (os.path.join(path, name) for name in below)))
+            names = _without_metadata(path, names)
             siblings = set(names)
             for name in names:
                 if name.startswith(".") or _is_output(name, siblings):
@@ -315,6 +375,14 @@ def _is_output(name: str, siblings: Collection[str]) -> bool:
     stem, suffix = os.path.splitext(name)
     whole = f"{stem}.idx" in siblings and (suffix == ".json" or f"{stem}.bin" in siblings)
     return name.endswith(".bad_lines.jsonl") or bool(_UNFINISHED.search(name)) or (whole and suffix in _TOKEN_SUFFIXES)
+
+
+def _without_metadata(path: str, names: list[str]) -> list[str]:
+    """The names of a folder; where `Dataset.save_to_disk` wrote it, of its data alone, not of caches of `map`."""
+    if {"state.json", "dataset_info.json"} <= set(names):
+        data_files = read_json(Path(path, "state.json")).get("_data_files") or []
+        return [file["filename"] for file in data_files]
+    return [name for name in names if name not in ("dataset_dict.json", "dataset_info.json", "dataset_infos.json")]
 
 
 def _is_unfinished_work(path: str, name: str) -> bool:

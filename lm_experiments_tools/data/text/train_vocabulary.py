@@ -202,7 +202,8 @@ class _Sampler:
         self.num_bytes, self.rejected = 0, RejectedRecords(NO_LIMIT)
 
     def __iter__(self) -> Iterator[str]:
-        shards = plan_shards(self._inputs, _SHARD_BYTES, max(_MAX_SHARDS, 2 * self._limit // _SHARD_BYTES))
+        most_shards = max(_MAX_SHARDS, 2 * self._limit // _SHARD_BYTES)
+        shards = plan_shards(self._inputs, _SHARD_BYTES, most_shards, document_per_line=True)
         random.Random(0).shuffle(shards)
         # so that a large compressed file is not all of the sample
         most = max(self._limit // len(shards), _SHARD_BYTES)

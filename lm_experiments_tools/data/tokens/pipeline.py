@@ -219,7 +219,9 @@ class _ShardFiles:
                         line = lines + entry["line"]
                         rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
                 if listed.is_file() and record is None:
-                    raise UserError(f"most lines of {shard.path} are bad: {rejected}; give another --input")
+                    raise UserError(
+                        f"most lines of {shard.path} are bad: {rejected}{rejected.remedy or '; give another --input'}"
+                    )
         if rejected.count:
             logger.warning("%s", rejected)
         return rejected
@@ -247,7 +249,9 @@ def shard_prefix(prefix: str, number: int, count: int) -> str:
     return f"{prefix}-{number:05d}-of-{count:05d}"
 
 
-def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) -> tuple[list[Shard], dict[str, Any]]:
+def part_of_plan(
+    inputs: Sequence[str], number: int, count: int, encoding: Any, document_per_line: bool = False
+) -> tuple[list[Shard], dict[str, Any]]:
     """Select the part of the text that one job of a job array tokenizes.
 
     Jobs get consecutive shards (parts of files or datasets) of about equal total size. A job may get none.
@@ -256,6 +260,7 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
         inputs: files, folders and datasets.
         number, count: job `number` (from 0) of `count`.
         encoding: identity of the encoder.
+        document_per_line: each line of a text file is a document.
 
     Returns:
         The shards of the job, and the entry "shard" of its .json file, by which `lmtools merge` finds parts of one
@@ -265,10 +270,11 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
         raise UserError(f"--shard {number}/{count} is a part of none: the number after the slash is at least 1")
     if not 0 <= number < count:
         raise UserError(f"--shard {number}/{count} does not exist: the first of {count} is 0/{count}")
-    shards = plan_shards(inputs)
+    shards = plan_shards(inputs, document_per_line=document_per_line)
     size = sum(shard.num_bytes for shard in shards)
     if len(shards) < _SHARDS_PER_PART * count and size:
-        shards = plan_shards(inputs, max(size // (_SHARDS_PER_PART * count), _MIN_SHARD_BYTES))
+        shard_bytes = max(size // (_SHARDS_PER_PART * count), _MIN_SHARD_BYTES)
+        shards = plan_shards(inputs, shard_bytes, document_per_line=document_per_line)
     average = max(size // len(shards), 1)  # for shards of a dataset, whose size is not known
     weights = [shard.num_bytes or average for shard in shards]
     total, ends = sum(weights), accumulate(weights)

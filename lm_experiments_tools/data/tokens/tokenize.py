@@ -40,6 +40,7 @@ def tokenize_corpus(
     workers: int | None = None,
     append_eos: bool = False,
     text_key: str = "text",
+    document_per_line: bool = False,
     max_bad_lines: int | None = None,
     encode_by: str | None = None,
     show_progress: bool | None = None,
@@ -55,6 +56,7 @@ def tokenize_corpus(
         workers: number of processes; None for one per CPU.
         append_eos: append EOS to each document.
         text_key: key of the text in a JSON record.
+        document_per_line: each line of a text file is a document, instead of the lines between blank lines.
         max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl; None for max(100, 0.1 %).
         encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
             those of seqio; None uses `Vocabulary.encode_by`.
@@ -73,22 +75,17 @@ def tokenize_corpus(
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": recorded_inputs(inputs)}
     if shard is None:
-        shards = plan_shards(inputs)
+        shards = plan_shards(inputs, document_per_line=document_per_line)
     else:
-        shards, origin["shard"] = part_of_plan(inputs, *shard, encoder.identity)
+        shards, origin["shard"] = part_of_plan(inputs, *shard, encoder.identity, document_per_line)
         prefix = shard_prefix(prefix, *shard)
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
             check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.sha256, vocabulary.identity)
         run = Tokenization(
-            shards,
-            encoder,
-            prefix,
-            [prefix],
-            rejected=f"{prefix}.bad_lines.jsonl",
-            limit=max_bad_lines,
+            shards, encoder, prefix, [prefix], rejected=f"{prefix}.bad_lines.jsonl", limit=max_bad_lines,
             workers=workers or available_cores(),
-        )
+        )  # fmt: skip
         (meta,) = run.run(partial(_meta, encoder, shards, origin), partial(_show_progress, shards, show_progress))
     return meta
 
@@ -158,7 +155,8 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
     encoder = TextEncoder.of(vocabulary, **settings)
-    key = plan_fingerprint(plan_shards([path]), encoder.identity)[:16]
+    shards = plan_shards([path], document_per_line=options.get("document_per_line", False))
+    key = plan_fingerprint(shards, encoder.identity)[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):

@@ -72,7 +72,7 @@ def test_each_document_is_what_the_ancestor_makes_of_it(folder, tokenizer, split
 
 def test_files_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 400)
-    monkeypatch.setattr(module, "plan_shards", lambda inputs: plan_shards(inputs, 2000))
+    monkeypatch.setattr(module, "plan_shards", lambda inputs, **options: plan_shards(inputs, 2000, **options))
     text = 'Mr. Smith went. He said, "no!"\nThen (at 5 p.m.) she left.\n\nIt is over... Is it?'
     for name in "ab":
         records = [{"text": f"{text} {name * (n % 7)}" if n % 5 else 0} for n in range(60)]

@@ -39,7 +39,7 @@ def test_an_interrupted_run_leaves_its_finished_shards_and_nothing_else(folder):
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(module, "plan_shards", lambda inputs: plan_shards(inputs, 2000))
+    monkeypatch.setattr(module, "plan_shards", lambda inputs, **options: plan_shards(inputs, 2000, **options))
     monkeypatch.setattr(pipeline, "_MIN_SHARD_BYTES", 500)
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import T5ForConditionalGeneration
@@ -67,6 +68,22 @@ def test_raw_text_takes_the_vocabulary_that_lies_where_the_ancestors_default_say
 def test_other_settings_in_the_same_run_directory(work, vocab):
     start(vocab)
     refused(vocab, "holds a run with other settings: .*lr", lr=5e-3)
+
+
+@pytest.mark.parametrize("changed", [{}, {"streaming": True}])
+def test_the_same_text_and_configuration_under_other_paths_go_on(work, vocab, caplog, changed):
+    """A chain of jobs stages its files in a scratch folder of each job."""
+    caplog.set_level("INFO")
+    for job, name in (("job1", "text.jsonl"), ("job2", "renamed.jsonl"), ("job3", "other.jsonl")):
+        (work / job).mkdir()
+        (work / job / name).write_bytes((work / "text.jsonl").read_bytes() + b'{"text": "w1 w2"}\n' * (job == "job3"))
+        (work / job / "t5.json").write_bytes((work / "tiny.json").read_bytes())
+    for steps, path in ((2, "job1/text.jsonl"), (4, work / "job2" / "renamed.jsonl")):
+        start(vocab, data_path=path, model_cfg=f"{work / Path(path).parent}/t5.json", iters=steps, **changed)
+    assert "resumed from" in caplog.text and (work / "run" / "last").resolve().name == "step_000004"
+    refused(
+        vocab, "the training data, .* not those of the checkpoint", data_path="job3/other.jsonl", iters=6, **changed
+    )
 
 
 def test_broken_lines_are_put_aside_by_file_and_line(work, vocab, caplog):

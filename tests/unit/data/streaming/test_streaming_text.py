@@ -78,7 +78,7 @@ def test_any_position_is_found_again(data):
 )  # fmt: skip
 def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams):
     shards = [stream_text.Shard("x", "json", 100 * i, 100 * i + size) for i, size in enumerate(sizes)]
-    monkeypatch.setattr(stream_text, "plan_shards", lambda *_: shards)
+    monkeypatch.setattr(stream_text, "plan_shards", lambda *_, **__: shards)
     assert StreamPlan.make(["x"], most, 0).num_streams == num_streams
 
 

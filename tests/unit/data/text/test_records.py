@@ -14,7 +14,15 @@ import pytest
 from lm_experiments_tools.data.text import records as module
 from lm_experiments_tools.data.text import sources
 from lm_experiments_tools.data.text.hf_datasets import load_streaming
-from lm_experiments_tools.data.text.records import NO_LIMIT, Record, Rejected, RejectedRecords, read_shard, records
+from lm_experiments_tools.data.text.records import (
+    NO_LIMIT,
+    Record,
+    Rejected,
+    RejectedRecords,
+    read_shard,
+    records,
+    text_of,
+)
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.errors import UserError
 
@@ -33,7 +41,6 @@ LINES = [
     (b"null", "a JSON NoneType, not an object"),
     (b'{"content": "fine", "id": 1}', r"no key 'text' \(there is 'content', 'id'\)"),
     (b"{}", "there is none"),
-    (b'{"text": null}', "of type NoneType"),
     (b'{"text": 12}', "of type int"),
     (b'{"text": ["fine"]}', "of type list"),
     (b'{"text": "a\\u0000b"}', "NUL"),
@@ -42,7 +49,7 @@ LINES = [
     ('{"text": "fine"}'.encode("utf-16"), "not UTF-8 at byte 0"),
     (b"\x00\x01\x02", "not valid JSON"),
 ]
-EMPTY = [b'{"text": ""}', b'{"text": " \\n "}', '{"text": "\u00a0"}'.encode()]
+EMPTY = [b'{"text": ""}', b'{"text": null}', b'{"text": " \\n "}', '{"text": "\u00a0"}'.encode()]
 
 
 def read(tmp_path, inputs, **options):
@@ -141,7 +148,7 @@ def test_hugging_face_datasets_by_name_config_and_split(tmp_path, monkeypatch):
     def load_dataset_builder(name, config):
         def as_streaming_dataset(split):
             asked.append((name, config, split))
-            rows = [{"text": f"row {i}"} for i in range(5)] + [{"text": None}]
+            rows = [{"text": f"row {i}"} for i in range(5)] + [{"text": "\0"}, {"text": None}]
             return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
 
         return SimpleNamespace(config=None, as_streaming_dataset=as_streaming_dataset)
@@ -150,7 +157,7 @@ def test_hugging_face_datasets_by_name_config_and_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert [d.value for d in read(tmp_path, ["owner/name:config:test"])] == [f"row {i}" for i in range(5)]
     assert set(asked) == {("owner/name", "config", "test")}
-    assert "NoneType" in quarantined(tmp_path)[0]["reason"]
+    assert ["NUL" in entry["reason"] for entry in quarantined(tmp_path)] == [True]
     read(tmp_path, ["name"])
     assert asked[-1] == ("name", None, "train")
 
@@ -257,3 +264,26 @@ def test_shards_of_files_with_long_lines_hold_every_line_once(tmp_path, monkeypa
     found = [item.value for shard in shards for item in read_shard(shard)]
     whole = [item.value for shard in plan_shards([str(tmp_path)], 10**9) for item in read_shard(shard)]
     assert found == whole and len(whole) == 9
+
+
+def test_null_text_is_empty_text_and_nested_keys_are_followed(tmp_path):
+    rows = [{"text": None}, {"text": ""}, {"text": "a", "meta": {"text": "b", "more": {"x": "c"}}, "meta.text": "d"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:2] * 200, rows[2]]))
+    for key, expected in (("text", "a"), ("meta.more.x", "c"), ("meta.text", "d")):
+        rejected = RejectedRecords(0 if key == "text" else None)
+        if key == "text":
+            assert [record.value for record in records([str(tmp_path / "a.jsonl")], key, rejected)] == [expected]
+            assert (rejected.num_empty, rejected.count) == (400, 0)
+        else:
+            assert text_of(rows[2], key) == expected
+    assert text_of({"meta": {"text": "b"}}, "meta.text") == "b"
+
+
+@pytest.mark.parametrize("number", [2, 90, 250])
+@pytest.mark.parametrize(
+    "row, bad_first", [({"content": "a"}, 0), ({"text": {"body": "a"}}, 0), ({"content": "a"}, 1)]
+)
+def test_a_wrong_key_names_the_flag_whatever_the_number_of_lines(tmp_path, number, row, bad_first):
+    (tmp_path / "a.jsonl").write_text("{\n" * bad_first + (json.dumps(row) + "\n") * number)
+    with pytest.raises(UserError, match="name the key of the text by --text_key"):
+        list(records([str(tmp_path / "a.jsonl")], "text", RejectedRecords(None)))

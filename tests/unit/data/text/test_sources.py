@@ -78,20 +78,20 @@ def test_a_damaged_compressed_file_is_named_with_the_line(folder, ending):
 
 def test_what_a_folder_passes_over_is_said_in_files_and_bytes(folder, caplog):
     (folder / "a.jsonl").write_bytes(line("a" * 5000))
-    for name in ("b.parquet", "c.csv", "c2.CSV", "README"):
+    for name in ("b.xml", "c.csv", "c2.CSV", "README"):
         (folder / name).write_bytes(b"x" * 1024)
     (folder / "empty.csv").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         assert len(texts(folder)) == len(texts(folder)) == 1
     (said,) = caplog.messages
-    assert f"folder {folder}: 4 files of 4.0 KiB (2 .csv, 1 " in said and "1 .parquet" in said
+    assert f"folder {folder}: 4 files of 4.0 KiB (2 .csv, 1 " in said and "1 .xml" in said
     assert "1 without an ending" in said and "are passed over, 1 of 4.9 KiB are read" in said
 
 
 def test_a_folder_of_which_most_cannot_be_read_is_refused(folder):
     (folder / "a.jsonl").write_bytes(line("a"))
-    (folder / "b.parquet").write_bytes(b"x" * 2048)
-    with pytest.raises(UserError, match=r"most of folder .*in: 1 files of 2\.0 KiB \(1 \.parq"):
+    (folder / "b.xml").write_bytes(b"x" * 2048)
+    with pytest.raises(UserError, match=r"most of folder .*in: 1 files of 2\.0 KiB \(1 \.xml"):
         texts(folder)
     assert texts(folder / "a.jsonl") == ["a"]
 
@@ -180,7 +180,90 @@ def test_a_text_file_without_blank_lines_is_named_as_one_document(folder, caplog
     assert len(texts(folder)) == 2001 and not caplog.records
     (folder / "lines.txt").write_text("a line\n" * 5000)
     assert len(texts(folder / "lines.txt")) == 1
-    assert "lines.txt has no blank line in its first 1,000 lines, which are one document" in caplog.text
+    assert "lines.txt (1 of 1 files) is one document for 1,000 lines or 64 KiB" in caplog.text
+
+
+@pytest.mark.parametrize("number, length", [(1500, 3000), (9, 20_000), (2000, 30)])
+def test_a_document_a_line_is_noticed_and_read_if_declared(folder, caplog, number, length):
+    lines = [f"{i} ".ljust(length, "C") for i in range(number)]
+    (folder / "molecules.txt").write_text("\n".join(lines))
+    (folder / "more.txt").write_text("\n".join(lines))
+    assert len(texts(folder)) == 2
+    (said,) = caplog.messages  # of both files
+    assert "molecules.txt (2 of 2 files) is one document" in said and "--document_per_line" in said
+    caplog.clear()
+    shards = plan_shards([str(folder)], 20_000, document_per_line=True)
+    assert [item.value for shard in shards for item in read_shard(shard)] == lines * 2
+    assert len(shards) > 2 and not caplog.messages
+
+
+def test_lines_that_end_by_a_carriage_return_alone_are_refused(folder):
+    (folder / "mac.txt").write_bytes(b"one\r\rtwo\r")
+    with pytest.raises(UserError, match=r"mac\.txt ends its lines by a carriage return alone"):
+        texts(folder)
+
+
+SPLITS = ("train", "validation")
+
+
+@pytest.fixture(params=["jsonl", "txt.gz", "parquet", "save_to_disk", "folders"])
+def splits(request, folder):
+    """A folder of two splits in one of the usual forms, with a file that datasets writes beside the data."""
+    kind = request.param
+    for split in SPLITS:
+        if kind == "txt.gz":
+            (folder / f"c4-{split}.00000-of-00001.txt.gz").write_bytes(gzip.compress(f"{split} text".encode()))
+        elif kind in ("jsonl", "folders"):
+            path = folder / f"{split}.jsonl" if kind == "jsonl" else folder / split / "part.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(line(f"{split} text"))
+    if kind in ("parquet", "save_to_disk"):
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.DatasetDict({s: datasets.Dataset.from_dict({"text": [f"{s} text"]}) for s in SPLITS})
+        if kind == "save_to_disk":
+            rows.save_to_disk(str(folder))
+            saved = datasets.load_from_disk(str(folder / "train"))
+            saved.map(
+                lambda row: {"text": "a cache, not data"}, cache_file_name=str(folder / "train" / "cache-1.arrow")
+            )
+        else:
+            for split in SPLITS:
+                rows[split].to_parquet(str(folder / "data" / f"{split}-00000-of-00001.parquet"))
+    return folder
+
+
+def test_a_folder_of_splits_is_read_by_one_rule_whatever_its_format(splits, caplog):
+    with caplog.at_level(logging.WARNING, logger=sources.logger.name):
+        assert texts(splits) == ["train text"]
+    assert f"1 files of other splits than train are left out ({splits}::validation)" in caplog.text
+    for name in ("::validation", ":validation", "::dev"):
+        assert texts(f"{splits}{name}") == ["validation text"]
+    assert texts(f"{splits}:train") == ["train text"]
+    with pytest.raises(UserError, match="has no file of the split test"):
+        texts(f"{splits}::test")
+
+
+def test_names_of_splits_count_only_beside_a_file_of_train(folder):
+    for name in ("python-dev.jsonl", "latest.jsonl", "test.example.com.jsonl"):
+        (folder / name).write_bytes(line(name))
+    assert len(texts(folder)) == 3
+    (folder / "training_set.jsonl").write_bytes(line("train"))
+    assert texts(folder) == ["latest.jsonl", "train"]
+
+
+def test_paths_with_colons_and_brackets_name_files(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "run:1[a]:b"
+    datasets.Dataset.from_dict({"text": ["one", "two"], "meta": [{"text": "m1"}, {"text": "m2"}]}).to_parquet(
+        str(folder / "x.parquet")
+    )
+    (folder / "train.jsonl").write_bytes(line("three"))
+    (folder / "dev.jsonl").write_bytes(line("four"))
+    assert texts(folder / "x.parquet") == ["one", "two"]
+    (shard,) = plan_shards([str(folder / "x.parquet")])
+    assert [row.value for row in read_shard(shard, "meta.text")] == ["m1", "m2"]
+    (folder / "x.parquet").unlink()
+    assert texts(folder) == ["three"] and texts(f"{folder}::validation") == ["four"]
 
 
 @pytest.fixture

@@ -18,4 +18,4 @@ def vocab(tmp_path_factory):
 @pytest.fixture
 def small_shards(monkeypatch):
     """Cut even a small file into shards (in this process, which makes the plan)."""
-    monkeypatch.setattr(module, "plan_shards", lambda inputs: plan_shards(inputs, 20_000))
+    monkeypatch.setattr(module, "plan_shards", lambda inputs, **options: plan_shards(inputs, 20_000, **options))

@@ -61,7 +61,9 @@ def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monke
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a model of memory"}\n' * 50))
     results = []
     for workers, shard_bytes in ((1, 1 << 30), (1, 3000), (3, 7777)):
-        monkeypatch.setattr(module, "plan_shards", lambda inputs, size=shard_bytes: plan_shards(inputs, size))
+        monkeypatch.setattr(
+            module, "plan_shards", lambda inputs, size=shard_bytes, **options: plan_shards(inputs, size, **options)
+        )
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=workers)
         results.append(files(tmp_path / "t"))
     assert results[1:] == results[:1] * 2
@@ -101,7 +103,7 @@ import sys
 from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.text.sources import plan_shards
-module.plan_shards = lambda inputs: plan_shards(inputs, 20_000)
+module.plan_shards = lambda inputs, **options: plan_shards(inputs, 20_000, **options)
 data, vocab, prefix = sys.argv[1:]
 module.tokenize_corpus([data], vocab, prefix, workers=2)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
