@@ -95,7 +95,7 @@ LINES = [
     (b'{"text": "fine"', "not valid JSON"),
     (b'[{"text": "fine"}]', "a JSON list, not an object"),
     (b'{"content": "fine"}', r"no key 'text' .there is 'content'."),
-    (b'{"text": null}', "of type NoneType, not a string or a list of strings"),
+    (b'{"text": null}', None),
     (b'{"text": ["fine", 3]}', "a list with a int in it"),
     (b'{"text": [["fine"]]}', "a list with a list in it"),
     (b'{"text": {"a": "b"}}', "of type dict"),
@@ -117,8 +117,8 @@ def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer
     assert [entry["line"] for entry in bad] == [n for n, (_, reason) in enumerate(LINES, 1) if reason]
     for entry in bad:
         assert re.search(LINES[entry["line"] - 1][1], entry["reason"]), entry
-    with pytest.raises(UserError, match=r"more than 10 bad lines: 11 so far, the first is .*data.jsonl:3: not valid"):
-        run(folder, *flags, "--max-bad-lines", 10)
+    with pytest.raises(UserError, match=r"more than 9 bad lines: 10 so far, the first is .*data.jsonl:3: not valid"):
+        run(folder, *flags, "--max-bad-lines", 9)
 
 
 def test_a_refused_run_leaves_the_earlier_files_as_they_were_and_nothing_else(folder):
