@@ -47,7 +47,8 @@ ADAMW = ("AdamW", "Adam", "FusedAdam")  # also as torch.optim:AdamW
 OTHER_RATES = {("Adafactor", "encoder-decoder"): 1e-3, ("AdamWScale", "encoder-decoder"): 1e-2}
 # Saved next to the weights, as defaults of a later run or prediction (see models/inherited.py).
 PROMPT = ("add_task_name", "add_task_definition", "num_pos_examples", "num_neg_examples", "add_explanation")
-SAVED = ("model_type", "task", "prefix", "suffix", "input_seq_len", "target_seq_len", "thresholds", *PROMPT)
+SAVED = ("model_type", "task", "prefix", "suffix", "input_seq_len", "target_seq_len", "thresholds", "positive_label")
+SAVED += PROMPT
 LABEL_TASKS = ("classification", "multi_label")  # tasks whose examples have labels with names
 SENTENCE_TASKS = (*LABEL_TASKS, "regression")
 PROMPT_KINDS = ("prompt_tuning", "prefix_tuning", "new_tokens")
@@ -220,6 +221,11 @@ class PretrainedArgs:
     .pth or nanoT5 .bin file (these two with --model_cfg)."""
     tokenizer: str | None = None
     """Hugging Face tokenizer (name or folder) or a SentencePiece .model file. None: the one beside the weights."""
+    source_lang: Annotated[str | None, needs("model_type", "encoder-decoder")] = None
+    """mBART, NLLB, M2M100 and others that mark languages: the code of the sources' language, such as en_XX, eng_Latn
+    or en. None: the tokenizer's."""
+    target_lang: Annotated[str | None, needs("model_type", "encoder-decoder")] = None
+    """The code of the targets' language, with which generation begins. None: the tokenizer's."""
 
     def check(self) -> None:
         check_conflict(self, "from_pretrained", "init_checkpoint", "both name the weights to start from")
@@ -276,10 +282,12 @@ class EvaluationArgs:
     task), or functions of your own as module:function (docs/new_metric.md). Empty: the usual ones of the task; none:
     the loss alone."""
     bleu_tokenize: Annotated[
-        Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"], HARMLESS, _OF_BLEU
-    ] = "13a"
-    """bleu: sacreBLEU's tokenizer. zh for Chinese, char for any text without spaces; ja-mecab and ko-mecab need
-    sacrebleu[ja] and sacrebleu[ko]."""
+        Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] | None, HARMLESS, _OF_BLEU
+    ] = None
+    """bleu: sacreBLEU's tokenizer; ja-mecab and ko-mecab need sacrebleu[ja] and sacrebleu[ko]. None: 13a, for
+    references without spaces zh (Chinese) or char."""
+    positive_label: Annotated[str | None, HARMLESS, needs("task", "classification")] = None
+    """classification with two labels: the one that f1, precision and recall are about. None: the second."""
     show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, _PREDICTION, _EVALUATION] = 0
     """Examples, with their predictions, to print at every validation, in TensorBoard too."""
     num_beams: Annotated[int, HARMLESS, COUNT, _GENERATION, _EVALUATION] = 1

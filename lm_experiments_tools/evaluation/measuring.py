@@ -18,7 +18,7 @@ from lm_experiments_tools.names import resolve_name
 if TYPE_CHECKING:
     from lm_experiments_tools.config.finetuning import FinetuningArgs
 
-FACTS = ("groups", "num_labels", "num_tokens", "bleu_tokenize")
+FACTS = ("groups", "num_labels", "positive_label", "num_tokens", "bleu_tokenize")
 RESERVED = ("loss", "unknown_answers")  # values that are there without a metric
 
 

@@ -16,7 +16,9 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.config.finetuning import SENTENCE_TASKS
+from lm_experiments_tools.data.examples.text_encoder import framing_ids
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured
@@ -44,7 +47,9 @@ _log_examples = partial(show_examples, tracker=None, step=0)
 
 
 class TextDecoder:
-    """Decode generated tokens to text, without special tokens and surrounding spaces.
+    """Decode generated tokens to text, without surrounding spaces and the tokens that frame every text.
+
+    Other special tokens are text: users' own ones, which structure a target.
 
     Args:
         tokenizer: any tokenizer with Hugging Face's interface.
@@ -56,8 +61,28 @@ class TextDecoder:
 
     def __call__(self, token_ids: Tensor) -> list[str]:
         """Decode int64[rows, length]; negative ids, such as -100, are padding."""
-        token_ids = token_ids.masked_fill(token_ids < 0, self.pad_id)
-        return [line.strip() for line in self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)]
+        return self._texts(token_ids.tolist())
+
+    def references(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts that equal predictions must have, to compare both by one rule.
+
+        A text with tokens that were added to the vocabulary is encoded and decoded, because many tokenizers lose the
+        spaces around such tokens. Other texts are unchanged: metrics compare with what the data says.
+        """
+        if not texts:
+            return []
+        rows = self.tokenizer(text_target=list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        added, unknown = {*self.tokenizer.added_tokens_decoder} - self._framing, self.tokenizer.unk_token_id
+        decoded = zip(texts, rows, self._texts(rows), strict=True)
+        return [line if added & {*row} and unknown not in row else text for text, row, line in decoded]
+
+    def _texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        kept = [[number for number in row if number >= 0 and number not in self._framing] for row in rows]
+        return [line.strip() for line in self.tokenizer.batch_decode(kept, skip_special_tokens=False)]
+
+    @cached_property
+    def _framing(self) -> set[int]:
+        return framing_ids(self.tokenizer)
 
     def lengths(self, token_ids: Tensor) -> list[int]:
         """Return the number of tokens of each row, without padding."""
@@ -139,6 +164,7 @@ class Predictions:
         self._check_ids()
         self.measurable = self._measurable()
         self.thresholds = thresholds_of(args, self.label_names)
+        self.positive_label = positive_label_of(args, self.label_names)
         words = tuple(label_words) or tuple(args.label_words) or self.label_names
         self.label_of = LabelWords(words) if self.task == "classification" and self.generates else None
         if folder is not None:
@@ -228,6 +254,7 @@ class Predictions:
         facts = {
             "groups": [example.group for example in self.examples],
             "num_labels": len(self.label_names),
+            "positive_label": self.positive_label,
             "num_tokens": num_tokens,
             "bleu_tokenize": self.args.bleu_tokenize,
         }
@@ -291,6 +318,12 @@ class Predictions:
         self.show(self.split, [record for index, record in records if index in chosen])
 
 
+def decoded_targets(examples: Sequence[Example], decode: TextDecoder) -> list[Example]:
+    """Return the examples with the references that equal predictions must have (`TextDecoder.references`)."""
+    texts = iter(decode.references([text for example in examples for text in example.targets]))
+    return [replace(example, targets=tuple(islice(texts, len(example.targets)))) for example in examples]
+
+
 def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[float, ...]:
     """Return the probability from which each label is predicted (`--thresholds`), one value for each label.
 
@@ -303,6 +336,22 @@ def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[flo
             f"({', '.join(label_names)}): give one for all, or one for each, in this order."
         )
     return args.thresholds * (len(label_names) if len(args.thresholds) == 1 else 1)
+
+
+def positive_label_of(args: FinetuningArgs, label_names: Sequence[str]) -> int:
+    """Return the index of the label that f1, precision and recall are about (`--positive_label`); of two labels only.
+
+    Raises:
+        UserError: there is no such label, or there are not two.
+    """
+    if args.positive_label is None:
+        return 1
+    if len(label_names) != 2 or args.positive_label not in label_names:
+        raise UserError(
+            f"--positive_label {args.positive_label} is to be one of two labels, and there are "
+            f"{', '.join(label_names)}: name one of two, or leave it out."
+        )
+    return label_names.index(args.positive_label)
 
 
 def labels_above(logits: Tensor, thresholds: Sequence[float]) -> list[list[int]]:

@@ -1,18 +1,20 @@
 """The evaluation of Super-Natural-Instructions: ROUGE and exact match over all examples and for each task.
 
 Source: https://github.com/allenai/natural-instructions eval/automatic/evaluation.py and
-https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, default (English) track. The cross-lingual track is not
-supported: ROUGE is 0 for texts in other scripts than Latin.
+https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, default (English) track. Texts in other scripts than
+Latin are split by `words_of`; the cross-lingual track's tokenizer is GPT-2's.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from lm_experiments_tools.metrics.metric import Metric
 from lm_experiments_tools.metrics.text import (
     ROUGE_SCORE,
     References,
+    best_scores,
     mean_percent,
     rouge_of_examples,
     without_punctuation,
@@ -27,10 +29,7 @@ def instructions(predictions: Sequence[str], references: References, *, groups: 
     """
     kinds = ("rougeL", "rouge1")
     scores = rouge_of_examples(predictions, references, kinds, stem=True)
-    matched = [
-        max(float(without_punctuation(prediction) == without_punctuation(reference)) for reference in wanted)
-        for prediction, wanted in zip(predictions, references, strict=True)
-    ]
+    matched = best_scores(operator.eq, without_punctuation, predictions, references)
     rows: dict[str, list[int]] = {"": list(range(len(predictions)))}
     for row, group in enumerate(groups):
         if group:

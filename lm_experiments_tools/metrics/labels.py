@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.metrics.metric import LABELS, SEVERAL_LABELS, Metric
 
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 UNKNOWN = -1  # a generated answer that is no label
 
 
-def label_metrics(predictions: Sequence[int], references: Sequence[int], *, num_labels: int) -> dict[str, float]:
-    """Compute accuracy, f1, precision and recall, 0 to 1, and mcc, -1 to 1, as in scikit-learn.
+def label_metrics(
+    predictions: Sequence[int], references: Sequence[int], *, num_labels: int, positive_label: int = 1
+) -> dict[str, float]:
+    """Compute accuracy, f1, precision, recall and f1_macro, 0 to 1, and mcc, -1 to 1, as in scikit-learn.
 
-    With two labels, f1, precision and recall are those of the second one (the positive class). With more, they are
-    macro averages over the labels that occur. With two labels, UNKNOWN counts as the wrong label, as in T5's
+    With two labels, f1, precision and recall are those of the positive one. With more, they are macro averages over
+    the labels that occur, as f1_macro always is. With two labels, UNKNOWN counts as the wrong label, as in T5's
     f1_score_with_invalid.
 
     Args:
         predictions: index of a label, or UNKNOWN for generated text that names no label.
         references: index of the correct label.
+        positive_label: index of the positive one of two labels.
     """
     import numpy as np
 
@@ -35,17 +38,19 @@ def label_metrics(predictions: Sequence[int], references: Sequence[int], *, num_
     hits = np.diagonal(counts)[:num_labels].astype(np.float64)
     of_prediction, of_reference = counts.sum(0)[:num_labels], counts.sum(1)[:num_labels]
     both = of_prediction + of_reference
-    kept = np.array([False, True]) if num_labels == 2 else both > 0
+    occurring = both > 0
+    averaged = np.arange(2) == positive_label if num_labels == 2 else occurring
 
-    def mean_ratio(part: np.ndarray, whole: np.ndarray) -> float:
+    def mean_ratio(part: np.ndarray, whole: np.ndarray, labels: np.ndarray = averaged) -> float:
         """Over labels; 0 where there is nothing to divide by, as scikit-learn."""
-        return float(np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)[kept].mean())
+        return float(np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)[labels].mean())
 
     return {
         "accuracy": float(hits.sum() / counts.sum()),
         "f1": mean_ratio(2 * hits, both),
         "precision": mean_ratio(hits, of_prediction),
         "recall": mean_ratio(hits, of_reference),
+        "f1_macro": mean_ratio(2 * hits, both, occurring),
         "mcc": _mcc(counts),
     }
 
@@ -82,6 +87,12 @@ def several_label_metrics(
     }
 
 
+def f1_macro(predictions: Sequence[Any], references: Sequence[Any], *, num_labels: int) -> dict[str, float]:
+    """Compute f1_macro of examples with one label each, or with several, among other metrics."""
+    metrics = label_metrics if isinstance(references[0], int) else several_label_metrics
+    return metrics(predictions, references, num_labels=num_labels)
+
+
 _OF_SEVERAL = Metric(function=several_label_metrics, tasks=SEVERAL_LABELS, scale="0-1", usual_for=SEVERAL_LABELS)
 METRICS = {
     "accuracy": Metric(function=label_metrics, tasks=LABELS, scale="0-1", usual_for=LABELS),
@@ -90,6 +101,8 @@ METRICS = {
     "recall": Metric(function=label_metrics, tasks=LABELS, scale="0-1"),
     "mcc": Metric(function=label_metrics, tasks=LABELS, scale="-1 to 1"),
     "f1_micro": _OF_SEVERAL,
-    "f1_macro": _OF_SEVERAL,
+    "f1_macro": Metric(
+        function=f1_macro, tasks=LABELS + SEVERAL_LABELS, scale="0-1", usual_for=LABELS + SEVERAL_LABELS
+    ),
     "subset_accuracy": _OF_SEVERAL,
 }

@@ -32,8 +32,9 @@ class Metric:
 
     Attributes:
         function: called once on rank 0 with the predictions and references of all examples; returns a number, or
-            numbers by name. It may have keyword-only parameters: groups (task of each example), num_labels, num_tokens
-            (int64[examples], generated tokens) and bleu_tokenize. None: computed by the training loop.
+            numbers by name. It may have keyword-only parameters: groups (task of each example), num_labels,
+            positive_label (index), num_tokens (int64[examples], generated tokens) and bleu_tokenize. None: computed by
+            the training loop.
         tasks: tasks that the metric applies to.
         scale: range of the values, for the documentation.
         values: names of the values; empty if there is one value with the metric's name.

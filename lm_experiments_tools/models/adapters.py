@@ -211,7 +211,7 @@ def _config(
 
     task_type, count = TASK_TYPES[args.model_type], args.num_virtual_tokens
     if args.peft == "lora":
-        targets: Any = list(args.lora_targets) or LORA_TARGETS.get(model.config.model_type)
+        targets: Any = list(args.lora_targets) or _usual_targets(model)
         return peft.LoraConfig(
             task_type=task_type,
             r=args.lora_r,
@@ -226,6 +226,17 @@ def _config(
         return peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=count)
     ids = tokenizer.convert_tokens_to_ids(new_token_names(args))
     return peft.TrainableTokensConfig(task_type=task_type, token_indices=ids)
+
+
+def _usual_targets(model: PreTrainedModel) -> list[str] | None:
+    """Layers for LoRA where `--lora_targets` names none; None: those that peft knows for the kind of model."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    kind = model.config.model_type
+    if kind in LORA_TARGETS or kind in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+        return LORA_TARGETS.get(kind)
+    logger.info("--peft lora: all linear layers, because peft names none for %s (--lora_targets)", kind)
+    return ["all-linear"]
 
 
 def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]) -> list[str]:

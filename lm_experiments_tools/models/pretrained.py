@@ -37,6 +37,7 @@ from lm_experiments_tools.models.build import (
     set_decoder_start,
     set_dropout,
     set_special_tokens,
+    set_target_language,
     set_z_loss,
     takes_our_attention,
     untie_only_output,
@@ -208,6 +209,7 @@ def _base_model(
             say_where(model)
     _fit_vocabulary(model, tokenizer, args)
     _set_up_generation(model, tokenizer)
+    set_target_language(model, tokenizer)
     return model, new_weights
 
 
@@ -235,6 +237,13 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     found = kind_of(config)
     named = get_cls_by_name(args.model_cls) if args.model_cls else None
     reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
+    auto = getattr(transformers, AUTO_CLASSES[args.model_type])
+    if found == "decoder" and args.model_type == "encoder" and named is None and type(config) in auto._model_mapping:
+        name = auto._model_mapping[type(config)].__name__
+        raise UserError(
+            f"--model_type encoder: {config.model_type} reads left to right; to classify by its last token, give "
+            f"--model_cls transformers:{name} too."
+        )
     if found is not None and found != args.model_type and not reads_only:
         raise UserError(
             f"--model_type {args.model_type} does not fit weights of kind {found} ({config.model_type}): choose "
@@ -242,7 +251,6 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
         )
     if named is not None:
         return named
-    auto = getattr(transformers, AUTO_CLASSES[args.model_type])
     if type(config) not in auto._model_mapping:
         raise UserError(f"transformers has no {auto.__name__} for {config.model_type}: name a class by --model_cls.")
     return auto._model_mapping[type(config)]

@@ -14,6 +14,7 @@ from lm_experiments_tools.data.text.fast_tokenizer import check_words, load_pret
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_names
 from lm_experiments_tools.models.build import register_own_models
+from lm_experiments_tools.names import nearest_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
         files: the model's files, if they are already open; None to find them.
 
     Raises:
-        UserError: there is no tokenizer, or it cannot be read.
+        UserError: there is no tokenizer, it cannot be read, or the target's language is unknown.
     """
     files = files or ModelFiles(args)
     flag, name = files.tokenizer_flag
@@ -48,9 +49,33 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
             raise UserError(f"{named}: the tokenizer has neither a padding nor an end-of-text token to pad with.")
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: %s, its end of text, is used", tokenizer.eos_token)
+    if args.model_type == "encoder-decoder":
+        _set_languages(tokenizer, args, named)
     if args.peft == "new_tokens":
         tokenizer.add_tokens(new_token_names(args), special_tokens=True)
     return tokenizer
+
+
+def _set_languages(tokenizer: PreTrainedTokenizerBase, args: FinetuningArgs, named: str) -> None:
+    """Set the languages that mBART's, NLLB's, M2M100's and similar tokenizers mark in sources and targets.
+
+    A target's language must be known: these tokenizers would take the source's.
+    """
+    flags = {"src_lang": ("--source_lang", args.source_lang), "tgt_lang": ("--target_lang", args.target_lang)}
+    given = [f"{flag} {code}" for flag, code in flags.values() if code is not None]
+    if not hasattr(tokenizer, "set_tgt_lang_special_tokens"):
+        if given:
+            raise UserError(f"{named}: the tokenizer marks no languages: leave {' and '.join(given)} out.")
+        return
+    known = getattr(tokenizer, "lang_code_to_id", None) or tokenizer.all_special_tokens
+    for name, (flag, code) in flags.items():
+        if code is not None and code not in known:
+            raise UserError(f"{flag} {code} is no language of {named}{nearest_names(code, known)}.")
+        if code is not None:
+            setattr(tokenizer, name, code)
+    if tokenizer.tgt_lang is None:
+        raise UserError(f"{named}: the tokenizer marks the language of targets, and none is set: give --target_lang.")
+    logger.info("the sources are marked as %s, the targets as %s", tokenizer.src_lang, tokenizer.tgt_lang)
 
 
 def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTrainedTokenizerBase:

@@ -55,6 +55,7 @@ from lm_experiments_tools.recipes.finetuning import (
     evaluate_last,
     finetuning_loop,
     saved_task,
+    show_generation,
     show_inherited,
     training_loop,
     with_new_tokens,
@@ -138,6 +139,7 @@ class FineTuner:
             self.label_names = self.args.label_names or self._known_labels()
         with fast_process(self.args):  # threads of torch take over its settings when they start
             self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
+        show_generation(self.args, self.model)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._epochs = 0  # of training data begun so far
         self._added_rows = False  # new rows of the embedding, which are in no file yet
@@ -274,27 +276,41 @@ class FineTuner:
         return list(found)[:num_texts]
 
     @_fast
-    def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str] | list[list[str]]:
+    def predict(
+        self, texts: str | Sequence[Text], batch_size: int = 8, *, return_probabilities: bool = False, **options: Any
+    ) -> list[str] | list[list[str]] | list[dict[str, float]]:
         """Generate the output for each text. An encoder returns a label, a list of labels or a number instead.
 
         The inputs are built as in training, with the prefix.
 
         Args:
             texts: texts, or pairs of sentences; a string is one text.
-            options: arguments of transformers' `generate`.
+            return_probabilities: for an encoder that classifies: return {label: probability} for each text.
+            options: arguments of transformers' `generate`, for models that generate.
 
         Raises:
-            UserError: an empty text, or a number of sentences that does not fit the task.
+            UserError: an empty text, a number of sentences that does not fit the task, or an argument that does not
+                fit the model.
         """
         args, encoder = self.args, text_encoder(self.args, self.tokenizer)
+        if options and args.model_type == "encoder":
+            raise UserError(f"predict: an encoder generates no text: leave {', '.join(options)} out.")
+        if return_probabilities and (args.model_type != "encoder" or args.task not in LABEL_TASKS):
+            raise UserError(
+                f"predict: return_probabilities is for encoders that classify, and this is --task {args.task} of an "
+                f"{args.model_type}: leave it out."
+            )
+        if hasattr(texts, "columns"):
+            raise UserError("predict takes a list of texts or pairs, not a table: give one of its columns.")
+        answer = self._probabilities if return_probabilities else self._labels
         examples = self._examples([texts] if isinstance(texts, str) else texts)
         encoded = encode_examples(examples, encoder, args.model_type)
         dataset = example_dataset(replace(args, pad_to_multiple_of=None), encoded, self.tokenizer, training=False)
-        found: list[str] = []
+        found: list[Any] = []
         with evaluated(self.model), torch.no_grad(), self.backend.autocast():
             for start in range(0, len(dataset), batch_size):
                 rows = np.arange(start, min(start + batch_size, len(dataset)))
-                found += self._answers(dataset.rows(np.zeros_like(rows), rows), options)
+                found += self._answers(dataset.rows(np.zeros_like(rows), rows), options, answer)
         if encoder.sources.loses():
             flag = "--input_seq_len" + (" - --target_seq_len =" if self.args.model_type == "decoder" else "")
             logger.warning("predict: %s", encoder.sources.describe("texts", flag))
@@ -362,13 +378,16 @@ class FineTuner:
             return self.data.sentence_names
         raise UserError("the names of the sentences' fields are unknown: give text_fields or data_path to FineTuner.")
 
-    def _answers(self, rows: dict[str, np.ndarray], options: dict[str, Any]) -> list[str]:
+    def _answers(
+        self, rows: dict[str, np.ndarray], options: dict[str, Any], answer: Callable[[Tensor], list[Any]]
+    ) -> list[Any]:
+        """Generated texts, or what `answer` makes of an encoder's logits."""
         batch = {name: torch.from_numpy(values) for name, values in rows.items()}
         known = forward_names(self.model) - {"labels"}
         device = next(self.model.parameters()).device
         inputs = {name: values.to(device) for name, values in batch.items() if name in known}
         if self.args.model_type == "encoder":
-            return self._labels(self.model(**inputs).logits)
+            return answer(self.model(**inputs).logits)
         synced = self.backend.shards_model and self.backend.holds(self.model)
         part, options = MicroBatch(inputs, batch, {}), {**self.args.generation_options(), **options}
         return TextDecoder(self.tokenizer)(generate(self.model, part, options, synced=synced))
@@ -380,6 +399,11 @@ class FineTuner:
         if self.args.task == "regression":
             return [f"{value:g}" for value in logits.flatten().tolist()]
         return [self.label_names[number] for number in logits.argmax(-1).tolist()]
+
+    def _probabilities(self, logits: Tensor) -> list[dict[str, float]]:
+        logits = logits.float()
+        values = logits.sigmoid() if self.args.task == "multi_label" else logits.softmax(-1)
+        return [dict(zip(self.label_names, row, strict=True)) for row in values.tolist()]
 
     def _change(self, settings: dict[str, Any]) -> None:
         """Apply settings of `train`, and drop data that they change."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.data.text.fast_tokenizer import pretrained_token_bytes
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.measuring import chosen_metrics
-from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
+from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder, decoded_targets, positive_label_of
 from lm_experiments_tools.files import dump_json, write_atomic
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.finetuning import FinetuningArgs
+    from lm_experiments_tools.data.examples.examples import Example
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,9 @@ _PACKING_CLASSES = {
     "encoder": "modeling_bert:BertForSequenceClassification",
     "encoder-decoder": "modeling_t5:T5ForConditionalGeneration",
 }
+# What generation_config.json says without changing the generated text, and what is read only with --do_sample.
+_NO_RULE = re.compile(r"_|output_|return_|use_|cache_|transformers_|max_length|(bos|decoder_start|eos|pad)_token_id")
+_OF_SAMPLING = {"epsilon_cutoff", "eta_cutoff", "min_p", "temperature", "top_h", "top_k", "top_p", "typical_p"}
 _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at most, in OpenAI-GPT by 5e-3
 
 
@@ -66,6 +72,7 @@ class Finetuning(Recipe):
         if self.data.train is not None:
             args = args.with_epochs(self.data.train.samples_per_epoch, backend.world_size)
         model = on_all(backend, lambda: pretrained_model(args, tokenizer, self.data.label_names, files))
+        show_generation(args, model)
         for line in str(summary(model)).splitlines() if backend.is_main else ():  # before a backend shards it
             logger.info("%s", line)
         self.trainer = training_loop(args, backend, model, self.data, tokenizer)
@@ -115,6 +122,22 @@ def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
             logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
 
 
+def show_generation(args: FinetuningArgs, model: nn.Module) -> None:
+    """Log what `generation_config.json` of the weights adds to the flags of generation, such as a minimum length."""
+    if not args.needs_generation():
+        return
+    overridden = {*args.generation_options(), *(() if args.do_sample else _OF_SAMPLING)}
+    rules = model.generation_config.to_diff_dict().items()
+    rules = [(name, value) for name, value in rules if not (name in overridden or _NO_RULE.match(name))]
+    shown = [f"{name} {value}" for name, value in rules if value is not None and value is not False]
+    if shown:
+        logger.info(
+            "generation_config.json of the weights also rules generated text: %s; flags such as --min_new_tokens and "
+            "--length_penalty override it",
+            ", ".join(shown),
+        )
+
+
 def finetuning_loop(
     args: FinetuningArgs,
     backend: Backend,
@@ -136,12 +159,23 @@ def finetuning_loop(
     """
     if args.packing and data.train is not None:
         on_all(backend, lambda: check_packing(model, args))
-    chosen_metrics(args)  # so that a missing one is refused before the first step
+    # Refuses what evaluation could not compute before the first step.
+    names, positive = [*chosen_metrics(args)], positive_label_of(args, data.label_names)
+    if args.task == "classification" and len(data.label_names) == 2 and {"f1", "precision", "recall"} & {*names}:
+        named = data.label_names[positive]
+        logger.info("f1, precision and recall are of the label %s (--positive_label), f1_macro is of both", named)
     folder = None if args.model_path is None else Path(args.model_path) / "predictions"
 
+    decode = TextDecoder(tokenizer)
+
+    @functools.cache
+    def examples_of(split: str) -> list[Example]:
+        examples = data.splits[split].examples
+        return decoded_targets(examples, decode) if args.needs_generation() else examples
+
     def collect(split: str) -> Predictions:
-        examples, decode = data.splits[split].examples, TextDecoder(tokenizer)
-        return Predictions(args, split, examples, decode, data.label_names, folder, show, data.label_words)
+        words = decode.references(data.label_words)
+        return Predictions(args, split, examples_of(split), decode, data.label_names, folder, show, words)
 
     def show(split: str, examples: list[dict[str, Any]]) -> None:
         show_examples(split, examples, loop.tracker, loop.state.step)

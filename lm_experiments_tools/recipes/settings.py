@@ -41,6 +41,8 @@ class FineTuningSettings(TypedDict, total=False):
     max_instances_per_task: int | None
     max_instances_per_eval_task: int | None
     tokenizer: str | None
+    source_lang: str | None
+    target_lang: str | None
     freeze: Sequence[str]
     peft: Literal["lora", "prompt_tuning", "prefix_tuning", "new_tokens"] | None
     lora_r: int
@@ -55,7 +57,8 @@ class FineTuningSettings(TypedDict, total=False):
     embeddings_on_cpu: bool
     thresholds: Any
     metrics: Any
-    bleu_tokenize: Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"]
+    bleu_tokenize: Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] | None
+    positive_label: str | None
     show_valid_examples: int
     num_beams: int
     do_sample: bool

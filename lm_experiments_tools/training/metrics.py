@@ -177,14 +177,17 @@ class AccumulatedOutputs:
         return _joined(every) if backend.is_main else {}
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Compute the user's metrics on rank 0 over the outputs of all workers, and clear these; collective."""
+        """Compute the user's metrics on rank 0 over the outputs of all workers, and clear these; collective.
+
+        Without outputs, such as those of a training interval of which only generated text is selected, there are none.
+        """
         if self.metrics is None:
             return {}
         synchronize(backend.device)  # `add` copies asynchronously
         gathered = backend.gather(self.data)
         self.data = {}
-        values = None
-        if backend.is_main:
+        values: dict[str, Any] = {}
+        if backend.is_main and any(gathered):
             values = self.metrics({name: _join(pieces) for name, pieces in _joined(gathered).items()})
             values = {k: v.item() if hasattr(v, "item") and math.prod(v.shape) == 1 else v for k, v in values.items()}
         return backend.broadcast(values)

@@ -6,9 +6,11 @@ holds what it gave for the same predictions.
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import random
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.data.examples.examples import Example
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import LabelWords
 from lm_experiments_tools.evaluation.predictions import Predictions
 from lm_experiments_tools.metrics import text
@@ -100,6 +103,67 @@ def test_examples_may_have_different_numbers_of_references():
     assert text.bleu(predictions, references) == bleu
     assert text.bleu(predictions, [wanted[:1] for wanted in references]) < bleu
     assert text.chrf(predictions, references) == sacrebleu.corpus_chrf(predictions, streams).score
+
+
+# Texts of other scripts, which `in_latin` writes in Latin: the reference implementations then see the same words.
+SCRIPTS = {
+    "Chinese": (["今天天气很好，我们去公园。", "他在北京大学"], ["今天天气不错，我们去公园！", "她在北京大学学习"]),
+    "Japanese": (["今日はいい天気です。"], ["今日はとてもいい天気でした。"]),
+    "Thai": (["วันนี้อากาศดี"], ["วันนี้อากาศไม่ดี"]),
+    "Russian": (["Мы идём в парк, и дождя нет."], ["Сегодня мы идём в большой парк."]),
+    "Arabic": (["نحن نذهب إلى الحديقة، اليوم"], ["اليوم نذهب إلى الحديقة"]),
+    "Hindi": (["हम आज यहाँ हैं।"], ["हम कल यहाँ थे।"]),
+    "Korean": (["우리는 오늘 공원에 간다."], ["우리는 내일 공원에 간다."]),
+    "Greek and English": (["Ο BERT διαβάζει τα SQuAD δεδομένα"], ["Το BERT διαβάζει SQuAD ερωτήσεις"]),
+}
+
+
+def in_latin(script, lines):
+    """The lines with a Latin name for each word, in scripts without spaces for each character."""
+    names = {}
+    cut = [re.sub(r"[，。！,.،।]", " ", line).lower() for line in lines]
+    units = [[*line.replace(" ", "")] if script in ("Chinese", "Japanese", "Thai") else line.split() for line in cut]
+    return [" ".join(names.setdefault(unit, f"word{len(names)}") for unit in line) for line in units]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_text_of_any_script_is_scored_as_the_same_words_in_latin(script):
+    pytest.importorskip("rouge_score")
+    predictions, references = SCRIPTS[script]
+    named = in_latin(script, [*predictions, *references])
+    latin, wanted = named[: len(predictions)], [[line] for line in named[len(predictions) :]]
+    references = [[line] for line in references]
+    kinds = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+    expected = rouge_by_hand(latin, wanted, kinds, stem=False)
+    assert text.rouge(predictions, references) == pytest.approx(expected, rel=1e-13)
+    assert expected["rougeL"] > 20
+    groups = [""] * len(predictions)
+    values = instructions(predictions, references, groups=groups)
+    assert values["rougeL"] == pytest.approx(expected["rougeL"]) and values["exact_match"] == 0
+    assert text.scrolls(predictions, references)["f1_tokens"] == pytest.approx(text.f1_tokens(latin, wanted))
+    for metric in (text.exact_match, text.f1_tokens, lambda p, r: text.rouge(p, r)["rougeL"]):
+        assert metric([line for (line,) in references], references) == 100
+
+
+@pytest.mark.parametrize(
+    ("script", "tokenize"),
+    [("Chinese", "zh"), ("Japanese", "char"), ("Thai", "char"), ("Russian", "13a"), ("Korean", "13a")],
+)
+def test_bleu_takes_a_tokenizer_for_scripts_without_spaces(script, tokenize, caplog):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    caplog.set_level(logging.INFO)
+    text._say_once.cache_clear()
+    predictions, references = SCRIPTS[script]
+    expected = sacrebleu.corpus_bleu(predictions, [references], tokenize=tokenize).score
+    assert text.bleu(predictions, [[line] for line in references]) == expected
+    assert (f"--bleu_tokenize {tokenize}" in caplog.text) == (tokenize != "13a")
+
+
+def test_punctuation_that_a_tokenizer_normalizes_does_not_count_in_other_scripts():
+    """SentencePiece's NFKC writes the full-width comma as ASCII."""
+    assert text.exact_match(["你好,世界!"], [["你好，世界！"]]) == 100
+    assert text.exact_match(["你好,世人!"], [["你好，世界！"]]) == 0
+    assert text.exact_match(["2 µm"], [["3 µm"]]) == 0
 
 
 def rouge_by_hand(predictions, references, kinds, stem):
@@ -226,14 +290,13 @@ LABELS = strategies.integers(2, 5).flatmap(
 )
 
 
-def class_metrics_by_scikit_learn(predictions, references, number):
+def class_metrics_by_scikit_learn(predictions, references, number, positive=1):
     metrics = pytest.importorskip("sklearn.metrics")
     if number == 2:
         predictions = [1 - r if p == UNKNOWN else p for p, r in zip(predictions, references, strict=True)]
-        options = {"average": "binary", "pos_label": 1, "zero_division": 0}
-    else:
-        known = sorted({*predictions, *references} - {UNKNOWN})
-        options = {"average": "macro", "labels": known, "zero_division": 0}
+    known = sorted({*predictions, *references} - {UNKNOWN})
+    macro = {"average": "macro", "labels": known, "zero_division": 0}
+    options = {"average": "binary", "pos_label": positive, "zero_division": 0} if number == 2 else macro
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         values = {
@@ -242,18 +305,45 @@ def class_metrics_by_scikit_learn(predictions, references, number):
         }
         return {
             **values,
+            "f1_macro": metrics.f1_score(references, predictions, **macro),
             "accuracy": metrics.accuracy_score(references, predictions),
             "mcc": metrics.matthews_corrcoef(references, predictions),
         }
 
 
 @settings(max_examples=60, deadline=None)
-@given(LABELS)
-def test_class_metrics_are_scikit_learns(case):
+@given(LABELS, strategies.integers(0, 1))
+def test_class_metrics_are_scikit_learns(case, positive):
     number, rows = case
     predictions, references = [row[0] for row in rows], [row[1] for row in rows]
-    expected = class_metrics_by_scikit_learn(predictions, references, number)
-    assert label_metrics(predictions, references, num_labels=number) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    expected = class_metrics_by_scikit_learn(predictions, references, number, positive)
+    values = label_metrics(predictions, references, num_labels=number, positive_label=positive)
+    assert values == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_a_model_that_never_finds_the_rare_label_is_not_nearly_perfect():
+    """19 honest rows of 20, all predicted honest: F1 of "honest", the last label of the alphabet, is 0.974."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    names, right, predicted = ("fraud", "honest"), [0] + [1] * 19, [1] * 20
+    examples = [Example("s", label=label, name=str(number)) for number, label in enumerate(right)]
+    for positive in (None, "fraud", "honest"):
+        args = FinetuningArgs(
+            model_cfg="m", model_type="encoder", task="classification", valid_data_path="y", positive_label=positive
+        )
+        collector = Predictions(args, "valid", examples, None, names)
+        collector.add({"example": torch.arange(20)}, {"logits": torch.eye(2)[predicted]})
+        expected = {
+            "accuracy": 0.95,
+            "f1": metrics.f1_score(right, predicted, pos_label=0 if positive == "fraud" else 1, zero_division=0),
+            "f1_macro": metrics.f1_score(right, predicted, average="macro", zero_division=0),
+        }
+        assert collector.reduce(LocalBackend()) == pytest.approx(expected)
+    for label_names, flag in ((names, "theft"), (("a", "b", "c"), "a")):
+        args = FinetuningArgs(
+            model_cfg="m", model_type="encoder", task="classification", valid_data_path="y", positive_label=flag
+        )
+        with pytest.raises(UserError, match=f"--positive_label {flag} is to be one of two labels, and there are"):
+            Predictions(args, "valid", examples, None, label_names)
 
 
 @settings(max_examples=60, deadline=None)

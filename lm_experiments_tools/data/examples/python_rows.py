@@ -50,8 +50,13 @@ class PythonRows(str):
         return PythonRows(f"{self}[{name!r}]", self.splits[name])
 
     def dicts(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows as dicts. Raises UserError if a row is not a dict."""
-        for number, row in enumerate(self.rows):
+        """Yield the rows as dicts, those of a table too. Raises UserError if a row is not a dict."""
+        rows = self.rows
+        if hasattr(rows, "notna"):  # of pandas, whose missing cells become None
+            rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+        for of_table in ("to_dicts", "to_pylist"):  # of polars and pyarrow
+            rows = getattr(rows, of_table)() if hasattr(rows, of_table) else rows
+        for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"{self}, row {number} is of type {type(row).__name__}, not a dict.")
             yield dict(row)

@@ -155,7 +155,7 @@ class TextEncoder:
         if source_limit <= added + len(suffix_ids):
             raise UserError(f"a source needs more than {added + len(suffix_ids)} tokens: raise --input_seq_len.")
         end = [end_id(tokenizer)] if target_limit else []
-        self._target_end = [] if ends[-1:] == end and not decoder else end
+        self._target_end = [] if not decoder and {*end} & {*added_end(tokenizer, "text_target")} else end
 
     def encode_sources(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, list[list[int]]]:
         """Tokenize and truncate source texts.
@@ -228,12 +228,27 @@ class TextEncoder:
             raise UserError(f"{what} has {length} tokens: shorten it, or raise --input_seq_len.")
 
 
-def added_end(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer appends to every text, such as eos (T5) or sep (BERT)."""
-    text = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-    whole = tokenizer("a", verbose=False)["input_ids"]
+def added_end(tokenizer: Any, side: str = "text") -> list[int]:
+    """Return the ids that a tokenizer appends to every text, such as eos (T5) or sep (BERT); see `frame_of`."""
+    return frame_of(tokenizer, side)[1]
+
+
+def framing_ids(tokenizer: Any) -> set[int]:
+    """Return the ids that no text contains: padding, begin, end, unknown, and what is added around a target."""
+    named = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
+    return {token_id for ids in (named, *frame_of(tokenizer, "text_target")) for token_id in ids} - {None}
+
+
+def frame_of(tokenizer: Any, side: str) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts before and after every text, such as eos or the code of a language.
+
+    Args:
+        side: "text" for sources, "text_target" for targets, which may be in another language.
+    """
+    text = tokenizer(**{side: "a"}, add_special_tokens=False, verbose=False)["input_ids"]
+    whole = tokenizer(**{side: "a"}, verbose=False)["input_ids"]
     before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
-    return whole[before + len(text) :]
+    return whole[:before], whole[before + len(text) :]
 
 
 def end_id(tokenizer: Any) -> int:

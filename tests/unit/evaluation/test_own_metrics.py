@@ -156,4 +156,4 @@ def test_every_metric_of_the_registry_is_complete():
     for name, metric in METRICS.items():
         assert metric.tasks and metric.scale and set(metric.usual_for) <= set(metric.tasks), name
         assert set(metric.disagrees) <= set(METRICS) and bool(metric.package) == bool(metric.module), name
-    assert set(FACTS) == {"groups", "num_labels", "num_tokens", "bleu_tokenize"}
+    assert set(FACTS) == {"groups", "num_labels", "positive_label", "num_tokens", "bleu_tokenize"}
