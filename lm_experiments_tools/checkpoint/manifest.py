@@ -289,12 +289,10 @@ def _reading(checkpoint: Path, name: str) -> Iterator[None]:
 
 # ---- models' configurations -----------------------------------------------------------------------------------------
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("model_type", "transformers_version", "sparse_config_cls", "position_embedding_type"), str),
+    **dict.fromkeys(("model_type", "transformers_version", "position_embedding_type"), str),
     **dict.fromkeys(("tie_word_embeddings", "is_decoder", "is_encoder_decoder", "separate_encoder_embeddings"), bool),
     **dict.fromkeys(("vocab_size", "d_model", "hidden_size", "n_embd"), int),
     **dict.fromkeys(("architectures", "layer_types"), list),
-    **dict.fromkeys(("id2label", "label2id", "sparse_attention"), dict),
-    "attn_implementation": (str, dict),
     "max_position_embeddings": (int, float),
 }
 _DTYPE = re.compile(r"(b?float(16|32|64)|float8_\w+|half|float|double)")
