@@ -66,7 +66,6 @@ COMMANDS = {
     "pretrain --base_model": (*PRETRAIN, "--base_model", "bad"),
     "export": ("export", "bad", "--to", "exported"),
     "evaluate": ("evaluate", "--checkpoints", "bad", "--valid_data_path", "rows.jsonl", "--input_seq_len", "16"),
-    "attention": ("attention", "--model", "bad", "--text", "w1 w2", "--target", "w3", "--output", "maps.npz"),
     "plan": ("plan", "finetune", "--from_pretrained", "bad", "--batch_size", "2"),
 }  # fmt: skip
 
@@ -196,7 +195,7 @@ def test_an_index_in_the_cache_of_the_hub_that_leads_out_is_not_followed(bad, mo
         find_source("someone/tiny")
 
 
-@pytest.mark.parametrize("command", ["generate", "finetune", "export", "attention"])
+@pytest.mark.parametrize("command", ["generate", "finetune", "export"])
 def test_a_tokenizer_runs_no_code_of_its_folder(bad, capsys, command):
     edit(bad / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]}, tokenizer_class="Evil")
     code, _ = run(COMMANDS[command], capsys)

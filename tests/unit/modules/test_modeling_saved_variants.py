@@ -7,17 +7,13 @@ import sys
 import textwrap
 from unittest import mock
 
-import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers
 
 import modeling_bert
 import modeling_t5
 from lm_experiments_tools.models.build import load_model_config
-from lm_experiments_tools.tools.main import main
-from tests.helpers.runs import words as words_of
 
 BERT = {
     "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
@@ -133,37 +129,6 @@ def test_peft_finds_the_model_of_its_adapter(tmp_path):
     assert type(loaded.base_model.model) is modeling_bert.BertForSequenceClassification
     ids = torch.arange(1, 9)[None]
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("name", ["memory t5", "cdQ t5", "sparse bert"])
-def test_attention_maps_of_a_variant(name, tmp_path):
-    """Those that a forward pass gives; memory tokens are columns and rows as well."""
-    cls, settings = VARIANTS[name]
-    if cls is not modeling_bert.BertModel:
-        cls = modeling_t5.T5ForConditionalGeneration
-    torch.manual_seed(0)
-    model = cls(cls.config_class(**settings, **({"decoder_start_token_id": 0} if "t5" in name else {}))).eval()
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{number}": number for number in range(50)}, "w2"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", model_input_names=["input_ids", "attention_mask"]
-    )
-    text = " ".join(f"w{number}" for number in range(3, 33))
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path)
-    flags = words_of(model=tmp_path, text=text, target="w5 w6" if "t5" in name else None, output=tmp_path / "m.npz")
-    assert main(["attention", *flags]) == 0
-    maps = np.load(tmp_path / "m.npz")
-    inputs = {"labels": torch.tensor([[5, 6]])} if "t5" in name else {}
-    model.set_attn_implementation("eager")
-    outputs = model(torch.arange(3, 33)[None], output_attentions=True, **inputs)
-    expected = outputs.attentions if "bert" in name else outputs.encoder_attentions
-    memory = [f"<memory {number}>" for number in range(settings.get("num_memory_tokens", 0))]
-    kind = "encoder" if "t5" in name else "self"
-    for head, weights in enumerate(expected[0][0]):
-        torch.testing.assert_close(torch.from_numpy(maps[f"{kind}_layer_0_head_{head}"]), weights.detach())
-    for side in (f"{kind}_keys", f"{kind}_queries", *(["cross_keys"] if "t5" in name else [])):
-        assert list(maps[side]) == [*memory, *text.split()]
 
 
 class WindowConfig(modeling_t5.T5Config):
