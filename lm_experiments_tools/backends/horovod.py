@@ -96,7 +96,7 @@ class HorovodBackend(Backend):
             parameter.data = parameter.data.contiguous()
         self.broadcast_tensors([*model.parameters(), *model.buffers()])
         reduces = optimizer is not None and self._addends is None and self.world_size > 1
-        self._optimized = [p for group in optimizer.param_groups for p in group["params"]] if reduces else []
+        self._of_optimizer = [p for group in optimizer.param_groups for p in group["params"]] if reduces else []
         self._reducer = self._make_reducer(model)
         super().setup(model, optimizer)
 
@@ -109,7 +109,7 @@ class HorovodBackend(Backend):
 
     def _make_reducer(self, model: nn.Module) -> Any:
         """Horovod's optimizer around the parameters to reduce, made before apex takes fp32 copies; None without it."""
-        self._reduced = [p for p in self._optimized if p.requires_grad]
+        self._reduced = [p for p in self._of_optimizer if p.requires_grad]
         if self.fp16_allreduce or not self._reduced:
             return None
         names = {parameter: name for name, parameter in model.named_parameters()}

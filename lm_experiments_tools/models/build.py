@@ -327,7 +327,7 @@ def takes_our_attention(config: PreTrainedConfig) -> bool:
         return not reads_them_itself
     if named and not reads_them_itself:
         raise UserError(f'attn_implementation "{name}" would ignore {" and ".join(named)}: leave it out.')
-    known = sorted({"eager", *AttentionInterface().valid_keys()} - {"block_sparse", "block_sparse_with_weights"})
+    known = sorted({"eager", *AttentionInterface().valid_keys()} - {"block_sparse"})
     if name is not None and name not in known and "/" not in str(name):  # with a slash: a kernel of the Hub
         raise UserError(f'There is no attn_implementation "{name}"; there are block_sparse, {", ".join(known)}.')
     return False

@@ -314,9 +314,6 @@ def test_a_decoder_alone_is_sparse_and_generates_the_same_with_and_without_cache
     assert not torch.allclose(sparse(IDS).logits, expected)
     cached, uncached = (sparse.generate(IDS, max_new_tokens=9, use_cache=use) for use in (True, False))
     assert torch.equal(cached, uncached)
-    expected = sparse(IDS).logits
-    sparse.set_attn_implementation("block_sparse_with_weights")
-    torch.testing.assert_close(sparse(IDS).logits, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_a_cache_of_fixed_size_is_refused_by_a_sparse_decoder():
