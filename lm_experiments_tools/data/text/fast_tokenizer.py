@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import tokenizers
 
-from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, Vocabulary, read_config
+from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
 from lm_experiments_tools.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_BRACKETED = re.compile(r"\[.*\]|<.*>")
+_BERT_PIECES = ("[UNK]", "[CLS]", "[SEP]")  # without which transformers adds ids beyond the vocabulary
 ROLES = {  # of special tokens, and their names
     "pad_token": ("<pad>", "[PAD]", "<|padding|>"),
     "eos_token": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
@@ -199,9 +201,13 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
         return _of_one_file(path)
     if suffix == ".txt" or ("vocab.txt" in names and not names & {"tokenizer.json", "tokenizer_config.json"}):
         vocab = read_wordpiece(path if suffix else folder / "vocab.txt")
-        if "[UNK]" not in vocab:
-            raise UserError(f"{path} is no WordPiece vocabulary of BERT, which has a line [UNK]")
-        is_cased = any(piece != piece.lower() for piece in vocab if not re.fullmatch(r"\[.*\]", piece))
+        missing = [piece for piece in _BERT_PIECES if piece not in vocab]
+        if missing and not suffix and "model_type" in read_config(folder, "config.json"):  # MPNet, ESM
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        if missing:
+            raise UserError(f"{path} is no WordPiece vocabulary of BERT: it has no line {' and no '.join(missing)}")
+        # Uncased vocabularies too have names in brackets with capital letters: [CLS], and <S> in multilingual BERT's.
+        is_cased = any(piece != piece.lower() for piece in vocab if not _BRACKETED.fullmatch(piece))
         logger.info("%s is read as a %s vocabulary of BERT", path, "cased" if is_cased else "uncased")
         if not suffix and names & {"added_tokens.json", "special_tokens_map.json"}:
             return BertTokenizerFast.from_pretrained(str(folder), do_lower_case=not is_cased)
@@ -216,6 +222,8 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
         vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         cls = RobertaTokenizerFast if "<s>" in vocab else GPT2TokenizerFast
         return cls.from_pretrained(str(folder), trust_remote_code=False)
+    if names.isdisjoint(MODEL_NAMES):
+        raise ValueError("there is no tokenizer_config.json, which tells the kind of tokenizer")
     return T5Tokenizer.from_pretrained(str(folder)) if "added_tokens.json" in names else _of_sentencepiece(folder)
 
 

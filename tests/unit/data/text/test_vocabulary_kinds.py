@@ -253,6 +253,34 @@ def test_a_vocab_txt_with_capital_letters_is_read_as_cased(tmp_path):
     assert wanted == [5, 8, 6, 7] == Vocabulary.load(tmp_path).encode(text)
 
 
+def test_names_in_brackets_make_no_vocabulary_cased(tmp_path):
+    """Multilingual BERT's has <S> and <T>, whether it is cased or not."""
+    pieces = ["[PAD]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<S>", "<T>", "word"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    wanted = BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=True)("Word", add_special_tokens=False)
+    assert wanted.input_ids == [8] == Vocabulary.load(tmp_path).encode("Word")
+
+
+def test_a_vocab_txt_of_another_family_is_read_by_its_config(tmp_path):
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "word", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    with pytest.raises(UserError, match=r"no line \[CLS\] and no \[SEP\]"):
+        Vocabulary.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet", "vocab_size": len(pieces)}))
+    oracle = AutoTokenizer.from_pretrained(tmp_path)
+    tuned = named_tokenizer(str(tmp_path), "--tokenizer")
+    assert tuned("Word").input_ids == oracle("Word").input_ids == [0, 5, 2]
+    assert len(tuned) == len(oracle) == Vocabulary.load(tmp_path).size == len(pieces)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_file_that_does_not_tell_its_kind_needs_a_config(name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    for read in (Vocabulary.load, lambda path: named_tokenizer(str(path), "--tokenizer")):
+        with pytest.raises(UserError, match=r"there is no tokenizer_config\.json, which tells the kind"):
+            read(tmp_path)
+
+
 def test_a_tokenizer_without_mask_or_sentinels_is_told_how_to_add_them(tmp_path):
     file = byte_level_tokenizer(tmp_path / "t.json", ("<s>", "</s>", "<pad>"))
     with pytest.raises(UserError, match=r"has no mask_token.*add_special_tokens\({'mask_token': '\[MASK\]'}\)"):
