@@ -108,7 +108,9 @@ class TextFields:
             value = self.target_of(_texts_of(row))[1]
         except BadRecord:
             return False
-        return not (_is_null(value) or value == [] or (isinstance(value, str) and not value.strip()))
+        if isinstance(value, list | tuple | np.ndarray):
+            return len(value) > 0
+        return not (_is_null(value) or (isinstance(value, str) and not value.strip()))
 
 
 def text_examples(

@@ -296,7 +296,7 @@ def _read_table(path: str) -> Iterator[Entry]:
         first, delimiter, skipped = next(lines, ""), first[4:5], 1
     elif is_csv:
         delimiter = max(_DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
-    is_quoted = is_csv or first.startswith('"')
+    is_quoted, is_warned = is_csv or first.startswith('"'), False
     for number, values in _records(path, chain([first], lines), delimiter if is_quoted else ""):
         where = f"{path}:{number + skipped}"
         if isinstance(values, BadRecord):
@@ -307,6 +307,9 @@ def _read_table(path: str) -> Iterator[Entry]:
         elif not columns:
             columns = _column_names(path, values)
         elif any(map(str.strip, values)):
+            if not (is_quoted or is_warned) and any('""' in value and _QUOTED.fullmatch(value) for value in values):
+                is_warned = True  # no error, because some of GLUE's questions are so written
+                logger.warning("%s: quotation marks around a value are read as text; %s", where, _UNQUOTED)
             yield where, _fields(values, columns, is_quoted)
         elif len(values) > 1:
             yield where, None
@@ -317,8 +320,6 @@ def _fields(values: list[str], columns: Sequence[str], is_quoted: bool) -> dict[
     if len(values) < len(columns) or any(map(str.strip, values[len(columns) :])):
         hint = f"; {_UNQUOTED}" if not is_quoted and any('"' in value for value in values) else ""
         return BadRecord(f"{len(values)} columns, where the first line has {len(columns)}{hint}")
-    if not is_quoted and any('""' in value and _QUOTED.fullmatch(value) for value in values):
-        return BadRecord(f"a value is in quotation marks; {_UNQUOTED}")
     if not _is_utf8(values):
         return BadRecord(_NOT_UTF8)
     fields = {name: value for name, value in zip(columns, values, strict=False) if name}

@@ -4,11 +4,12 @@ import csv
 import io
 import json
 
+import numpy as np
 import pytest
 
 from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
 from lm_experiments_tools.data.examples.python_rows import as_source
-from lm_experiments_tools.data.examples.rows import BadRows, read_rows
+from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows
 from lm_experiments_tools.errors import UserError
 from tests.helpers.finetuning_toys import write_json
 
@@ -43,6 +44,23 @@ def test_a_table_of_a_spreadsheet_program_has_the_rows_that_were_written(name, c
     (tmp_path / name).write_bytes(content)
     expected = [dict(zip(HEADER, row, strict=True)) for row in ROWS]
     assert [row.fields for row in read_rows(str(tmp_path / name), BadRows(0))] == expected
+
+
+def test_quotation_marks_of_a_tsv_are_text_and_one_warning(tmp_path, caplog):
+    """As in GLUE's QQP, which all read without quoting."""
+    text = 'a\tb\n"x"\t"y"\n"an ""x"" too"\t1\n"and ""y"""\t1\n'
+    (tmp_path / "a.tsv").write_text(text)
+    expected = list(csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE))
+    assert [row.fields for row in read_rows(str(tmp_path / "a.tsv"), BadRows(0))] == expected
+    (warning,) = [record.message for record in caplog.records]
+    assert "a.tsv:3: quotation marks around a value" in warning and "rename a quoted table to .csv" in warning
+
+
+@pytest.mark.parametrize(("targets", "expected"), [(["x", "y"], True), (["x"], True), ([""], True), ([], False)])
+def test_targets_of_a_table_may_be_arrays(targets, expected):
+    """As pandas has lists of a Parquet file."""
+    row = Row("row", {"source": "a", "targets": np.array(targets, dtype=object)})
+    assert TextFields().has_target(row) is expected
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
