@@ -137,3 +137,11 @@ def test_byt5_reads_and_writes_the_sentinels_that_it_was_trained_with():
     trained = swap_sentinels(tokenizer, ids)
     assert trained == [100, 258, 101, 257, 279, 1]
     assert text_of(tokenizer, trained) == "a<extra_id_0>b<extra_id_1><extra_id_20>"
+
+
+def test_users_special_tokens_are_text():
+    tokenizer = toy_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<name>"]})
+    ids = tokenizer("w1 <name> w2").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True).split() == ["w1", "w2"]
+    assert text_of(tokenizer, [tokenizer.pad_token_id, *ids]).split() == ["w1", "<name>", "w2"]
