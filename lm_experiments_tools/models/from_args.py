@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.checkpoint.manifest import check_model_config, verify_model
+from lm_experiments_tools.checkpoint.manifest import check_model_config, read_model_config, verify_model
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.config.training import ExperimentArgs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None)
     config_cls = getattr(model_cls, "config_class", None)
     is_named = args.model_cfg or args.base_model or args.init_checkpoint
     config = config_cls() if config_cls is not None and not is_named else _config(args, config_cls)
-    if tokens is not None and args.init_checkpoint is None:
+    if args.init_checkpoint is not None and args.model_cfg is not None:
+        _keep_special_tokens(config, Path(args.init_checkpoint))
+    elif tokens is not None and args.init_checkpoint is None:
         set_special_tokens(config, tokens, model_cls)
     for name, value in read_options("model_options", getattr(args, "model_options", ())).items():
         if not hasattr(config, name):
@@ -102,6 +107,18 @@ def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None)
         with refusals_named(f"--model_options {name}={value}"):
             setattr(config, name, value)
     return ModelSource(args.model_cls, model_cls, config)
+
+
+def _keep_special_tokens(config: PreTrainedConfig, weights: Path) -> None:
+    """Give a configuration the special tokens with which its weights were trained, if a config.json tells them."""
+    path = weights / "config.json"
+    if not path.is_file():
+        return
+    verify_model(weights, [path.name])
+    for key, value in read_model_config(path).items():
+        if key.endswith("_token_id") and value is not None and getattr(config, key, value) != value:
+            logger.info("%s of the model is %s, that of %s (was %s)", key, value, path, getattr(config, key))
+            setattr(config, key, value)
 
 
 def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:

@@ -42,11 +42,11 @@ def vocabulary(folder, **ids):
     return folder / "v.model"
 
 
-def trained(vocab, config, **changed):
+def trained(vocab, config, read="run", **changed):
     (config.pop("folder") / "model.json").write_text(json.dumps({"vocab_size": 640, **config}))
     lengths = {"input_seq_len": 32, "target_seq_len": 32, "data_pipeline": None, "iters": 1}
     main(words(**{**T5_RUN, **lengths, "vocab": vocab, "model_path": "run", "model_cfg": "model.json", **changed}))
-    return AutoConfig.from_pretrained("run/last"), GenerationConfig.from_pretrained("run/last")
+    return AutoConfig.from_pretrained(f"{read}/last"), GenerationConfig.from_pretrained(f"{read}/last")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,23 @@ def test_a_new_encoder_decoder_has_the_tokens_of_its_vocabulary(work, kind, ids)
         assert config.forced_eos_token_id == ids["eos_id"]
     if kind == "gemma":
         assert {part.eos_token_id for part in (config.encoder, config.decoder)} == {0}
+
+
+def test_weights_keep_their_tokens_whatever_model_cfg_names(work):
+    """A second run by the preset of the first one, whose tokens are not the vocabulary's."""
+    vocab = vocabulary(work, unk_id=0, pad_id=1, eos_id=2, bos_id=-1)
+    first, _ = trained(vocab, {**T5, "folder": work}, task="prefix_lm")
+    config, settings = trained(
+        vocab,
+        {**T5, "folder": work},
+        task="prefix_lm",
+        init_checkpoint="run/last",
+        iters=2,
+        model_path="run2",
+        read="run2",
+    )
+    for found in (first, config, settings):
+        assert (found.pad_token_id, found.eos_token_id, found.decoder_start_token_id) == (1, 2, 1)
 
 
 def test_a_new_gpt2_ends_with_the_end_of_its_vocabulary(work):
