@@ -10,14 +10,14 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import UserError, first_line
-from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import LoggingArgs
@@ -74,7 +74,7 @@ class Services:
 def _opened(name: str, run_dir: Path, settings: dict[str, Any]) -> tuple[Callable, Callable]:
     """Functions that log and close a run, which a restart in the same directory continues."""
     project = os.environ.get(f"{name.upper()}_PROJECT") or run_dir.parent.name or "runs"
-    run_id = sha256(str(run_dir).encode()).hexdigest()[:8]
+    run_id = _run_id(run_dir)
     if name == "trackio":
         import trackio
 
@@ -85,8 +85,18 @@ def _opened(name: str, run_dir: Path, settings: dict[str, Any]) -> tuple[Callabl
 
     mode = os.environ.get("WANDB_MODE", "offline")
     named = {"project": project, "name": run_dir.name, "id": run_id, "dir": str(run_dir), "config": settings}
-    run = wandb.init(**named, mode=mode, resume="allow" if mode == "online" else None)
+    quiet = wandb.Settings(console="off", silent=True)
+    run = wandb.init(**named, mode=mode, resume="allow" if mode == "online" else None, settings=quiet)
+    run.define_metric("*", step_metric="step")
     return (lambda numbers, step: run.log({**numbers, "step": step})), run.finish
+
+
+def _run_id(run_dir: Path) -> str:
+    """The run's ID in services, kept in its directory: another run may once have had, or have elsewhere, its path."""
+    file = run_dir / "services.json"
+    if not file.exists():
+        write_atomic(file, dump_json({"id": secrets.token_hex(4)}) + "\n")
+    return str(read_json(file)["id"])
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -7,11 +7,13 @@ import logging
 import math
 import os
 import re
+import shutil
 import sqlite3
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,3 +207,25 @@ def test_tensorboard_shows_the_texts_of_examples_as_they_are(tmp_path):
         *("q1", literal, "None", f"{literal}<br>two"),
         *("2", "line line", "0.5", ""),
     ]  # fmt: skip
+
+
+def test_a_run_keeps_its_id_and_another_at_the_same_path_gets_its_own(tmp_path, monkeypatch):
+    """Against what wandb is told: a removed run's path is used again, as one is on two machines."""
+    made, defined = [], []
+
+    def init(**settings):
+        made.append(settings["id"])
+        log = SimpleNamespace(log=lambda numbers: None, finish=lambda: None)
+        return SimpleNamespace(**vars(log), define_metric=lambda name, step_metric: defined.append(step_metric))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    spec = importlib.machinery.ModuleSpec("wandb", None, origin="wandb.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    args = TrainerArgs(iters=4, model_path=str(tmp_path / "run"), log_to=("wandb",))
+    for _ in range(2):
+        (tmp_path / "run").mkdir()
+        services.choose_services(args, tmp_path / "run")
+        for _ in range(2):
+            services.Services(tmp_path / "run").close()
+        shutil.rmtree(tmp_path / "run")
+    assert made[0] == made[1] != made[2] == made[3] and set(defined) == {"step"}
