@@ -30,7 +30,7 @@ COMMANDS = {
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
     "generate": "generate text, fill in blanks or label texts with a model",
     "export": "write a model for the Hugging Face Hub or as ONNX, and check that it loads with equal logits",
-    "convert": "convert weights of t5-experiments, nanoT5, t5x or Megatron-LM to a folder for from_pretrained",
+    "convert": "convert weights of t5-experiments, nanoT5 or t5x to a folder for from_pretrained",
     "compare": "a table of runs: progress, metrics, and the settings that differ",
     "adapt": "turn a decoder (Gemma, Llama, Qwen) into an encoder or an encoder-decoder",
     "doctor": "report what works here: versions, backends, devices, compilers; what to install",
