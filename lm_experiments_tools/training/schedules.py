@@ -73,10 +73,12 @@ def get_schedule(
         warmup = 10_000 if name == "t5_inverse_sqrt" else 0
     if name in _FLOORS:
         options[_FLOORS[name]] = min_lr_ratio
+    if options and name in ("constant", "constant_with_warmup"):  # transformers would drop them
+        raise UserError(f"--lr_scheduler {name} takes no --lr_scheduler_options: drop {', '.join(options)}.")
     end = None if name in _ENDLESS else num_training_steps
     try:
         schedule = build(warmup, num_training_steps, base_lr, options)
-        for step in (0, warmup, end or warmup):
+        for step in (0, warmup, num_training_steps or warmup):
             schedule(step)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"--lr_scheduler {name} refuses its settings: {error}.") from error

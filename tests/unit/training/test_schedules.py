@@ -171,6 +171,9 @@ def test_a_users_function_is_a_schedule():
         ("legacy", {"num_training_steps": 9, "base_lr": 0.0}, "positive --lr"),
         ("t5_inverse_sqrt", {"num_warmup_steps": 0}, "which is 0"),
         ("inverse_sqrt", {"num_warmup_steps": 0, "timescale": 0}, "division by zero"),
+        ("inverse_sqrt", {"num_warmup_steps": 0, "num_training_steps": 9, "timescale": -2}, "refuses its settings"),
+        ("constant", {"power": 2}, "constant takes no --lr_scheduler_options: drop power"),
+        ("constant_with_warmup", {"num_warmup_steps": 2, "lr_end": 0, "power": 2}, "drop lr_end, power"),
         (
             "warmup_stable_decay",
             {"num_warmup_steps": 5, "num_training_steps": 9, "num_decay_steps": 5},
