@@ -206,7 +206,8 @@ def split_batch(
         here = min(batch_size, num_rows - start)
         found = {k: None if v is None else v[span] for k, v in labels.items()}
         others = [None if (v := loaded.get(k)) is None else v[span] for k in (LABELS_MASK, "segment_ids")]
-        width = 0 if ids is None else part["input_ids"].shape[-1]
+        tokens_of = (v for k in ("input_ids", "inputs_embeds") if isinstance(v := part.get(k), Tensor))
+        width = next((v.shape[:2][-1] for v in tokens_of), 0)
         weights, num_bytes = _counts(found, here, width, targets, others, token_bytes)
         inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
         if targets.takes_count:

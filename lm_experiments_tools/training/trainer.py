@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,8 @@ class TrainingLoop:
         check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
         self.args, self.backend, self.tokenizer_dir = args, backend, tokenizer_dir
         targets = targets_of(model)
+        if loss.means is not MODEL_LOSS.means:  # a Loss declares its own divisors
+            targets = replace(targets, mean_over="labels", is_declared=True)
         self.loss = loss = loss_for(model, targets, loss)
         self.phase = phase
         self.stream = None

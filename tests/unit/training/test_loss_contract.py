@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.losses import Loss
 from lm_experiments_tools.training.targets import targets_of
 from tests.helpers.loops import make_loop
 from tests.helpers.toys import gradients_at_steps
@@ -258,6 +259,35 @@ def test_what_is_assumed_of_a_class_that_declares_nothing_is_logged_first(batch_
     assert first.levelno == level and "Undeclared declares no divisor of its loss" in first.getMessage()
     for kind in ("num_items_in_batch", "loss_sum and num_labels", "loss_mean_over", "shifts_labels"):
         assert kind in first.getMessage()
+
+
+def test_a_loss_object_declares_its_divisors_whatever_the_class_says(caplog):
+    """`Loss.labels` says that a term is a mean over labels; here the class says rows of its own loss."""
+    caplog.set_level(logging.INFO)
+
+    def means(inputs, outputs):
+        return {"words": cross_entropy(outputs["logits"].flatten(0, 1), inputs["labels"].flatten())}
+
+    class Other(ByToken):
+        loss_mean_over = "rows"
+
+        def forward(self, input_ids, labels=None):
+            return {"logits": self.logits(input_ids)}
+
+    class Undeclared(Other):
+        def forward(self, input_ids, labels=None):
+            return super().forward(input_ids, labels)
+
+    for cls in (Other, Undeclared):
+        rows, model = rows_of("tags"), cls()
+        exact, optimizer = copy.deepcopy(model).double(), torch.optim.SGD(model.parameters(), lr=0.0)
+        seen = gradients_at_steps(model, optimizer)
+        loader, args = DataLoader(rows, ROWS), {"batch_size": 2, "gradient_accumulation_steps": 4, "iters": 1}
+        make_loop(model, optimizer, loader, loss=Loss({"words": "labels"}, means), **args).train()
+        exact.whole(default_collate(rows)).backward()
+        for name, parameter in exact.named_parameters():
+            torch.testing.assert_close(seen[name].double(), parameter.grad, rtol=1e-4, atol=1e-7)
+    assert "declares no divisor" not in caplog.text
 
 
 def test_a_declaration_is_of_the_forward_that_it_was_made_for():
