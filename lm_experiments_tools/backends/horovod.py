@@ -109,7 +109,9 @@ class HorovodBackend(Backend):
 
     def _make_reducer(self, model: nn.Module) -> Any:
         """Horovod's optimizer around the parameters to reduce, made before apex takes fp32 copies; None without it."""
-        self._reduced = [p for p in self._of_optimizer if p.requires_grad]
+        # Not the optimizer's alone: a callback may add what it unfreezes to the optimizer later.
+        used = dict.fromkeys([*self._of_optimizer, *model.parameters()] if self._of_optimizer else [])
+        self._reduced = [p for p in used if p.requires_grad]
         if self.fp16_allreduce or not self._reduced:
             return None
         names = {parameter: name for name, parameter in model.named_parameters()}
