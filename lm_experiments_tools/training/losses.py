@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import base_of, forward_names
 from lm_experiments_tools.modules.losses import mean_loss
-from lm_experiments_tools.training.targets import SPANS, Targets
+from lm_experiments_tools.training.targets import SPANS, Targets, targets_of
 
 _SPAN_TERMS = ("loss_start", "loss_end")
 BYTES_PER_TOKEN = "bytes_per_token"  # of valid labels, a metric until `Loss.with_total` divides by it
@@ -47,6 +47,11 @@ class Loss:
     most_labels: Callable[[int], int] | None = None
     token_bytes: Tensor | None = None
     scales: Mapping[str, float] = field(default_factory=dict)
+
+    def targets(self, model: nn.Module) -> Targets:
+        """What a model's class says of its own loss; a loss of other terms declares its divisors itself."""
+        found = targets_of(model)
+        return found if self.means is _model_loss else replace(found, mean_over="labels", is_declared=True)
 
     def label_names(self) -> tuple[str, ...]:
         """Names of the batch entries that hold labels, such as "labels"."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,6 @@ from lm_experiments_tools.training.profiling import with_profile
 from lm_experiments_tools.training.resume import load_weights, set_up
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
-from lm_experiments_tools.training.targets import targets_of
 from lm_experiments_tools.training.validation import validate
 
 if TYPE_CHECKING:
@@ -131,9 +130,7 @@ class TrainingLoop:
     ) -> None:
         check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
         self.args, self.backend, self.tokenizer_dir = args, backend, tokenizer_dir
-        targets = targets_of(model)
-        if loss.means is not MODEL_LOSS.means:  # a Loss declares its own divisors
-            targets = replace(targets, mean_over="labels", is_declared=True)
+        targets = loss.targets(model)
         self.loss = loss = loss_for(model, targets, loss)
         self.phase = phase
         self.stream = None
