@@ -208,15 +208,15 @@ def test_the_flags_that_a_resumed_run_may_change_are_these():
     harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
     assert " ".join(sorted(frozenset.union(*harmless))) == (
         "allow_partial_checkpoint allow_pickle average backend bleu_tokenize branch_from compile "
-        "data_n_workers do_sample early_stopping_patience epochs eval_batch_size "
+        "data_n_workers data_path do_sample early_stopping_patience epochs eval_batch_size "
         "id_field inference_dtype init_checkpoint iters keep_checkpoints "
         "length_penalty log_interval log_to max_bad_lines max_instances_per_eval_task "
-        "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_path "
-        "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases profile profile_after "
+        "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_cfg model_path "
+        "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases positive_label profile profile_after "
         "repetition_penalty report reset_iteration reset_lr reset_optimizer resume save_best "
         "save_in_background save_interval show_valid_examples skip_used_data speed stall_timeout temperature "
-        "test_data_path test_samples thresholds top_k top_p use_generate_on_valid valid_at_start "
-        "valid_data_path valid_interval valid_mlm_prob valid_samples validate_only vocab working_dir"
+        "test_data_path test_samples thresholds tokenizer top_k top_p use_generate_on_valid valid_at_start "
+        "valid_data_path valid_interval valid_mlm_prob valid_samples validate_only vocab vocab_file working_dir"
     )
 
 

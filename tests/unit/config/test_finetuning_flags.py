@@ -20,7 +20,7 @@ VALUES = {
     "num_neg_examples": 1, "add_explanation": True, "tk_instruct": True, "max_instances_per_task": 5,
     "max_instances_per_eval_task": 5, "show_valid_examples": 3, "num_beams": 2, "do_sample": True,
     "no_repeat_ngram_size": 2, "repetition_penalty": 1.5, "min_new_tokens": 2, "max_new_tokens": 9,
-    "use_generate_on_valid": True, "id_field": "k", "thresholds": (0.3,),
+    "use_generate_on_valid": True, "id_field": "k", "thresholds": (0.3,), "positive_label": "b",
 }  # fmt: skip
 INSTRUCTIONS = {name for name in VALUES if "add_" in name or "num_" in name or "instances" in name} - {"num_beams"} | {
     "sni_split", "tk_instruct",
@@ -32,7 +32,7 @@ GENERATION = {
 READ = {
     ("encoder", "classification"): {
         "prefix", "text_fields", "label_field", "label_names", "id_field", "bucket_rows", "packing",
-        "show_valid_examples",
+        "show_valid_examples", "positive_label",
     },
     ("encoder", "multi_label"): {
         "prefix", "text_fields", "label_field", "label_names", "id_field", "thresholds", "bucket_rows", "packing",
@@ -47,7 +47,7 @@ READ = {
     },
     ("encoder-decoder", "classification"): GENERATION | {
         "prefix", "suffix", "text_fields", "label_field", "label_names", "label_words", "id_field",
-        "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
+        "target_seq_len", "bucket_rows", "packing", "show_valid_examples", "positive_label",
     },
     ("encoder-decoder", "regression"): GENERATION | {
         "prefix", "suffix", "text_fields", "label_field", "id_field", "target_seq_len", "bucket_rows", "packing",
@@ -70,7 +70,7 @@ EVERYWHERE = """model_type task data_path valid_data_path test_data_path max_bad
     test_samples input_seq_len from_pretrained tokenizer freeze quantize inference_dtype device_map embeddings_on_cpu
     metrics epochs""".split()
 BESIDE_ANOTHER = """peft lora_r lora_alpha lora_dropout lora_targets num_virtual_tokens prompt_init_text
-    temperature top_k top_p length_penalty bleu_tokenize""".split()
+    temperature top_k top_p length_penalty bleu_tokenize source_lang target_lang""".split()
 DATA = {"data_path": ("x",), "valid_data_path": "y"}
 
 
@@ -204,5 +204,5 @@ def test_a_map_of_devices_places_every_weight(tmp_path):
 
 def test_settings_that_a_task_does_not_read_are_not_saved_with_its_weights():
     saved = make(model_type="encoder", task="classification").task_settings()
-    assert set(saved) == {"model_type", "task", "prefix", "input_seq_len"}
+    assert set(saved) == {"model_type", "task", "prefix", "input_seq_len", "positive_label"}
     assert make(model_type="encoder", task="multi_label", thresholds=(0.3,)).task_settings()["thresholds"] == (0.3,)

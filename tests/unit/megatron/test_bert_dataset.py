@@ -31,7 +31,7 @@ def tokenizer(vocab_size=20_000, continues=(), **changes):
         "name": "toy",
         "other_case": None,
     }
-    return SimpleNamespace(**special | settings | changes)
+    return SimpleNamespace(**{"unk": None} | special | settings | changes)
 
 
 def numbered(lengths):

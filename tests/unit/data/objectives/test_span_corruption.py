@@ -113,7 +113,7 @@ def test_span_lengths_follow_the_closed_form():
 
 def test_more_spans_than_sentinels_is_refused_with_the_numbers():
     assert plan_spans(1024, 0.15, 3.0, num_sentinels=100).num_spans == 57
-    with pytest.raises(UserError, match=r"2048 inputs hold 114 noise spans .* 100 sentinels.* at least 114"):
+    with pytest.raises(UserError, match=r"2048 inputs hold 114 noise spans .* 100 sentinels.* --extra_ids"):
         plan_spans(2048, 0.15, 3.0, num_sentinels=100)
     with pytest.raises(UserError, match="128 noise spans"):
         plan_spans(512, 0.5, 3.0, num_sentinels=100)
