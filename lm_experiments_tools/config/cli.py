@@ -168,7 +168,8 @@ def use_utf8() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if isinstance(sys.stdin, io.TextIOWrapper):
+    # An encoding cannot be set any more once a program has read its input.
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.encoding.lower() != "utf-8":
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 
 

@@ -110,6 +110,7 @@ class FineTuningSettings(TypedDict, total=False):
     lr_drop_eps: float
     batch_size: int
     gradient_accumulation_steps: int
+    split_in_batch_loss: bool
     clip_grad_norm: float | None
     clip_grad_value: float | None
     max_skipped_updates: int

@@ -76,7 +76,11 @@ def test_bert_samples_need_no_copy_of_the_index(large, small_blocks, nsp):
     special = {"cls": 1, "sep": 2, "mask": 3, "pad": 0, "special_ids": np.arange(4)}
     tokenizer = SimpleNamespace(
         unk=None,
-        vocab_size=VOCABULARY, starts_word=np.ones(VOCABULARY, bool), fingerprint="f" * 64, name="toy", **special
+        vocab_size=VOCABULARY,
+        starts_word=np.ones(VOCABULARY, bool),
+        fingerprint="f" * 64,
+        name="toy",
+        **special,
     )
     with most_memory(SPARE):
         samples = BertDataset(large, tokenizer, max_seq_length=16, nsp=nsp)
