@@ -229,7 +229,7 @@ def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: O
     Returns:
         {name: JSON value}.
     """
-    harmless = harmless_flags(type(args))
+    harmless = harmless_flags(type(args)) - {"data_path"}  # with other data a phase begins
     facts = {name: value for name, value in asdict(args).items() if name not in harmless}
     facts |= {"WORLD_SIZE": world_size, **_model_facts(model)}
     if optimizer is not None and not hasattr(args, "optimizer"):  # else the flags say it all
@@ -248,6 +248,8 @@ def _check_facts(trainer: TrainingLoop, path: Path, now: Mapping[str, Any]) -> N
     """
     state, resumes = trainer.state, trainer.args.resume_path() is not None
     differing = differences(state.facts, now)
+    # The data may have moved: its fingerprint is compared when the loader's position is restored.
+    differing.pop("data_path", None)
     if state.facts.get("WORLD_SIZE") != now["WORLD_SIZE"]:  # `resume` warns of another number of workers
         differing.pop("global_batch_size", None)
     on_all(trainer.backend, lambda: refuse_or_report(path.parent.parent, differing, resume=resumes), only_main=True)

@@ -199,7 +199,8 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
     names = {file.name for file in folder.iterdir()}
     if suffix == ".json" and not ("tokenizer_config.json" in names and path.name == "tokenizer.json"):
         return _of_one_file(path)
-    if suffix == ".txt" or ("vocab.txt" in names and not names & {"tokenizer.json", "tokenizer_config.json"}):
+    is_bare = not suffix and not names & {"tokenizer.json", "tokenizer_config.json"}
+    if suffix == ".txt" or (is_bare and "vocab.txt" in names):
         vocab = read_wordpiece(path if suffix else folder / "vocab.txt")
         missing = [piece for piece in _BERT_PIECES if piece not in vocab]
         if missing and not suffix and "model_type" in read_config(folder, "config.json"):  # MPNet, ESM

@@ -71,10 +71,10 @@ def test_only_masked_tokens_are_scored_and_the_logs_stay(data, work, monkeypatch
     scored = runs.scored_tokens(monkeypatch, TINY["vocab_size"])
     flags = {"valid_data_path": data / "valid", "valid_samples": 16, **flags}
     start(data, model_path="labels", **flags)
-    assert scored == [8 * 7] * (1 + 9)  # 7 is 0.15 * 48
+    assert scored == [8 * 7] * 9  # 7 is 0.15 * 48
     scored.clear()
     start(data, model_path="all", mlm_positions="all", **flags)
-    assert scored == [8 * 48] * (1 + 9)
+    assert scored == [8 * 48] * 9
     for split in ("train", "valid"):
         for one, other in zip(records(split, "labels"), records(split, "all"), strict=True):
             assert one == pytest.approx(other, rel=1e-5)

@@ -188,7 +188,7 @@ def test_a_start_reads_model_tokenizer_and_data_once(folder, tmp_path, is_adapte
     start(folder, tmp_path / "run", **flags)
     is_noting = False
     # config.json: by transformers, by us, and at each check that it names no code
-    read = {"labels.tsv": 1, "good.tsv": 1, "encoder/config.json": 5 if is_adapter else 9}
+    read = {"labels.tsv": 1, "good.tsv": 1, "encoder/config.json": 6 if is_adapter else 10}
     assert {name: opened[str(folder / name)] for name in read} == read
     from_pretrained = str(Path(flags["from_pretrained"], "last").resolve() if is_adapter else folder / "encoder")
     assert opened[f"{from_pretrained}/tokenizer.json"] == 1 + is_adapter, "a checkpoint is compared with its manifest"
@@ -196,7 +196,6 @@ def test_a_start_reads_model_tokenizer_and_data_once(folder, tmp_path, is_adapte
 
 REFUSED = {
     "a field that is missing": ({"data_path": "nothing.jsonl"}, "nothing.jsonl"),
-    "an empty target": ({"data_path": "empty.jsonl"}, "empty.jsonl"),
     "a file that is not there": ({"data_path": "no.jsonl"}, "no.jsonl"),
     "a metric not produced": ({"optimize_metric": "rouge"}, "--optimize_metric rouge is not one of"),
     "a metric of another task": ({"metrics": "accuracy"}, "--metrics accuracy is not for --task text_to_text"),
