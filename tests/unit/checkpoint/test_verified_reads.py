@@ -12,7 +12,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.planning.estimate import estimate_memory
 from lm_experiments_tools.recipes.t5_sources import T5Sources
-from lm_experiments_tools.tools import attention, convert
+from lm_experiments_tools.tools import convert
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.checkpoint_toys import flip
 from tests.helpers.pretrained_toys import toy_model
@@ -35,11 +35,6 @@ def tokenized(folder):
     tokenize_corpus([text(folder)], folder, folder.parent / "tokens", workers=1, overwrite=True)
 
 
-def maps(folder):
-    arrays = folder.parent / "maps.npz"
-    attention.run(attention.AttentionArgs(model=str(folder), text="a cat", target="a", output=str(arrays)))
-
-
 def converted(folder, **flags):
     to = folder.parent / "converted"
     to.mkdir(exist_ok=True)
@@ -47,7 +42,6 @@ def converted(folder, **flags):
 
 
 READERS = {
-    "attention --model": maps,
     "--tokenizer of BERT": lambda folder: build_tokenizer("HFTokenizer", name_or_path=folder),
     "--vocab_file of BERT": lambda folder: build_tokenizer("BertWordPieceCase", vocab_file=folder),
     "--vocab": lambda folder: T5Sources(started(folder, vocab=str(folder))),
@@ -72,8 +66,6 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("reader", "file"),
     [
-        ("attention --model", "model.safetensors"),
-        ("attention --model", "tokenizer.json"),
         ("--tokenizer of BERT", "tokenizer.json"),
         ("--vocab_file of BERT", "vocab.txt"),
         ("--vocab", "tokenizer.json"),

@@ -83,7 +83,11 @@ def test_encoders_of_transformers_isolate_documents(kind, settings, rows):
     ("cls", "config", "reason"),
     [
         (transformers.DebertaV2ForMaskedLM, transformers.DebertaV2Config(**ABSOLUTE), "its attention is eager"),
-        (transformers.T5ForConditionalGeneration, transformers.T5Config(vocab_size=9, num_layers=1), "takes neither"),
+        (
+            transformers.T5ForConditionalGeneration,
+            transformers.T5Config(vocab_size=9, num_layers=1),
+            "exactly one of input_ids",
+        ),
         (modeling_bert.BertForMaskedLM, modeling_bert.BertConfig(**ABSOLUTE, **SPARSE), "sparse_config_cls"),
     ],
 )

@@ -130,7 +130,7 @@ def test_tokenizers(bases, tmp_path, caplog):
         (dict(folder="encoder"), "--model_type encoder-decoder does not fit weights of kind encoder"),
         (
             dict(folder="decoder", kind="encoder"),
-            "gpt2 reads left to right; .* --model_cls transformers:GPT2ForSequenceClassification",
+            "gpt2 reads left to right; .* --model_cls transformers:GPT2",
         ),
         (dict(folder="encoder", labels=("one",), kind="encoder"), "classification needs at least 2 labels"),
         (

@@ -50,5 +50,5 @@ def test_a_resumed_optimizer_makes_the_updates_of_the_uninterrupted_one(name, tm
 def test_the_state_of_a_parameter_of_another_shape_is_refused(tmp_path):
     make_loop(TinyLabeller(8), torch.optim.AdamW, iters=1, model_path=tmp_path).train()
     flags = {"init_checkpoint": str(tmp_path / "last"), "allow_partial_checkpoint": True}
-    with pytest.raises(UserError, match="embedding.weight: 64x8 in the file, 64x16 in the model"):
+    with pytest.raises(UserError, match=r"embedding\.weight: 64x8 in the file, 64x16 in the model"):
         make_loop(TinyLabeller(16), torch.optim.AdamW, iters=1, **flags)

@@ -237,7 +237,8 @@ def test_a_vocabulary_of_text_under_another_key_names_the_keys_there_are(tmp_pat
     assert main([*command, *flags]) == 2
     assert capsys.readouterr().err == (
         f"error: there is no document in {tmp_path}/d.jsonl: 7 bad lines and nothing else (the first: "
-        f"{tmp_path}/d.jsonl:1: no key 'text' (there is 'body')): name the key of the text by --text_key\n"
+        f"{tmp_path}/d.jsonl:1: no key 'text' (there is 'body')); name the key of the text by --text_key "
+        "(meta.text: the key text of the object meta)\n"
     )
 
 
