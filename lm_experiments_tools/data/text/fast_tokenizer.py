@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ import tokenizers
 
 from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, MODEL_NAMES, Vocabulary, read_config
 from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.files import naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +28,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _BRACKETED = re.compile(r"\[.*\]|<.*>")
 _BERT_PIECES = ("[UNK]", "[CLS]", "[SEP]")  # without which transformers adds ids beyond the vocabulary
@@ -175,9 +178,9 @@ def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
     """
     try:
         return load()
-    except UserError:
-        raise
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
+        if isinstance(error, UserError) or getattr(error, "errno", None) in _DISK_FULL:
+            raise
         reason = first_line(error).removesuffix(" from one of: ")  # a list follows, of which nothing helps
         raise UserError(f"{what} cannot be loaded ({type(error).__name__}): {reason}; {remedy}") from error
 
@@ -256,7 +259,7 @@ def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
 def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, naming(Path(folder)):
         Vocabulary.load(path).save_tokenizer(folder)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
