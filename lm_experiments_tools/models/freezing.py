@@ -11,6 +11,7 @@ from torch import nn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import number_of
+from lm_experiments_tools.modules.inspection import base_of
 
 PARTS = ("embeddings", "encoder", "decoder", "head", "adapter")
 _ADAPTER_WORDS = ("lora_", "prompt_encoder", "trainable_tokens_delta")
@@ -28,7 +29,7 @@ def part_of_parameters(model: nn.Module) -> dict[str, str]:
     - head: everything after the layers, and a pooler.
     - adapter: the parameters that peft added.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     embedding = {id(p) for p in base.get_input_embeddings().parameters()}
     layers = {id(p): part for part, module in _bodies(base).items() for p in module.parameters()}
     found = {}

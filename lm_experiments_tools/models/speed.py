@@ -33,6 +33,7 @@ from lm_experiments_tools.files import user_cache
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.modules.devices import has_bf16, lacks_triton, supports_bf16_on_cpu
+from lm_experiments_tools.modules.inspection import base_of
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
     use_fast_step = getattr(model, "use_fast_step", None)
     if args.speed == "auto" and plain and use_fast_step is not None:
         use_fast_step(True)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     if args.speed == "off" and not args.compile and hasattr(base, "compiles_loss"):
         base.compiles_loss = False
     if args.compile:

@@ -23,7 +23,7 @@ from lm_experiments_tools.models.freezing import freeze
 from lm_experiments_tools.models.from_args import model_from_args, model_source, most_labels, optimizer_from_args
 from lm_experiments_tools.models.pretrained import untrained_model
 from lm_experiments_tools.models.speed import choose_speed, speed_up
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.modules.inspection import base_of, forward_names
 from lm_experiments_tools.planning.trace import Prepared
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _num_scored(args: ExperimentArgs, model: nn.Module) -> int | None:
 
 def _batch(model: nn.Module, args: ExperimentArgs, source: int, target: int, scored: int | None) -> dict[str, Any]:
     """Random tokens in the form that the script passes to the model."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     names, rows = forward_names(base), args.batch_size
     vocabulary = base.get_input_embeddings().weight.shape[0]
 

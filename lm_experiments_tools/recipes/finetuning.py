@@ -28,7 +28,7 @@ from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.models.from_args import optimizer_from_args
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
-from lm_experiments_tools.modules.inspection import evaluated, forward_names
+from lm_experiments_tools.modules.inspection import base_of, evaluated, forward_names
 from lm_experiments_tools.recipes.common import save_tokenizer, seed_worker, show_run, start_run
 from lm_experiments_tools.recipes.finetuning_data import FinetuningData, finetuning_data
 from lm_experiments_tools.recipes.recipe import Recipe
@@ -223,7 +223,7 @@ def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
     Raises:
         UserError: the logits differ, or the model does not accept position and segment ids.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     known, name = forward_names(model), type(base).__name__
     if args.model_type in _PACKING_CLASSES and "segment_ids" not in known:
         raise UserError(

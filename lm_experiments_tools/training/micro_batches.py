@@ -190,8 +190,10 @@ def split_batch(
     """
     tensors, num_rows = _checked(batch, names)
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    attended = attended_tokens(mask) if isinstance(mask, Tensor) else torch.ones_like(ids) if ids is not None else None
-    tokens = 0 if attended is None else int(attended.sum())
+    if isinstance(mask, Tensor):
+        tokens = int(attended_tokens(mask).sum())
+    else:
+        tokens = 0 if ids is None else ids.numel()
     cut = {k for k, v in batch.items() if has_rows(v, num_rows)}
     loaded = {k: v for k, v in tensors.items() if v.dim()}  # on the host: reading it never waits for the device
     labels = {name: batch.get(name) for name in label_names}
