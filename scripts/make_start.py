@@ -121,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.output = args.output.absolute()
     check_output(args.output)
     config, vocabulary = load_model_config(args.model_cfg, T5Config), Vocabulary.load(args.vocab)
-    ids = {"pad": vocabulary.pad_id, "eos": vocabulary.eos_id, "bos": vocabulary.bos_id}
-    set_special_tokens(config, ids, T5ForConditionalGeneration)
+    set_special_tokens(config, vocabulary.special_tokens, T5ForConditionalGeneration)
     check_vocabulary(config, vocabulary.size)
     check_buckets(config)
     data = IndexedDataset(args.data)

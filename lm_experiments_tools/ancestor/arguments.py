@@ -106,7 +106,7 @@ class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class _WithRate(today.TrainerArgs):
-    """Current arguments of a program that keeps the rate of its optimizer in them."""
+    """Current arguments with the learning rate of the program's optimizer."""
 
     lr: Annotated[float, HARMLESS]
     """Learning rate that the program gives its optimizer."""

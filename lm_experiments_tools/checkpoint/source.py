@@ -19,10 +19,10 @@ from lm_experiments_tools.checkpoint.manifest import (
     or_replaced,
     parse_step,
     read_manifest,
-    read_model_config,
     sha256_of,
     verify_model,
 )
+from lm_experiments_tools.checkpoint.model_config import read_model_config
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 

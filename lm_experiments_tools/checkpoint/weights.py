@@ -240,7 +240,7 @@ def _compare(model: nn.Module, own: dict[str, Tensor], weights: dict[str, Tensor
 def _rows_of_embeddings(
     model: nn.Module, own: dict[str, Tensor], differing: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> dict[str, bool]:
-    """Of weights of another shape, those with a value for each token or position: {name: True if only rows are new}.
+    """Weights of another shape with a value for each token or position: {name: True if only rows are new}.
 
     They are embeddings, the output layer and its bias; not tables of relative distances, whose rows change meaning.
     """

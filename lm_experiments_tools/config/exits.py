@@ -1,4 +1,4 @@
-"""Ctrl-C before training listens for it, and an exit that waits for nobody."""
+"""Signals that stop a run, Ctrl-C before training handles it, and an immediate exit."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _spaced(character: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _is_foreign(word: str) -> bool:
-    """True for a word that rouge-score drops although it is not Latin: a letter with an accent does not count."""
+    """True for a word without ASCII or Latin characters; rouge-score drops it."""
     return not any(c.isascii() or unicodedata.name(c, "").startswith("LATIN") for c in word)
 
 
@@ -76,7 +76,7 @@ def in_other_script(texts: Iterable[str]) -> bool:
 
 
 def _are_many(kind: Callable[[str], Any], texts: Iterable[str]) -> bool:
-    """True if at least a quarter of the words are of a kind to which no ASCII word belongs."""
+    """True if `kind` holds for at least a quarter of the words; it is not asked about ASCII words."""
     found = total = 0
     for text in texts:
         words = text.split() if text.isascii() else words_of(text)

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from lm_experiments_tools.checkpoint.manifest import check_model_config, read_model_config
+from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.data.examples.text_encoder import frame_of
 from lm_experiments_tools.data.tokens.cold import total_memory
@@ -60,16 +60,9 @@ INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "abs
 _ROLES = ("pad", "eos", "bos", "cls", "sep", "mask")  # of special tokens
 # What constructors of transformers and torch raise for a value that they cannot use.
 REFUSALS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-)
-REFUSALS += (TypeError, ValueError, StrictDataclassError)
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
+    StrictDataclassError, TypeError, ValueError,
+)  # fmt: skip
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 OWN_PACKAGES |= {f"bidirectional_{kind}": "modeling_bert" for kind in ("gemma2", "gemma3", "qwen3")}

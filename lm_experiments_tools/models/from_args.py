@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.checkpoint.manifest import check_model_config, read_model_config, verify_model
+from lm_experiments_tools.checkpoint.manifest import verify_model
+from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError

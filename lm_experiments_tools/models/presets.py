@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lm_experiments_tools.checkpoint.manifest import read_model_config
+from lm_experiments_tools.checkpoint.model_config import read_model_config
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import nearest_names
 

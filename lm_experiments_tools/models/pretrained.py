@@ -422,7 +422,7 @@ def _set_up_special_tokens(
 
 
 def _set_up_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set padding, end and decoder start for `generate`, none of which the model was built with."""
+    """Set the padding, end and decoder start tokens that `generate` uses."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return

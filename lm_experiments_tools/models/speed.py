@@ -23,7 +23,7 @@ from torch import nn
 
 from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
-from lm_experiments_tools.checkpoint.manifest import check_model_config, read_model_config
+from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.lengths import in_updates

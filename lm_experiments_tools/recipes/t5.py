@@ -67,8 +67,7 @@ class T5Pretraining(Pretraining):
 
     @property
     def special_tokens(self) -> dict[str, int | None]:
-        vocabulary = self.data_sources[0].vocabulary
-        return {role: getattr(vocabulary, f"{role}_id") for role in ("pad", "eos", "bos", "mask")}
+        return self.data_sources[0].vocabulary.special_tokens
 
     def check(self, args: T5PretrainingArgs, source: ModelSource) -> None:
         vocabulary = self.data_sources[0].vocabulary

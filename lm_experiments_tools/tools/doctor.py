@@ -69,7 +69,7 @@ def _examine() -> dict[str, Any]:
 
 
 def _one_process() -> dict[str, Any]:
-    """Facts about torch after an update on the device that a run would choose; its error if it fails."""
+    """Run one optimizer step on the default device; returns facts about torch, or the error."""
     try:
         import torch
 

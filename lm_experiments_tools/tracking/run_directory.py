@@ -242,7 +242,7 @@ def _settings_of_checkpoint(run_dir: Path) -> dict[str, Any] | None:
         with contextlib.suppress(UserError):
             state = read_json(folder / "trainer_state.json").get("state")
             if isinstance(state, dict) and state.get("facts"):
-                # It has what --speed chose, not the flag: what is chosen again is then what is recorded.
+                # Facts hold what --speed chose but not --speed itself, and with auto the recorded choices are kept.
                 return {"speed": "auto", **state["facts"]}
     return None
 

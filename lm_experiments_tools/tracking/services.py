@@ -92,7 +92,7 @@ def _opened(name: str, run_dir: Path, settings: dict[str, Any]) -> tuple[Callabl
 
 
 def _run_id(run_dir: Path) -> str:
-    """The run's ID in services, kept in its directory: another run may once have had, or have elsewhere, its path."""
+    """Random ID of the run in services, kept in its directory; its path may name other runs, earlier or elsewhere."""
     file = run_dir / "services.json"
     if not file.exists():
         write_atomic(file, dump_json({"id": secrets.token_hex(4)}) + "\n")

@@ -49,7 +49,7 @@ class Loss:
     scales: Mapping[str, float] = field(default_factory=dict)
 
     def targets(self, model: nn.Module) -> Targets:
-        """What a model's class says of its own loss; a loss of other terms declares its divisors itself."""
+        """Targets of a model under this loss: those of its class for the model's own loss, otherwise labels."""
         found = targets_of(model)
         return found if self.means is _model_loss else replace(found, mean_over="labels", is_declared=True)
 

@@ -239,7 +239,7 @@ class LoggingInterval:
         }
 
     def shares(self) -> str:
-        """Describe what the time of the steps went to."""
+        """Describe how the time of the steps divides into computation, optimizer and data."""
         update, data = (seconds / max(self.seconds, 1e-9) for seconds in (self.update_seconds, self.data_seconds))
         return f"forward and backward {1 - update - data:.0%}, optimizer {update:.0%}, waiting for data {data:.0%}"
 

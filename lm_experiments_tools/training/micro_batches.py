@@ -220,7 +220,7 @@ def split_batch(
 
 
 def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tensor], int]:
-    """Tensors of a batch that forward takes, and the number of their rows. Raises UserError."""
+    """Tensors of a batch to pass to forward, and their number of rows. Raises UserError."""
     tensors = {name: value for name, value in batch.items() if name in names and isinstance(value, Tensor)}
     rows = {name: len(value) for name, value in tensors.items() if value.dim()}
     if not rows and (given := [name for name in batch if name in names]):

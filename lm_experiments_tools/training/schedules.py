@@ -30,7 +30,6 @@ Schedule = Callable[[int], float]
 FLAGS = {"num_warmup_steps": "num_warmup_steps", "num_training_steps": "num_training_steps", "base_lr": "lr"}
 FLAGS |= {"min_lr_ratio": "lr_min_ratio", "min_lr_rate": "lr_min_ratio"}
 _BY_RESULTS = ("greedy", "reduce_lr_on_plateau")  # schedules of transformers that are not functions of the step
-_OURS = ("t5_inverse_sqrt", "legacy", "cosine_with_floor")
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "t5_inverse_sqrt")
 _WITHOUT_WARMUP = ("constant", "legacy")
 _ABSOLUTE = ("polynomial", "legacy")  # with absolute rates
@@ -88,7 +87,7 @@ def get_schedule(
 
 def _find(name: str) -> Callable[[int, int | None, float | None, dict[str, Any]], Schedule]:
     """The function (warm-up, length, base_lr, options) that builds the schedule of this name."""
-    if name in _OURS:
+    if name in _BUILDERS:
         return _BUILDERS[name]
     if name in _BY_RESULTS:
         raise UserError(f"--lr_scheduler {name} depends on results, not on the step: use --use_lr_drop.")
@@ -97,7 +96,7 @@ def _find(name: str) -> Callable[[int, int | None, float | None, dict[str, Any]]
         return lambda warmup, length, base_lr, options: partial(
             function, num_warmup_steps=warmup, num_training_steps=length, **options
         )
-    if name not in (known := [*_OURS, *_of_transformers()]):
+    if name not in (known := [*_BUILDERS, *_of_transformers()]):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")

@@ -1,4 +1,4 @@
-"""What a model's loss is a mean over, which its class declares; classes of transformers are known by their names.
+"""Targets: what a model's loss is a mean over. Its class declares it; classes of transformers are known by name.
 
     class MyModel(nn.Module):
         shifts_labels = True     # token j - 1 predicts label j, so the first label of a row has no prediction
@@ -46,7 +46,7 @@ _UNSHIFTED = {
 
 @dataclass(frozen=True)
 class Targets:
-    """What a model's loss is a mean over.
+    """Divisor of a model's loss: what it is a mean over.
 
     Attributes:
         shifts_labels: the first label of a row is not predicted.
@@ -79,7 +79,7 @@ class Targets:
         return valid
 
     def count(self, name: str, values: Tensor | None, rows: int, width: int) -> int:
-        """Count the valid entries of labels other than `labels`, of which `valid` counts.
+        """Count the valid labels in a batch entry other than `labels` (see `valid`).
 
         Args:
             name: batch entry that holds the labels.
@@ -94,7 +94,7 @@ class Targets:
 
 
 def targets_of(model: nn.Module) -> Targets:
-    """What the loss of a model is a mean over, as its class declares it or is known for. Raises UserError."""
+    """Targets of a model: declared by its class, or known for classes of transformers. Raises UserError."""
     inner = base_of(model)
     classes, names = type(inner).__mro__, forward_names(inner)
     computes = next(cls for cls in classes if "forward" in vars(cls))
@@ -114,7 +114,7 @@ def targets_of(model: nn.Module) -> Targets:
 
 
 def _known_by_name(model: nn.Module, names: list[str], forward: set[str]) -> Targets:
-    """What the loss of a class of transformers or of this project is a mean over.
+    """Targets of a class of transformers or of this project.
 
     Args:
         names: the model's classes, without a user's own.

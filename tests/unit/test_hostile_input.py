@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state
-from lm_experiments_tools.checkpoint.manifest import check_model_config
+from lm_experiments_tools.checkpoint.model_config import check_model_config
 from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse

@@ -138,7 +138,7 @@ def text_examples(
 
 
 def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[object, Example]:
-    """The example of a row, and what it has in common with rows that are further references of it."""
+    """Example of a row, and its key: rows with equal keys are references of one example."""
     record = _texts_of(row)
     key = fields.source or _found(record, SOURCE_FIELDS, "--source_id")
     source = text_in(record, key)
@@ -359,7 +359,7 @@ def _list_in(text: str) -> list[Any] | tuple[Any, ...] | None:
     for parse in (json.loads, ast.literal_eval) if text.lstrip()[:1] in ("[", "(") else ():
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             found = parse(text)
-            # Python joins texts without a comma between them, as numpy prints arrays.
+            # Python concatenates adjacent strings, so a printed numpy array of strings would become one label.
             if isinstance(found, list | tuple) and (parse is json.loads or repr(found) == text.strip()):
                 return found
     return None

@@ -340,7 +340,7 @@ def _is_cola(values: list[str]) -> bool:
 
 
 def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
-    """Names of the columns, "" for one without a name. Those behind the last name are no columns."""
+    """Column names, "" for unnamed columns; trailing unnamed columns are dropped."""
     if not _is_utf8(values) or "\0" in "".join(values):
         raise UserError(f"{path}: its first line is {_NOT_UTF8}.")
     names = [value.strip() for value in values]

@@ -172,8 +172,8 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
-    how, make = (args.data_path, args.streams, args.seed), MixedPlan.make if args.is_weighted() else MixedPlan.of_one
-    plan = make(*how, document_per_line=args.document_per_line, **(args.mixing() if args.is_weighted() else {}))
+    how, lines = (args.data_path, args.streams, args.seed), {"document_per_line": args.document_per_line}
+    plan = MixedPlan.make(*how, **args.mixing(), **lines) if args.is_weighted() else MixedPlan.of_one(*how, **lines)
     parts = {
         "version": _VERSION,
         "text": plan.identity(),

@@ -89,7 +89,7 @@ class StreamPlan:
 
     @classmethod
     def make(
-        cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False, per_line: bool = False
+        cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False, document_per_line: bool = False
     ) -> "StreamPlan":
         """Divide a text into as many streams of about equal size as possible.
 
@@ -101,17 +101,17 @@ class StreamPlan:
             max_streams: maximum number of streams.
             seed: determines which stream reads which shards.
             divisor: True to use a number of streams that divides `max_streams`.
-            per_line: each line of a text file is a document.
+            document_per_line: each line of a text file is a document.
 
         Raises:
             UserError: an input does not exist or is empty.
         """
-        shards = plan_shards(inputs, document_per_line=per_line)
+        shards = plan_shards(inputs, document_per_line=document_per_line)
         size = sum(shard.num_bytes for shard in shards)
         if size:
             wanted = size // (_SHARDS_PER_STREAM * max_streams)
             wanted = min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
-            shards = plan_shards(inputs, wanted, document_per_line=per_line)
+            shards = plan_shards(inputs, wanted, document_per_line=document_per_line)
         sizes = sorted(_weights(shards), reverse=True)
         counts = [n for n in range(min(max_streams, len(shards)), 0, -1) if not (divisor and max_streams % n)]
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
@@ -297,7 +297,7 @@ class MixedPlan:
             seed: determines the order of the text.
             document_per_line: each line of a text file is a document.
         """
-        plan = StreamPlan.make(inputs, max_streams, seed, per_line=document_per_line)
+        plan = StreamPlan.make(inputs, max_streams, seed, document_per_line=document_per_line)
         return cls((plan,), (1.0,), plan.num_streams)
 
     @classmethod

@@ -30,7 +30,7 @@ _NO_TEXT = 11  # the bytes 0xF5 to 0xFF
 
 
 def swap_sentinels(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Sequence[int]:
-    """Exchange the ids of ByT5Tokenizer's first <extra_id_k> and those of the sentinels; other tokenizers' stay."""
+    """Map ByT5Tokenizer's <extra_id_k> to the published sentinels and back; ids of other tokenizers are unchanged."""
     if tokenizer.__class__.__name__ != "ByT5Tokenizer":
         return ids
     return [2 * _END - 1 - i if _END - _NO_TEXT <= i < _END + _NO_TEXT else i for i in ids]

@@ -378,7 +378,7 @@ def _is_output(name: str, siblings: Collection[str]) -> bool:
 
 
 def _without_metadata(path: str, names: list[str]) -> list[str]:
-    """The names of a folder; where `Dataset.save_to_disk` wrote it, of its data alone, not of caches of `map`."""
+    """File names to read in a folder; of one that `Dataset.save_to_disk` wrote its data files, not caches of `map`."""
     if {"state.json", "dataset_info.json"} <= set(names):
         data_files = read_json(Path(path, "state.json")).get("_data_files") or []
         return [file["filename"] for file in data_files]

@@ -138,6 +138,11 @@ class Vocabulary(ABC):
         return _kind("tokenizers_vocabulary:TokenizersVocabulary").of(pretrained, path)
 
     @property
+    def special_tokens(self) -> dict[str, int | None]:
+        """Id of each special token that a model's configuration names, by role; None for one that is missing."""
+        return {"pad": self.pad_id, "eos": self.eos_id, "bos": self.bos_id, "mask": self.mask_id}
+
+    @property
     def recorded_as(self) -> str:
         """Name by which other files refer to this vocabulary. `load` accepts it in any working directory."""
         return os.path.abspath(self.path)
