@@ -480,5 +480,5 @@ def _as_flag(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, tuple):
         values = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
         values = tuple(GivenFunction(item) if name == "metrics" and callable(item) else item for item in values)
-        return tuple(str(item) if isinstance(item, Path) else item for item in values)
-    return str(value) if isinstance(value, Path) else value
+        return tuple(str(item) if isinstance(item, Path) or name == "label_names" else item for item in values)
+    return str(value) if isinstance(value, Path) or (name == "positive_label" and value is not None) else value

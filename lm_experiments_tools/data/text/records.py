@@ -318,8 +318,8 @@ def field_of(fields: dict[str, Any], key: str) -> Any:
     if key in fields:
         return fields[key]
     outer, _, inner = key.partition(".")
-    if inner and isinstance(fields.get(outer), dict):
-        return field_of(fields[outer], inner)
+    if inner and outer in fields and isinstance(fields[outer], dict | None):
+        return None if fields[outer] is None else field_of(fields[outer], inner)
     keys = ", ".join(repr(name) for name in list(fields)[:8])
     raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
 

@@ -301,7 +301,8 @@ def test_what_predict_reads_is_what_evaluation_reads(folder, monkeypatch, caplog
 
 def test_texts_that_the_task_has_not_are_refused(folder):
     plain = FineTuner(folder / "t5", **LENGTHS)
-    classes = FineTuner(folder / "t5", task="classification", label_names=("0", "1"), **LENGTHS)
+    classes = FineTuner(folder / "t5", task="classification", label_names=(0, 1), positive_label=0, **LENGTHS)
+    assert (classes.args.label_names, classes.args.positive_label) == (("0", "1"), "0")
     named = FineTuner(folder / "t5", task="classification", label_names=("0", "1"), text_fields=("a", "b"), **LENGTHS)
     for tuner, texts, sentence in (
         (plain, ["w1", ("w1", "w2")], "text 1 .* has 2 parts, not 1"),
