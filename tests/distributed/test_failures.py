@@ -14,7 +14,18 @@ import psutil
 import pytest
 
 from lm_experiments_tools.checkpoint.manifest import verify
-from tests.distributed.launch import CPU, ROOT, environment, horovodrun, run, skip_without, slow, start, torchrun
+from tests.distributed.launch import (
+    CPU,
+    ROOT,
+    environment,
+    horovodrun,
+    run,
+    shipped,
+    skip_without,
+    slow,
+    start,
+    torchrun,
+)
 
 WORKER = ROOT / "tests" / "distributed" / "hang_worker.py"
 SECONDS = 90  # start-up takes most of it; a dead peer is noticed within seconds
@@ -46,31 +57,52 @@ def test_steps_of_half_horovodruns_grace_period_are_saved_before_it_kills(tmp_pa
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_torchrun_save_and_stop(tmp_path):
-    """Orphans would train on, unseen, and write to the directory in which the run is started again."""
-    skip_without("accelerate")
+@pytest.mark.parametrize(
+    "launcher, sign, everyone",
+    [
+        (torchrun(), signal.SIGKILL, False),
+        (torchrun(), signal.SIGUSR1, True),
+        (horovodrun(), signal.SIGUSR1, True),
+        (shipped("ddp"), signal.SIGUSR2, True),
+    ],
+    ids=["torchrun-KILL", "torchrun-USR1", "horovodrun-USR1", "accelerate-USR2"],
+)
+def test_workers_save_and_stop_after_a_signal_of_a_batch_system_or_the_end_of_their_launcher(
+    launcher, sign, everyone, tmp_path
+):
+    """Slurm's --signal reaches all processes of a step, and ends launchers that do not expect it.
+
+    Orphans would train on, unseen, and write to the directory in which the run is started again.
+    """
+    skip_without("horovod" if "horovodrun" in launcher else "accelerate")
     log = tmp_path / "output.txt"
     with log.open("w") as output:
-        command = [*torchrun(), str(WORKER), "train_long", "training", str(tmp_path)]
-        launcher = subprocess.Popen(
+        command = [*launcher, str(WORKER), "train_long", "training", str(tmp_path)]
+        job = subprocess.Popen(
             command, cwd=ROOT, env=environment(**CPU), stdout=output, stderr=output, start_new_session=True
         )
     deadline = time.monotonic() + 90
+    processes = []
     try:
         while not (tmp_path / "last").exists():
-            assert time.monotonic() < deadline and launcher.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline and job.poll() is None, log.read_text()[-3000:]
             time.sleep(0.2)
-        workers = psutil.Process(launcher.pid).children(recursive=True)
-        launcher.kill()
-        launcher.wait()
-        _, alive = psutil.wait_procs(workers, timeout=30)
+        processes = psutil.Process(job.pid).children(recursive=True)
+        for process in [psutil.Process(job.pid), *(processes if everyone else ())]:
+            process.send_signal(sign)
+        assert job.wait(timeout=60) != 0
+        _, alive = psutil.wait_procs(processes, timeout=30)
         assert not alive, "orphans train on"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-    # Only rank 0 logs, and it may learn of the dead launcher from rank 1.
-    noted = rf"launcher of this worker \(process {launcher.pid}\) ended without a signal|SIGTERM: saving"
-    assert re.search(noted, log.read_text())
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        job.kill()
+    # Only rank 0 logs, and it may learn of the dead launcher from rank 1. Horovodrun dies with what it has not yet
+    # passed on.
+    noted = rf"launcher of this worker \(process {job.pid}\) ended without a signal|(SIGTERM|{sign.name}): saving"
+    logged = log.read_text() + (tmp_path / "logs" / "rank0.log").read_text()
+    assert re.search(noted, logged), logged[-3000:]
     verify((tmp_path / "last").resolve())
 
 
