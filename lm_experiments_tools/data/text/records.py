@@ -27,6 +27,7 @@ T = TypeVar("T")
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
 NO_LIMIT = sys.maxsize
 NO_KEY, OF_TYPE = "no key", "is of type"  # in the reasons for records without a text under the key
+_NO_LIST = "a JSON list, not an object: write one object a line (jq -c '.[]' texts.json > texts.jsonl)"
 _MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
 _MIN_HOPELESS = 10_000
 _BOM = b"\xef\xbb\xbf"
@@ -291,9 +292,10 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
     except RecursionError:
         raise BadRecord("not usable JSON: nested too deeply") from None
     except ValueError as error:
-        raise BadRecord(f"not valid JSON: {error}") from None
+        reason = _NO_LIST if line.strip() == b"[" else f"not valid JSON: {error}"
+        raise BadRecord(reason) from None
     if not isinstance(fields, dict):
-        raise BadRecord(f"a JSON {type(fields).__name__}, not an object")
+        raise BadRecord(_NO_LIST if isinstance(fields, list) else f"a JSON {type(fields).__name__}, not an object")
     return fields
 
 
