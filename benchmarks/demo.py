@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {"this CPU": {}, "AVX2 alone": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}}
-LIMIT = 0.3  # largest share of the optimizer
+LIMIT = 0.15  # largest share of the optimizer
 WARM_UP = 5  # steps of a turn that are not counted
 
 
@@ -57,7 +57,7 @@ def turn(kind: str, options: argparse.Namespace) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="of each turn")
+    parser.add_argument("--steps", type=int, default=25, help="of each turn")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--data", default="data/default", help="folder that `make data` made")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -7,7 +7,8 @@ the device, and gathers all FSDP2 matrices in one communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalize
 OTHERS = ("AdamWScale", "AdamW")
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the polynomial A x + B x^3 + C x^5, by Jordan et al. 2024
 EPSILON = 1e-7  # smallest norm that a matrix is divided by
+# Elements of small matrices that are orthogonalized at once. Their steps then take all cores, one matrix each, and
+# still work in a core's cache.
+_TOGETHER = 1 << 17
 
 
 class Muon(AdamWScale):
@@ -98,9 +102,9 @@ class Muon(AdamWScale):
                 self._update(parameter, group, None, known)
 
     def _update_hidden(self, work: Sequence[tuple[Tensor, dict]]) -> None:
-        directions = [self._direction(parameter, group) for parameter, group in work]
-        for (parameter, group), full in zip(work, _full_matrices(directions), strict=True):
-            update = orthogonalized(full, group["ns_steps"])
+        directions = _full_matrices([self._direction(parameter, group) for parameter, group in work])
+        for index, update in _orthogonalized(directions, [group["ns_steps"] for _, group in work]):
+            parameter, group = work[index]
             if is_sharded(parameter):
                 update = update[local_slice(parameter)]
             shard = local(parameter)
@@ -128,19 +132,35 @@ def orthogonalized(matrix: Tensor, num_steps: int = 5) -> Tensor:
     of the Frobenius norm to between 0.68 and 1.21, not to 1; see https://kellerjordan.github.io/posts/muon/.
 
     Args:
-        matrix: [rows, columns], any floating dtype.
+        matrix: [rows, columns] or [matrices, rows, columns], any floating dtype.
     """
-    is_tall = matrix.shape[0] > matrix.shape[1]
+    rows, columns = matrix.shape[-2:]
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     x = matrix.to(_fastest_dtype(matrix.device))
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=EPSILON)
-    if x.dtype == torch.float32 and 2 * x.shape[0] <= x.shape[1]:
-        x = _polynomial_of_gram(x @ x.T, num_steps) @ x
+    x = x.mT if rows > columns else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPSILON)
+    if x.dtype == torch.float32 and 2 * min(rows, columns) <= max(rows, columns):
+        x = _polynomial_of_gram(x @ x.mT, num_steps) @ x
     else:
         for _ in range(num_steps):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return x.T if is_tall else x
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if rows > columns else x
+
+
+def _orthogonalized(matrices: Sequence[Tensor], num_steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index and the orthogonalized form of each matrix, small ones of one shape together."""
+    alike = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        alike[matrix.shape, matrix.dtype, matrix.device, num_steps[index]].append(index)
+    for (shape, *_, steps), indices in alike.items():
+        number = max(1, _TOGETHER // shape.numel())
+        for start in range(0, len(indices), number):
+            chosen = indices[start : start + number]
+            if len(chosen) == 1:
+                yield chosen[0], orthogonalized(matrices[chosen[0]], steps)
+            else:
+                yield from zip(chosen, orthogonalized(torch.stack([matrices[i] for i in chosen]), steps), strict=True)
 
 
 def _polynomial_of_gram(gram: Tensor, num_steps: int) -> Tensor:
@@ -148,10 +168,11 @@ def _polynomial_of_gram(gram: Tensor, num_steps: int) -> Tensor:
 
     All matrices are polynomials in X X^T, so they commute. In bf16 this would lose the small singular values.
     """
-    product = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    add_product = torch.addmm if gram.ndim == 2 else torch.baddbmm
+    product = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     for step in range(num_steps):
-        factor = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
-        factor.diagonal().add_(_A)
+        factor = add_product(gram, gram, gram, beta=_B, alpha=_C)
+        factor.diagonal(dim1=-2, dim2=-1).add_(_A)
         product = factor @ product
         if step < num_steps - 1:
             gram = factor @ gram @ factor
