@@ -275,25 +275,23 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
 
 
 def check_size(model_cls: type, config: PreTrainedConfig, bytes_each: float = 4) -> None:
-    """Refuse a model whose weights need more than the memory of this machine and its GPUs.
+    """Raise UserError for a model whose weights, of `bytes_each` a parameter, need more than this machine and its GPUs.
 
-    They are counted without memory, on the meta device. A model that cannot be built there is not counted, and none is
-    where tensors have no memory anyway.
-
-    Args:
-        bytes_each: bytes of a parameter.
-
-    Raises:
-        UserError: the model is too large; the message has both numbers.
+    They are counted on the meta device. A model that cannot be built there is not counted, and none is where tensors
+    have no memory anyway.
     """
+    from transformers.initialization import no_init_weights
+
     probe = torch.empty(0)
     if probe.is_meta or type(probe) is not torch.Tensor:
         return
     memory = total_memory()
     memory += sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            needed = bytes_each * num_parameters(model_cls(copy.deepcopy(config))).total
+        with torch.device("meta"), no_init_weights(), torch.random.fork_rng(devices=[]):
+            model = model_cls(copy.deepcopy(config))
+        model.tie_weights()  # which goes with the initial values
+        needed = bytes_each * num_parameters(model).total
     except REFUSALS:  # of a configuration too, which the build on the device reports
         return
     if needed > memory:
