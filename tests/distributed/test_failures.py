@@ -4,7 +4,6 @@ test_hangs.py is about workers that fail, stop or are killed.
 """
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
