@@ -64,9 +64,7 @@ class Saver:
         writer = None
         if args.model_path:
             run = Path(args.model_path)
-            average = getattr(args, "average", None)  # which reads them at the end
-            periodic = (args.save_interval, average) if average else (1, 0)
-            writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, links_in=run, periodic=periodic)
+            writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, links_in=run)
         return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir, resume=resume)
 
     def is_own(self, checkpoint: Path) -> bool:

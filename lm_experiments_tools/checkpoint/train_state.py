@@ -48,7 +48,6 @@ class TrainState:
         first_step: step at which the run began; above 0 if it branches from another run.
         data_offset: position in the data minus `consumed_samples`.
         ramp_start: samples consumed when the masking rate began to change (`--mlm_prob_end`).
-        averaged_at: last step at which weights were averaged (`--average`).
         samples_per_epoch: None if unknown.
         best_metric, best_step: best value of `optimize_metric` on validation, and its step.
         patience: number of consecutive validations without improvement.
@@ -72,7 +71,6 @@ class TrainState:
     first_step: int = 0
     data_offset: int = 0
     ramp_start: int = 0
-    averaged_at: int | None = None
     samples_per_epoch: int | None = None
     best_metric: float | None = None
     best_step: int | None = None

@@ -64,19 +64,12 @@ class CheckpointWriter:
         root: directory of the checkpoints.
         keep: number of newest checkpoints to keep in addition to the best; None keeps all.
         links_in: folder of the links `last` and `best`; default `root`.
-        periodic: (n, number): keep this number of the newest checkpoints at multiples of n steps, too.
     """
 
-    def __init__(
-        self,
-        root: Path | str,
-        keep: int | None,
-        links_in: Path | str | None = None,
-        periodic: tuple[int, int] = (1, 0),
-    ):
+    def __init__(self, root: Path | str, keep: int | None, links_in: Path | str | None = None):
         if keep is not None and keep < 1:
             raise UserError(f"--keep_checkpoints {keep}: it must be at least 1, or unset to keep all")
-        self.root, self.keep, self.periodic = Path(root), keep, periodic
+        self.root, self.keep = Path(root), keep
         self.links_in = Path(links_in) if links_in is not None else self.root
         self._warned: set[Path] = set()  # checkpoints with unreadable manifests, links that cannot be written
 
@@ -201,9 +194,6 @@ class CheckpointWriter:
     def _prune(self, protected: set[Path | None]) -> None:
         if self.keep is None:
             return
-        every, number = self.periodic
-        periodic = [path for path in self._checkpoints() if not parse_step(path.name) % every]
-        protected |= set(periodic[::-1][:number])
         for checkpoint in self._checkpoints()[: -self.keep]:
             if checkpoint in protected or checkpoint.with_name(f"{PINNED}{checkpoint.name}").exists():
                 continue

@@ -41,7 +41,7 @@ _FLAGS_OF_UNITS = {
     "epochs": "epochs data_n_epochs",
     "workers": "virtual_ranks",
     "seconds": "stall_timeout",
-    "checkpoints": "keep_checkpoints average",
+    "checkpoints": "keep_checkpoints",
     "validations": "early_stopping_patience lr_drop_patience lr_drop_cooldown",
     "words": "max_ngram",
     "processes": "data_n_workers",

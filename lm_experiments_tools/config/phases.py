@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import yaml
 
-from lm_experiments_tools.config.flags import DEFAULT, HARMLESS, at_least, check_conflict, flags_of, is_given, needs
+from lm_experiments_tools.config.flags import DEFAULT, HARMLESS, check_conflict, flags_of, is_given
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.config.settings import read_settings
@@ -19,7 +19,7 @@ _GROUPS = {
     "DistillationArgs",
 }  # fmt: skip
 _FLAGS = {
-    "iters", "data_path", "valid_data_path", "dropout_rate", "trained", "model_options", "average", "save_interval",
+    "iters", "data_path", "valid_data_path", "dropout_rate", "trained", "model_options", "save_interval",
     "log_interval", "valid_interval",
 }  # fmt: skip
 _TWO_LENGTHS = "--iters and --phases exclude each other: give each phase its own length."
@@ -39,15 +39,11 @@ class PhaseArgs:
     """Patterns of the names of the parameters to train ("*.embed_tokens.*"); the others are frozen. Empty: all."""
     model_options: tuple[str, ...] = ()
     """Values of the model's configuration to replace, as NAME=VALUE, for example rope_theta=160000."""
-    average: Annotated[int | None, HARMLESS, at_least(2), IN_RUN_DIRECTORY, needs("save_interval")] = None
-    """End with the mean of the weights at the end and of the last checkpoints before it, so many in all."""
 
     def check(self) -> None:
         read_options("model_options", self.model_options)
         for flag in ("init_checkpoint", "validate_only"):
             check_conflict(self, "branch_from", flag, "a branch starts from its trunk, and is trained")
-        if self.average is not None and getattr(self, "early_stopping_patience", -1) > 0:
-            raise UserError("--average and --early_stopping_patience exclude each other: leave one out.")
         if self.branch_from and getattr(self, "resume", "auto") != "auto":
             raise UserError("--branch_from starts a new run, which --resume auto continues: leave --resume out.")
         check_phased_run(self)
@@ -151,29 +147,10 @@ def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
         args: arguments of the run.
         world_size: number of workers.
         first_step: step at which the first phase starts.
-
-    Raises:
-        UserError: `--average` of a phase needs more checkpoints than the phase writes.
     """
     found, end = [], first_step
-    for number, phase in enumerate(phases_of(args), 1):
+    for phase in phases_of(args):
         phase = in_updates(phase, world_size)
-        start, end = end, end + phase.iters
-        average = getattr(phase, "average", None)
-        if average is not None and len(saved_before(phase.save_interval, start, end)) < average - 1:
-            raise UserError(
-                f"--average {average}: phase {number}, of {phase.iters} updates, writes fewer checkpoints with "
-                f"--save_interval {phase.save_interval}."
-            )
+        end += phase.iters
         found.append(replace(phase, iters=end))
     return found
-
-
-def saved_before(interval: int, start: int, end: int) -> range:
-    """List the steps of a phase at which checkpoints are saved: multiples of `--save_interval`.
-
-    Args:
-        interval: `--save_interval`.
-        start, end: first and last step of the phase, both excluded.
-    """
-    return range(start - start % interval + interval, end, interval)

@@ -53,10 +53,7 @@ class ValidateCallback:
         self.metric, self.mode, self.save_best = args.optimize_metric, args.optimize_mode, args.save_best
 
     def on_step_end(self, trainer: TrainingLoop, info: StepInfo | None = None) -> None:
-        if not (
-            trainer.is_over() and getattr(trainer.args, "average", None)
-        ):  # else the mean is validated, after this
-            self.run(trainer)
+        self.run(trainer)
 
     def run(self, trainer: TrainingLoop) -> None:
         """Validate now, and update the best metric, patience and learning rate; every worker calls it.

@@ -41,7 +41,7 @@ from lm_experiments_tools.training.metrics import (
 )
 from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch, StepBatch
 from lm_experiments_tools.training.non_finite import trace_non_finite
-from lm_experiments_tools.training.phases import Phase, average_weights
+from lm_experiments_tools.training.phases import Phase
 from lm_experiments_tools.training.profiling import with_profile
 from lm_experiments_tools.training.resume import load_weights, set_up
 from lm_experiments_tools.training.schedules import LearningRate
@@ -222,7 +222,7 @@ class TrainingLoop:
                 self.backend.model.train()  # the callback may have evaluated
 
     def _finish(self) -> None:
-        """End a run with the log line of the last interval, a mean of weights, a validation and a checkpoint."""
+        """End a run with the log line of the last interval, a validation and a checkpoint."""
         state = self.state
         if not self.signals.agreed:
             if self._is_out_of_patience():
@@ -230,7 +230,6 @@ class TrainingLoop:
             if self.interval.steps:
                 self.log_train()
                 self.saved_at = None  # a checkpoint of this step would lack the log line
-            average_weights(self)
             if self.validate_callback.every and state.last_validated_step < state.step:
                 self.validate_callback.run(self)
                 self.saved_at = None

@@ -175,27 +175,6 @@ def test_a_branch_with_the_same_settings_is_its_trunk_and_one_with_another_sched
     assert {path: path.read_bytes() for path in (work / "run_trunk").rglob("*") if path.is_file()} == before
 
 
-MEAN_KILLS = [("train_step", 4), ("_finish.", 1), ("train_step", 2)]
-
-
-@pytest.mark.parametrize(
-    "kills", [MEAN_KILLS[:1], pytest.param(MEAN_KILLS, marks=pytest.mark.slow)], ids=["one", "all"]
-)
-def test_a_phase_ends_with_the_mean_of_its_last_checkpoints(work, monkeypatch, kills):
-    phases = [{"iters": 6, "average": 3}, {"iters": 2, "lr": 1e-3}]
-    start("run_plain", iters=6)
-    start("run_whole", phases)
-    steps = [load_file(f"run_plain/checkpoints/step_{step:06d}/model.safetensors") for step in (2, 4, 6)]
-    for name, mean in load_file("run_whole/checkpoints/step_000006/model.safetensors").items():
-        assert torch.equal(mean, (sum(step[name].double() for step in steps) / 3).to(mean.dtype))
-    for name, number in kills:
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            kill_after(patch, name, number)
-            start(phases=phases, keep_checkpoints=1)
-    start(phases=phases, keep_checkpoints=1)
-    check_equal(ended("run"), ended("run_whole"))
-
-
 def test_lengths_in_tokens_are_updates_of_the_global_batch(work):
     start(iters="1000tok", save_interval="0.3ktok", lr_scheduler="linear", num_warmup_steps="256tok")
     config = json.loads((work / "run/config.json").read_text())  # 4 rows of 32 tokens, rounded up
@@ -215,14 +194,12 @@ def test_lengths_in_tokens_are_updates_of_the_global_batch(work):
         ([{"iters": 1}, {"iters": 1, "lr_scheduler": "linaer"}], {}, "phase 2: --lr_scheduler linaer is unknown"),
         ([{"iters": 1}, {"iters": 1, "trained": ["decodr.*"]}], {}, "--trained decodr.* matches nothing"),
         ([{"iters": 1}, {"iters": 1, "model_options": ["rope=1"]}], {}, "--model_options rope: T5Config has no"),
-        ([{"iters": 3, "average": 4}], {}, "--average 4: phase 1, of 3 updates, writes fewer checkpoints"),
         (["iters"], {}, "phase 1 must be a mapping"),
         ([{"iters": 1}], {"iters": 5}, "--iters and --phases exclude each other"),
         ([{"iters": 1}], {"run": None, "save_interval": None, "save_best": None}, "--phases needs --model_path"),
         (None, {"branch_from": "nowhere"}, "--branch_from nowhere: no such checkpoint"),
         (None, {"branch_from": "x", "resume": "y"}, "--branch_from starts a new run"),
         (None, {"branch_from": "run", "iters": 5}, "--branch_from run is in --model_path"),
-        (None, {"average": 2, "early_stopping_patience": 3, "iters": 5}, "--average and --early_stopping_patience"),
         ([{"iters": 1}], {"init_checkpoint": "x"}, "--phases needs --reset_iteration and --reset_lr"),
         (None, {"iters": "10 Mtok"}, "--iters takes a whole number, not"),
     ],
@@ -270,10 +247,3 @@ def test_phases_start_from_a_model(work):
     start(phases=[{"iters": 2, "lr": 0.1, "lr_scheduler": "constant"}, {"iters": 1}], from_pretrained="run_model")
     assert ended("run")[2]["step"] == 3
     assert "weights from run_model" in (work / "run" / "logs" / "rank0.log").read_text()
-
-
-def test_the_mean_that_lacks_a_checkpoint_is_named_and_nothing_is_lost(work):
-    start(iters=6, keep_checkpoints=1)
-    with pytest.raises(UserError, match="--average 3 needs step_000004"):
-        start(iters=8, average=3, keep_checkpoints=1)
-    assert ended("run")[2]["step"] == 8
