@@ -106,6 +106,6 @@ def average_weights(trainer: TrainingLoop) -> None:
             )
         return mean_state(chain([weights], (read_state(backend.unwrap(), folder) for folder in folders)))
 
-    backend.load_model_state(on_all(backend, mean, only_main=True, takes_long=True))
+    backend.load_model_state(on_all(backend, mean, only_main=True))
     state.averaged_at, state.last_validated_step, trainer.saved_at = state.step, -1, None
     trainer.say(f"weights are the mean of steps {', '.join(map(str, [*steps, state.step]))}")
