@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.ancestor.arguments import check_rate, settings_of
-from lm_experiments_tools.backends import guard
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.legacy import write_old_checkpoint
 from lm_experiments_tools.checkpoint.manifest import step_directory_name
@@ -189,7 +188,6 @@ class Trainer(_CompatibleTrainer):
         check_rate(args, optimizer)
         from lm_experiments_tools.backends.horovod import HorovodBackend
 
-        guard.watch(args)
         backend = HorovodBackend.from_args(args)
         _show_progress(args, backend)
         super().__init__(args, backend, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
@@ -220,7 +218,6 @@ class TrainerAccelerate(_CompatibleTrainer):
         check_rate(args, optimizer)
         from lm_experiments_tools.backends.accelerate import AccelerateBackend
 
-        guard.watch(args)
         backend = AccelerateBackend.from_accelerator(accelerator, args)
         _show_progress(args, backend)
         super().__init__(args, backend, model, optimizer, train_dataloader, valid_dataloader, *others, **options)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.backends import cluster, guard
+from lm_experiments_tools.backends import cluster
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
 
@@ -60,7 +60,6 @@ def get_backend(args: TrainerArgs) -> Backend:
         )
     if name not in BACKENDS:
         raise UserError(f"--backend {name}: choose auto or one of {', '.join(BACKENDS)}")
-    guard.watch(args)
     backend = resolve_name(f"{__name__}.{BACKENDS[name]}").from_args(args)
     backend.reproduce(args)
     return backend

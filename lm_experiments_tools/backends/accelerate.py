@@ -23,15 +23,14 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import Backend, PendingStep, check_not_trained_again, check_whole
-from lm_experiments_tools.backends.collective import STALL_SECONDS
+from lm_experiments_tools.backends.collective import STALL_SECONDS, START_SECONDS
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
 from lm_experiments_tools.backends.process_groups import (
     host_group,
     leave_group,
-    limit_waiting,
     meeting,
-    missing_ranks,
     restarts_store,
+    set_timeouts,
 )
 from lm_experiments_tools.backends.trees import as_carrier, put_back, saved_state, send_as_fp16
 from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, take_groups
@@ -93,7 +92,7 @@ class AccelerateBackend(Backend):
             backend = FullyShardedBackend(accelerator, precision)
         else:
             backend = AccelerateBackend(accelerator, precision, fp16_allreduce=args.fp16_allreduce)
-        limit_waiting(args.stall_timeout)  # an Accelerator may be the user's
+        set_timeouts(START_SECONDS)
         return backend
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -124,6 +123,7 @@ class AccelerateBackend(Backend):
     def forget(self) -> None:
         super().forget()
         self.accelerator.free_memory()
+        set_timeouts(START_SECONDS)
 
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self._sync = sync
@@ -174,8 +174,10 @@ class AccelerateBackend(Backend):
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def missing(self) -> list[int] | None:
-        return missing_ranks(self.rank, self.world_size)
+    def limit_waiting(self, seconds: float) -> None:
+        # A worker with the new limit would not wait for one that still compiles the first step.
+        self.sum(torch.zeros(1, dtype=torch.int64))
+        set_timeouts(seconds)
 
     def close(self) -> None:
         # DDP first, which holds the group from C++: a gloo group freed through it keeps the GIL while it waits for a
@@ -295,7 +297,6 @@ class DeepSpeedBackend(AccelerateBackend):
         self.stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
         self.wrapping = f"ZeRO stage {self.stage}"
         self.shards_model = self.stage == 3
-        self.stall_timeout = args.stall_timeout
         self.scales = (args.min_loss_scale or 0.0, args.max_loss_scale or math.inf)
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
@@ -324,7 +325,7 @@ class DeepSpeedBackend(AccelerateBackend):
         groups = take_groups(optimizer)
         with deepspeed_config.refusals():
             self.model, _ = self.accelerator.prepare(model, optimizer)
-        limit_waiting(self.stall_timeout)  # also of the engine's groups
+        set_timeouts(START_SECONDS)  # the engine has made groups of its own
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
         self._whole, self._kind = UnshardedOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import platform
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-STALL_SECONDS = 1800  # --stall_timeout: rank 0 may tokenize, save or measure while the others wait
-_BEAT = 10.0  # seconds between two looks at who is still at work
+# Until the first step workers wait in collectives for one that reads or tokenizes, which takes hours for a large
+# corpus. A day is longer than that, and still ends a job that hangs before its first step.
+START_SECONDS = 24 * 3600
+# Default of --stall_timeout, which holds from the first step on: rank 0 may save or measure while the others wait.
+STALL_SECONDS = 1800
 
 
 class Collectives:
@@ -54,32 +53,24 @@ class Collectives:
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors of every worker with those of rank 0."""
 
-    def missing(self) -> list[int] | None:
-        """Ranks that no longer answer after a collective has failed; None if the backend cannot tell.
+    def limit_waiting(self, seconds: float) -> None:
+        """Set how long later collectives wait for a late or lost worker; collective.
 
-        Raises:
-            ConnectionError: the key-value store of the job cannot be reached.
+        It has no effect for Horovod, which reads its limits once at its start.
         """
-        return None
 
 
-def on_all(
-    workers: Collectives, function: Callable[[], T], *, only_main: bool = False, takes_long: bool = False
-) -> T | None:
+def on_all(workers: Collectives, function: Callable[[], T], *, only_main: bool = False) -> T | None:
     """Run `function` on every worker, or on rank 0 alone, and raise its error on all of them.
 
     Without this, the other workers would wait forever for one that failed alone.
 
     Args:
         only_main: True to run it on rank 0 alone.
-        takes_long: `function` may take longer on some workers than a collective may wait. It must not use collectives.
 
     Returns:
         The result of `function` on this worker; None where it was not run.
     """
-    if takes_long and workers.world_size > 1:
-        function = _wait_for_all(workers, function if workers.is_main or not only_main else lambda: None)
-        only_main = False
     result, failure = None, None
     if workers.is_main or not only_main:
         try:
@@ -106,48 +97,6 @@ def agreed(error: E) -> E:
     return error
 
 
-def on_main(workers: Collectives, function: Callable[[], T], *, takes_long: bool = False) -> T:
+def on_main(workers: Collectives, function: Callable[[], T]) -> T:
     """Run `function` on rank 0; every worker gets its result or raises its error."""
-    return workers.broadcast(on_all(workers, function, only_main=True, takes_long=takes_long))
-
-
-def _wait_for_all(workers: Collectives, function: Callable[[], T]) -> Callable[[], T]:
-    """Wrap `function`: it returns, or raises what `on_all` handles, only when all workers are done.
-
-    Horovod, NCCL and gloo end a job in which a worker waits in a collective for half an hour. Who is done first waits
-    here: in one short collective after the other, made in a thread, so that the work itself need not be interrupted.
-    """
-    done, given_up, errors = threading.Event(), threading.Event(), []
-
-    def count_working() -> None:
-        """Count the workers that are still at work, every few seconds, until there are none."""
-        try:
-            working, beats = workers.world_size, 0
-            while working:
-                waits = done.wait(_BEAT)
-                beats += waits
-                if given_up.is_set():
-                    return
-                if waits and workers.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
-                    logger.info("waiting for %d of %d workers", working, workers.world_size)
-                working = int(workers.sum(torch.tensor([0 if done.is_set() else 1])))
-        except (RuntimeError, OSError) as error:  # of a worker that is gone, raised where it is expected
-            errors.append(error)
-
-    def run() -> T:
-        thread = threading.Thread(target=count_working, name="beats", daemon=True)
-        thread.start()
-        try:
-            return function()
-        except BaseException as error:
-            if not isinstance(error, (UserError, OSError, RunError)):  # this worker ends, and those that wait for it
-                given_up.set()
-            raise
-        finally:
-            done.set()
-            if not given_up.is_set():
-                thread.join()
-                if errors:
-                    raise errors[0]
-
-    return run
+    return workers.broadcast(on_all(workers, function, only_main=True))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lm_experiments_tools.backends.backend import Backend, check_whole
-from lm_experiments_tools.backends.collective import STALL_SECONDS
+from lm_experiments_tools.backends.collective import START_SECONDS
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, fp16_scales, put_back
@@ -42,8 +42,8 @@ class HorovodBackend(Backend):
     Args:
         precision: autocast and loss scaling.
         fp16_allreduce: send gradients between workers as fp16. This halves the traffic and rounds to 11 bits.
-        stall_timeout: seconds to wait for a late or lost worker. None: STALL_SECONDS for a late worker; for a lost
-            worker Horovod's 30.
+        stall_timeout: seconds to wait for a worker that does not answer; None: Horovod's 30. A late worker that still
+            answers is waited for START_SECONDS, or HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.
 
     Raises:
         UserError: an elastic job; the launcher started more workers than Horovod sees, or more than GPUs.
@@ -59,11 +59,12 @@ class HorovodBackend(Backend):
                 "elastic horovodrun cannot be used: start the job again by the same command, or use torchrun "
                 "--max-restarts, both with --reproducible elastic"
             )
+        # A killed, suspended or cut-off worker does not answer Horovod's thread, which ends the job after this time.
         if stall_timeout is not None:
             os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(stall_timeout)
-            os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(stall_timeout)
-            os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(min(60, stall_timeout // 2))  # it warns, then ends
-        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
+        # A worker that is only late still answers. Horovod warns after a minute and names it. It reads this limit only
+        # once, so the limit must be long enough for what rank 0 does before the first step.
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(START_SECONDS))
         # otherwise the host waits for the reduction of a GPU's gradients
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         hvd.init()

@@ -1,16 +1,15 @@
-"""torch's process groups: timeouts, restarts, and error messages that name a lost worker."""
+"""torch's process groups: timeouts and restarts; and what is done when a worker of the job is lost."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,14 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from lm_experiments_tools.backends.collective import Collectives
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, first_line
 
-_ANSWER_SECONDS = 3.0  # workers learn of the same loss at about the same time
-_WAIT_SECONDS = 1.0  # a process closes its connections shortly before its end
-_END_SECONDS = 4.0  # the same if it must be on this machine: a failing Python process takes a while to end
-_SIGNS = ("connection", "peer", "socket", "remote", "gloo", "nccl", "horovod")  # in the message of a broken collective
-_STATES = {psutil.STATUS_ZOMBIE: "", psutil.STATUS_STOPPED: ", stopped by a signal"}
+logger = logging.getLogger(__name__)
+
+# Words in the error of a collective whose other side is gone or late.
+_LIBRARIES = ("gloo", "nccl", "horovod")
+_SIGNS = ("timed out", "timeout", "closed", "reset", "peer", "remote", "shut down")
 
 Peers = Sequence[tuple[str, int]]  # (host, process) of each worker, by rank
 
@@ -81,11 +79,10 @@ def _rendezvous_of_restart(url: str, **options: Any) -> Iterator[tuple[dist.Stor
         yield dist.PrefixStore(url.partition("?")[0], store), rank, world_size
 
 
-def limit_waiting(seconds: float | None) -> None:
-    """Set the timeout of all existing process groups, in seconds; None changes nothing."""
-    if seconds is not None:
-        for group in list(c10d._world.pg_map):
-            c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+def set_timeouts(seconds: float) -> None:
+    """Set the timeout of all existing process groups."""
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def host_group(world_size: int, device: torch.device, seconds: float) -> dist.ProcessGroup | None:
@@ -115,85 +112,26 @@ def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
             dist.destroy_process_group(group)
 
 
-# ---- naming a lost worker -------------------------------------------------------------------------------------------
-def lost_peer(error: Exception, peers: Peers, workers: Collectives) -> str | None:
-    """Error message that names the lost worker after a failed collective; None for any other error.
-
-    Args:
-        peers: (host, process ID) of each rank.
-    """
+# ---- lost workers ---------------------------------------------------------------------------------------------------
+def lost_worker(error: Exception) -> LostWorkerError | None:
+    """Error for a collective that failed because another worker is lost or late; None for any other error."""
     text = f"{type(error).__name__} {error}".lower()
-    if not isinstance(error, RuntimeError) or isinstance(error, RunError) or len(peers) == 1:
+    is_lost = any(library in text for library in _LIBRARIES) and any(sign in text for sign in _SIGNS)
+    if not isinstance(error, RuntimeError) or isinstance(error, RunError) or not is_lost:
         return None
-    if not any(sign in text for sign in _SIGNS):
-        return None
-    here = platform.node()
-    near = {r: process for r, (host, process) in enumerate(peers) if host == here and process != os.getpid()}
-    far = sorted({host for host, _ in peers} - {here})
-    is_near = not far and ("peer" in text or "shut down" in text)
-    reason = f"({first_line(error)})"
-    gone = _ended(near, _END_SECONDS if is_near else _WAIT_SECONDS if near else 0)
-    if not gone and is_near and len(near) == 1:
-        gone = dict.fromkeys(near, ", which has closed its connections")
-    if gone:
-        named = ", ".join(f"{rank} (process {near[rank]} on {here}{how})" for rank, how in gone.items())
-        return f"lost rank {named}, whose own log says why if it could {reason}"
-    if not far and "timed out" not in text:  # all are here and run, so the error is another one
-        return None
-    try:
-        missing = workers.missing()
-    except ConnectionError:
-        return f"lost {peers[0][0]}, the machine of rank 0, or the connection to it {reason}"
-    if missing:
-        named = ", ".join(f"rank {rank} on {peers[rank][0]}" for rank in missing)
-        return f"lost {named}, or the connection there: no answer {reason}"
-    if missing is not None:
-        return f"all workers answer, but one came too late, or two of them have no connection {reason}"
-    ranks = [str(rank) for rank, (host, _) in enumerate(peers) if host in far]
-    who = f"rank {' or '.join(ranks)}" if len(far) == 1 else "a worker"
-    return f"lost {who} on {' or '.join(far)}, or the connection to it {reason}" if far else None
+    return LostWorkerError(
+        "another worker is lost, or did not answer within --stall_timeout; the logs of the other ranks may say why "
+        f"({first_line(error)})"
+    )
 
 
-def _ended(processes: dict[int, int], seconds: float) -> dict[int, str]:
-    """{rank: how} of those processes that end, or are stopped, within some seconds; returns at the first."""
-    deadline = time.monotonic() + seconds  # soon, because a launcher may end this worker too
-    while True:
-        gone = {}
-        for rank, process in processes.items():
-            try:
-                how = _STATES.get(psutil.Process(process).status())
-            except psutil.NoSuchProcess:
-                how = ""
-            if how is not None:
-                gone[rank] = how
-        if gone or time.monotonic() > deadline:
-            return gone
-        time.sleep(0.05)
+def end_suspended(peers: Peers) -> None:
+    """Kill the workers on this machine that are suspended (SIGSTOP), so that the job can end.
 
-
-def missing_ranks(rank: int, world_size: int) -> list[int]:
-    """Ranks that do not answer after a collective has failed; all live workers call this at about the same time.
-
-    Raises:
-        ConnectionError: torch's key-value store, on the machine of rank 0, does not answer.
+    A suspended worker ignores its launcher's SIGTERM; torchrun would wait 30 seconds for it, and horovodrun 10.
     """
-    answers: list[list[int]] = []
-
-    def ask() -> None:
-        try:
-            store, silent = c10d._get_default_store(), list(range(world_size))
-            store.set(f"present/{rank}", "")
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            while silent and time.monotonic() < deadline:
-                time.sleep(0.1)
-                silent = [other for other in silent if not store.check([f"present/{other}"])]
-            answers.append(silent)
-        except (RuntimeError, ValueError):  # the store is gone, or there is no group
-            return
-
-    thread = threading.Thread(target=ask, daemon=True)  # a store without a connection never answers
-    thread.start()
-    thread.join(_ANSWER_SECONDS + 0.5)
-    if not answers:
-        raise ConnectionError("the store of the process group does not answer")
-    return answers[0]
+    for rank, (host, process) in enumerate(peers):
+        with suppress(psutil.Error):
+            if host == platform.node() and psutil.Process(process).status() == psutil.STATUS_STOPPED:
+                logger.error("rank %d (process %d on %s) is suspended and is killed", rank, process, host)
+                psutil.Process(process).kill()

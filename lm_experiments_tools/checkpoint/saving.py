@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -90,8 +90,16 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises RunError on all workers if it could not be written."""
-        if self.writer is not None:
-            on_all(self.backend, self._finish_writing, only_main=True, takes_long=True)
+        if self.writer is None:
+            return
+        # Writing may take longer than a collective may wait (--stall_timeout), so the others ask rank 0 every second.
+        while self.backend.broadcast(self._is_writing(wait_seconds=1.0)):
+            pass
+        on_all(self.backend, self._finish_writing, only_main=True)
+
+    def _is_writing(self, wait_seconds: float) -> bool:
+        """True if files are still being written after `wait_seconds`."""
+        return self._writing is not None and bool(wait([self._writing], timeout=wait_seconds).not_done)
 
     def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.backends.process_groups import lost_peer
+from lm_experiments_tools.backends.process_groups import end_suspended, lost_worker
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import TRAINER_STATE, is_listed, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
 from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights
-from lm_experiments_tools.errors import LostWorkerError, UserError
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.optimizers import CHOSEN
 
 if TYPE_CHECKING:
@@ -104,18 +104,18 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
     """Context that adds the step at which training failed to every exception, as its attribute `step`.
 
     Raises:
-        LostWorkerError: instead of the error of a collective, if another worker is lost.
+        LostWorkerError: instead of the error of a collective, if another worker is lost; suspended ones are killed.
     """
     peers = backend.gather((platform.node(), os.getpid()))
     try:
         yield
     except Exception as error:
         error.step = state.step
-        if (sentence := lost_peer(error, peers, backend)) is None:
+        if (lost := lost_worker(error)) is None:
             raise
-        located = LostWorkerError(sentence)
-        located.step = state.step
-        raise located from error
+        end_suspended(peers)
+        lost.step = state.step
+        raise lost from error
 
 
 def load_weights_for_all(

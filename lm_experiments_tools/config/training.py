@@ -146,7 +146,7 @@ class RunArgs:
     virtual_ranks: Annotated[int, COUNT, needs("reproducible", "elastic")] = 12
     """--reproducible elastic: the workers that the batch is for; each real one computes the shares of several."""
     stall_timeout: Annotated[int | None, HARMLESS, _WAIT] = None
-    """Seconds that workers wait for one that is late or lost, before the job ends. None: 1800 (Horovod, lost: 30)."""
+    """Seconds that workers wait for a lost one after the first step, before the job ends. None: 1800 (Horovod: 30)."""
     resume: Annotated[str, HARMLESS] = "auto"
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
     validate_only: Annotated[bool, HARMLESS, EVALUATION] = False

@@ -148,8 +148,8 @@ def bert_pretraining_data(
     first = backend.local_rank == 0
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
-    opened = on_all(backend, lambda: make(args, tokenizer) if first else None, takes_long=True)
-    train, valid = on_all(backend, lambda: opened or make(args, tokenizer), takes_long=True)
+    opened = on_all(backend, lambda: make(args, tokenizer) if first else None)
+    train, valid = on_all(backend, lambda: opened or make(args, tokenizer))
     where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,

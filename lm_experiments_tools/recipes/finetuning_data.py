@@ -113,9 +113,7 @@ def finetuning_data(
         UserError: data is missing or empty, has more unusable rows than `--max_bad_lines` or labels that training
             data lacks; or the lengths leave no tokens for the text.
     """
-    return on_all(
-        backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read(), takes_long=True
-    )
+    return on_all(backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read())
 
 
 class _Reader:

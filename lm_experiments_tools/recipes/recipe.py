@@ -168,7 +168,7 @@ def start_phases(args: PretrainingArgs, backend: Backend) -> tuple[list[Phase], 
     run = start_run(whole, backend)
     number, first, branch = 0, 0, None
     if args.phases or args.branch_from:
-        number, first, branch = on_main(backend, lambda: _place(args), takes_long=True)
+        number, first, branch = on_main(backend, lambda: _place(args))
     parts = timeline(args, backend.world_size, first)
     if number >= len(parts):
         raise UserError(f"--phases has {len(parts)} phases, and {args.model_path} is in phase {number + 1}.")

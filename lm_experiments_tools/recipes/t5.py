@@ -202,7 +202,7 @@ def pretraining_data(
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
-        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path), takes_long=True)
+        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path))
     train: TrainSource | None = None
     if args.validate_only and valid_tokens is not None:
         objective = f"{args.task}, validation only"
@@ -213,7 +213,7 @@ def pretraining_data(
 
         train, objective = streaming_data(args, backend, vocabulary, model_kind)
     else:
-        train = on_all(backend, lambda: _train_loader(context, backend, sources), takes_long=True)
+        train = on_all(backend, lambda: _train_loader(context, backend, sources))
         objective = train.dataset.describe()
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))

@@ -66,7 +66,7 @@ def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None)
         claim_for_all(run, backend, once_more=True)
     trainer.saver = Saver.of_run(args, backend, trainer.tokenizer_dir, run.resume_path())
     find = partial(checkpoint.find_resume, args.resume, args.model_path, continues=not args.validate_only)
-    resume_from = on_main(backend, find, takes_long=True)
+    resume_from = on_main(backend, find)
     source = resume_from
     if source is None and trainer.phase is not None:
         source = resume_from = trainer.phase.branch

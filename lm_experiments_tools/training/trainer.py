@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.backends.collective import STALL_SECONDS
 from lm_experiments_tools.checkpoint.train_state import TrainState, failures_located
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
@@ -187,10 +188,14 @@ class TrainingLoop:
             self._validate_at_start()
             self.backend.model.train()
             batches, check = iter(self.stream), LoaderCheck(self.stream, self.backend, self.args)
+            is_first = True
             while not self.signals.agreed and not self.is_over():
                 batch, data_seconds = next(batches)
                 check(batch)
                 info = self.train_step(batch, data_seconds)
+                if is_first:  # all workers have read their data, and compiled the model
+                    self.backend.limit_waiting(self.args.stall_timeout or STALL_SECONDS)
+                    is_first = False
                 if info is not None and info.applied:
                     self._run_callbacks(info)
             self._finish()

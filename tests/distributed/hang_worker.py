@@ -1,7 +1,8 @@
 """One job of test_hangs.py and test_failures.py: two workers train with dropout, and something goes wrong on rank 1.
 
 argv: KIND, MOMENT, the run directory. KIND stop, kill, raise, exit, nan, uneven, sigterm, full_disk (on rank 0),
-sigterm_to_launcher, or train and train_long for nothing wrong; MOMENT start, training, evaluation or saving.
+sigterm_to_launcher, late (also on rank 0, whose first checkpoint is written slowly), or train and train_long for
+nothing wrong; MOMENT start, training, evaluation or saving.
 """
 
 import math
@@ -52,6 +53,8 @@ class Trouble:
             raise ZeroDivisionError("a deliberate failure")
         if self.kind == "exit":
             sys.exit(0)
+        if self.kind == "late":
+            time.sleep(STALL + 2)
 
     def factor(self):
         """0, and NaN where that is the trouble."""
@@ -115,6 +118,17 @@ def end_the_job(model, inputs):
     time.sleep(1.3 if model.passes >= 5 else 0)
 
 
+def make_writing_slow():
+    """Let the checkpoint of step 2 take longer than a worker may wait in a collective."""
+    commit = CheckpointWriter.commit
+
+    def commit_late(self, step, **options):
+        time.sleep(STALL + 2 if step == 2 else 0)
+        commit(self, step, **options)
+
+    CheckpointWriter.commit = commit_late
+
+
 def no_space(self, *args, **kwargs):
     raise OSError(28, "No space left on device")
 
@@ -137,6 +151,8 @@ def main():
         model.register_forward_pre_hook(end_the_job)
     if kind == "full_disk" and backend.is_main:
         CheckpointWriter.commit = no_space
+    if kind == "late" and backend.is_main:
+        make_writing_slow()
     save = Saver.save
     Saver.save = lambda *args, **options: (trouble.at("saving"), save(*args, **options))[1]
     loader = Batches(RaggedPairs(24), 4, backend.rank, backend.world_size)

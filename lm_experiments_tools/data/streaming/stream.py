@@ -143,7 +143,7 @@ def streaming_data(
     Raises:
         UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
-    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
+    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
     streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.info(
@@ -152,7 +152,7 @@ def streaming_data(
             plan.num_streams,
         )
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
-    loader = on_all(backend, lambda: _open(context, backend, plan, fingerprint, streams), takes_long=True)
+    loader = on_all(backend, lambda: _open(context, backend, plan, fingerprint, streams))
     return loader, f"{args.task} from a stream: {', '.join(args.data_path)}, {plan.describe()}"
 
 

@@ -1,65 +1,53 @@
-"""Work on all workers: who is done first waits for the others however long they take, and outside a collective."""
+"""Errors of one worker reach all; a checkpoint may take longer to write than a collective may wait."""
 
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lm_experiments_tools.backends import collective
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.checkpoint import saving
 from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import RunError, UserError
 
-LONG, SHORT = 60.0, 0.2  # seconds that a worker may wait in a collective, as NCCL's 1,800
-BEATS = 6  # collectives that the other worker takes part in before a slow one is done
+LIMIT = 60.0  # seconds that a worker may wait in a collective
+BROADCASTS = 6  # that the other worker takes part in before a slow one is done
 
 
 class OneOfTwo(LocalBackend):
-    """A worker of two, in threads; a collective ends with an error where one waits too long for the other.
-
-    A slow worker is slow in collectives, not in seconds: it waits for so many, or for the other's error.
-    """
+    """A worker of two, in threads."""
 
     world_size = 2
 
-    def __init__(self, rank, barrier, values, limit):
+    def __init__(self, rank, barrier, values):
         super().__init__()
-        self.rank, self._barrier, self._values, self._limit = rank, barrier, values, limit
-        self.beaten = threading.Semaphore(0)  # once for each collective, and without end after an error
+        self.rank, self._barrier, self._values = rank, barrier, values
+        self.num_broadcasts = 0
+        self.has_waited = threading.Event()
 
     def gather(self, value):
         self._values[self.rank] = value
-        try:
-            self._barrier.wait(self._limit)
-            found = list(self._values)
-            self._barrier.wait(self._limit)
-        except threading.BrokenBarrierError:
-            raise RuntimeError("gloo: Timed out waiting") from None
-        self.beaten.release()
+        self._barrier.wait(LIMIT)
+        found = list(self._values)
+        self._barrier.wait(LIMIT)
         return found
 
-    def be_slow(self):
-        for _ in range(BEATS):
-            while not self.beaten.acquire(timeout=0.01) and not self._barrier.broken:
-                pass
-
-    def sum(self, values):
-        return sum(self.gather(values))
-
     def broadcast(self, value):
+        self.num_broadcasts += 1
+        if self.num_broadcasts == BROADCASTS:
+            self.has_waited.set()
         return self.gather(value)[0]
 
 
-def on_both(function, limit=LONG):
+def on_both(function):
     """[function(backend) of either worker], an exception in place of a value."""
     barrier, values = threading.Barrier(2), [None, None]
 
     def run(rank):
         try:
-            return function(OneOfTwo(rank, barrier, values, limit))
+            return function(OneOfTwo(rank, barrier, values))
         except Exception as error:
             return error
 
@@ -67,59 +55,43 @@ def on_both(function, limit=LONG):
         return list(pool.map(run, range(2)))
 
 
-def slow(backend, value="done", rank=1):
-    if backend.rank == rank:
-        backend.be_slow()
-    return value
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(collective, "_BEAT", 0.01)
+    wait = saving.wait
+    monkeypatch.setattr(saving, "wait", lambda futures, timeout: wait(futures, timeout=timeout / 100))
 
 
-def test_workers_wait_for_slow_ones_longer_than_a_collective_may_take(caplog):
-    caplog.set_level(logging.INFO)
+def test_workers_wait_for_a_checkpoint_in_short_collectives(tmp_path):
+    """Rank 0 writes until the workers have met a number of times, so no single collective lasts as long as writing."""
 
-    def until_told_twice(backend):
-        while backend.rank == 1 and caplog.messages.count("waiting for 1 of 2 workers") < 2:
-            backend.be_slow()
-        return "done"
-
-    assert on_both(lambda backend: on_all(backend, lambda: until_told_twice(backend), takes_long=True)) == ["done"] * 2
-    without = on_both(lambda backend: on_all(backend, lambda: slow(backend)), limit=SHORT)
-    assert all("Timed out" in str(error) for error in without)
-
-
-def test_workers_wait_for_the_first_one():
-    assert on_both(lambda b: on_main(b, lambda: slow(b, b.rank, rank=0), takes_long=True)) == [0, 0]
-
-
-def test_workers_wait_for_a_checkpoint_longer_than_a_collective_may_take(tmp_path):
     def save(backend):
         saver = Saver(backend, CheckpointWriter(tmp_path, 1))
         if backend.is_main:
-            saver._writing = saver._thread.submit(backend.be_slow)
+            saver._writing = saver._thread.submit(backend.has_waited.wait, LIMIT)
+        saver.wait()
+        return backend.num_broadcasts >= BROADCASTS
+
+    assert on_both(save) == [True, True]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(tmp_path):
+    def fail():
+        raise RunError("the disk is full")
+
+    def save(backend):
+        saver = Saver(backend, CheckpointWriter(tmp_path, 1))
+        if backend.is_main:
+            saver._writing = saver._thread.submit(fail)
         saver.wait()
 
-    assert on_both(save) == [None, None]
+    assert [(type(error), str(error)) for error in on_both(save)] == [(RunError, "the disk is full")] * 2
 
 
 @pytest.mark.parametrize("error", [UserError("no text"), RunError("gone")])
-def test_an_error_of_slow_work_reaches_all(error):
+def test_an_error_of_one_worker_reaches_all(error):
     def fail(backend):
-        slow(backend)
         if backend.rank == 1:
             raise error
 
-    found = on_both(lambda backend: on_all(backend, lambda: fail(backend), takes_long=True))
+    found = on_both(lambda backend: on_all(backend, lambda: fail(backend)))
     assert [(type(e), str(e)) for e in found] == [(type(error), str(error))] * 2
-
-
-def test_a_worker_that_is_lost_meanwhile_is_the_error():
-    def die(backend):
-        if backend.rank == 1:
-            raise KeyError("a bug, with which this worker ends")
-
-    other, lost = on_both(lambda backend: on_all(backend, lambda: die(backend), takes_long=True), limit=SHORT)
-    assert type(lost) is KeyError and "Timed out" in str(other)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 
 import pytest
 
-from lm_experiments_tools.backends import cluster, collective, process_groups
+from lm_experiments_tools.backends import cluster, collective
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config import cli, launchers
 from lm_experiments_tools.errors import RunError, UserError
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-LOST = RuntimeError("gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation")
 
 
 class OfTwo(LocalBackend):
@@ -23,17 +21,12 @@ class OfTwo(LocalBackend):
 
     world_size = 2
 
-    def __init__(self, other=None, missing=None):
+    def __init__(self, other=None):
         super().__init__()
-        self.other, self.answer = other, missing
+        self.other = other
 
     def gather(self, value):
         return [value, ("lmtb", self.other)]
-
-    def missing(self):
-        if self.answer == "unreachable":
-            raise ConnectionError
-        return self.answer
 
 
 def refuse():
@@ -90,24 +83,3 @@ def test_a_refusal_that_nobody_else_heard_of_names_its_machine(monkeypatch, caps
     with pytest.raises(SystemExit):
         cli.run_main(refuse)
     assert capsys.readouterr().err == f"error: on {platform.node()}: there is no such file\n"
-
-
-@pytest.mark.parametrize(
-    "answer, words",
-    [
-        ([1], r"^lost rank 1 on lmtb, or the connection there: no answer \(gloo.*Timed out"),
-        ([], "^all workers answer, but one came too late"),
-        ("unreachable", r"^lost lmta, the machine of rank 0, or the connection to it \("),
-        (None, "^lost a worker on lmt[ab] or lmtb, or the connection to it"),  # Horovod has no roll call
-    ],
-)
-def test_a_lost_machine_is_named_by_who_does_not_answer(answer, words):
-    others = [("lmta", 1), ("lmtb", 1)]
-    sentence = process_groups.lost_peer(LOST, others, OfTwo(missing=answer))
-    assert sentence is not None and re.search(words, sentence), sentence
-
-
-def test_an_error_of_a_worker_s_own_is_no_lost_peer():
-    others = [("lmta", 1), ("lmtb", 1)]
-    assert process_groups.lost_peer(ValueError("connection"), others, OfTwo(missing=[1])) is None
-    assert process_groups.lost_peer(RuntimeError("size mismatch"), others, OfTwo(missing=[1])) is None

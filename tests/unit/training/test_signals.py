@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lm_experiments_tools.checkpoint import train_state
 from lm_experiments_tools.config import exits
 from lm_experiments_tools.config.cli import run_main
-from lm_experiments_tools.errors import RunError
+from lm_experiments_tools.errors import LostWorkerError, RunError
 from lm_experiments_tools.training.signals import StopSignals
 from tests.helpers import loops
 from tests.helpers.loops import At
@@ -108,15 +108,15 @@ def test_signals_that_the_user_handles_or_nohup_ignores_are_left_alone():
 def test_a_launcher_s_signal_while_a_lost_worker_is_looked_for_is_not_this_one_s_end(monkeypatch):
     """horovodrun sends it to all once one is gone; by default it would end this worker before its last words."""
 
-    def signalled(error, peers, backend):
+    def signalled(error):
         os.kill(os.getpid(), signal.SIGTERM)
-        return "lost rank 1"
+        return LostWorkerError("a worker is lost")
 
-    monkeypatch.setattr(train_state, "lost_peer", signalled)
+    monkeypatch.setattr(train_state, "lost_worker", signalled)
     ended = []
     before = signal.signal(signal.SIGTERM, lambda *_: ended.append("by the signal"))
     try:
-        with pytest.raises(RunError, match="lost rank 1"):
+        with pytest.raises(RunError, match="a worker is lost"):
             make_loop(At(3, lambda loop: {}["connection"])).train()
     finally:
         signal.signal(signal.SIGTERM, before)
