@@ -72,7 +72,7 @@ def main() -> None:
     runs = Path(sys.argv[1])
     backend = get_backend(args_of(runs, 1))
     train(runs / "watched", backend)
-    train(runs / "broken", backend, broken=True)
+    train(runs / "broken", backend, broken=True, debug_non_finite=True)
     backend.close()
 
 
