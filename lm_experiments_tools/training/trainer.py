@@ -98,7 +98,8 @@ class TrainingLoop:
             state; any other is read again up to its position.
         valid_dataloader: this worker's part of the validation set, or the whole set (see `validation.is_split`).
         train_sampler: its `set_epoch` is called before each epoch, as that of the loader's own parts.
-        batch_transform_fn: f(batch) -> batch with the model's argument names.
+        batch_transform_fn: f(batch) -> batch with the model's argument names. For a loader with `seek` it draws no
+            random numbers from global generators: a run stopped by a signal would not be repeated bit for bit.
         batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
         keep_for_metrics_fn: f(batch, outputs) -> {name: tensor or list} to accumulate.
         metrics_fn: f(everything accumulated on all workers) -> {name: value}.
@@ -143,7 +144,6 @@ class TrainingLoop:
         self.stream = None
         if train_dataloader is not None:
             self.stream = BatchStream(train_dataloader, train_sampler)
-            warn_of_unsplit_data(train_dataloader, backend)
         backend.reproduce(args)
         self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
@@ -163,7 +163,6 @@ class TrainingLoop:
         self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
         self.saved_at: tuple[int, int] | None = None  # step and samples of the last checkpoint
         self._set_up_model(model, optimizer)
-        self._watch = OutputWatch(backend.unwrap()) if args.debug_non_finite else None
         self._parameters = list(backend.unwrap().parameters())
         self._trained = self._trained_parameters()
         self.meter = None if args.validate_only else FlopMeter(args, backend, self.interval, self.say)
@@ -178,6 +177,7 @@ class TrainingLoop:
 
     def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         set_up(self, model, optimizer)
+        self._watch = OutputWatch(self.backend.unwrap()) if self.args.debug_non_finite else None
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -188,6 +188,7 @@ class TrainingLoop:
             SystemExit: with 128 + signal number, after a checkpoint has been saved (143 for SIGTERM).
         """
         check_trainable(self.stream, self.backend.optimizer)
+        warn_of_unsplit_data(self.stream.loader, self.backend)
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
         if self.state.step >= self.args.iters and not (self.phase and self.phase.run.phases):
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
@@ -267,9 +268,9 @@ class TrainingLoop:
         part = self.split(batch, args.batch_size)
         counts = self.global_counts(part)
         # A launcher kills a few seconds after its signal, so the step is left out if a restart reads the same batch
-        # again: the position of a loader with `seek` is the samples of finished steps. Reading from another loader and
-        # transforming a batch may have drawn random numbers, so that step is finished.
-        if self.signals.agreed and self.stream.seeks and self.split.transform is None:
+        # again: the position of a loader with `seek` is the samples of finished steps. Reading from another loader may
+        # have drawn random numbers, so that step is finished.
+        if self.signals.agreed and self.stream.seeks:
             self._finalize_step()
             return None
         self._check_targets(counts.weights)
