@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,14 +49,17 @@ class PendingStep:
         result: function that waits for the step and returns (gradient norm, applied): the global L2 norm before
             clipping, and False if the step was skipped because the norm was not finite.
         is_done: True if `result` does not wait.
+        non_finite: function that returns the names of the parameters whose gradient on this worker is not finite; it
+            waits as `result` does.
     """
 
     result: Callable[[], tuple[float, bool]]
     is_done: bool
+    non_finite: Callable[[], list[str]] = list
 
     @classmethod
-    def done(cls, grad_norm: float, applied: bool) -> PendingStep:
-        return cls(lambda: (grad_norm, applied), is_done=True)
+    def done(cls, grad_norm: float, applied: bool, non_finite: Callable[[], list[str]] = list) -> PendingStep:
+        return cls(lambda: (grad_norm, applied), is_done=True, non_finite=non_finite)
 
 
 def peak_process_bytes() -> int:
@@ -200,15 +204,16 @@ class Backend(Collectives):
         """
         if not wait and self._can_skip_on_device():
             return self._launch_step(max_norm, max_value)
-        parameters = self.precision.parameters(self.optimizer)
-        norm = total_norm(p.grad for p in parameters if p.grad is not None)
+        parameters = [p for p in self.precision.parameters(self.optimizer) if p.grad is not None]
+        norms = tensor_norms(p.grad for p in parameters)
+        norm = norm_of_norms(norms)
         grad_norm = norm.item()  # waits for the device, once a step
         finite = math.isfinite(grad_norm)
         if finite and not (max_norm and max_norm >= grad_norm + 1e-6):  # torch would multiply all gradients by 1
             _clip(parameters, norm, max_norm, max_value)
         self.precision.step(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return PendingStep.done(grad_norm, finite)
+        return PendingStep.done(grad_norm, finite, partial(self._non_finite_names, parameters, norms))
 
     def _can_skip_on_device(self) -> bool:
         if not (self.runs_ahead and self.precision.skips_on_device):
@@ -218,8 +223,9 @@ class Backend(Collectives):
         return all(p.device.type == self.device.type for p in self.precision.parameters(self.optimizer))
 
     def _launch_step(self, max_norm: float | None, max_value: float | None) -> PendingStep:
-        parameters = self.precision.parameters(self.optimizer)
-        norm = total_norm(p.grad for p in parameters if p.grad is not None)
+        parameters = [p for p in self.precision.parameters(self.optimizer) if p.grad is not None]
+        norms = tensor_norms(p.grad for p in parameters)
+        norm = norm_of_norms(norms)
         _clip(parameters, norm, max_norm, max_value)
         self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
         try:
@@ -228,7 +234,18 @@ class Backend(Collectives):
             del self.optimizer.found_inf, self.optimizer.grad_scale
         self.optimizer.zero_grad(set_to_none=True)
         read = read_later(norm)
-        return PendingStep(lambda: (read(), math.isfinite(read())), is_done=False)
+        names = partial(self._non_finite_names, parameters, norms)
+        return PendingStep(lambda: (read(), math.isfinite(read())), is_done=False, non_finite=names)
+
+    def _non_finite_names(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[str]:
+        """Names of the parameters whose gradient has a norm that is not finite, on this worker's shard if sharded."""
+        names = {id(parameter): name for name, parameter in self.unwrap().named_parameters()}
+        local = [norm.to_local() if hasattr(norm, "to_local") else norm for norm in norms]
+        return [
+            names.get(id(parameter), f"optimizer's parameter {number}")
+            for number, (parameter, norm) in enumerate(zip(parameters, local, strict=True))
+            if not math.isfinite(norm.item())
+        ]
 
     def _reduce_gradients(self) -> None:
         """Average gradients over workers; nothing to do for one process."""
@@ -458,5 +475,18 @@ def _clip(parameters: list[nn.Parameter], norm: Tensor, max_norm: float | None, 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Global L2 norm over all tensors, a plain scalar; 0 without tensors. Collective for DTensors."""
-    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm_of_norms(tensor_norms(tensors))
+
+
+def tensor_norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """L2 norm of each tensor. That of a DTensor is a DTensor, whose local part is the norm of the local shard."""
+    tensors = list(tensors)
+    return list(torch._foreach_norm(tensors)) if tensors else []
+
+
+def norm_of_norms(norms: list[Tensor]) -> Tensor:
+    """Global L2 norm from the result of `tensor_norms`."""
+    if not norms:
+        return torch.tensor(0.0)
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -352,6 +352,8 @@ class LoggingArgs:
     --profile_after."""
     profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
     """The update after which --profile begins. None: 5 after the run has started or gone on."""
+    debug_non_finite: Annotated[bool, HARMLESS, _OF_TRAINING] = False
+    """Check the output of each module, and name the first non-finite one of a skipped update; slow."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
 

@@ -143,4 +143,5 @@ class FineTuningSettings(TypedDict, total=False):
     peak_tflops: float | None
     profile: int | None
     profile_after: int | None
+    debug_non_finite: bool
     report: bool

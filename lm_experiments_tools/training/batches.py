@@ -5,7 +5,8 @@ How a restarted run finds its position in the data depends on the methods of the
 - `seek(consumed_samples)`, as in `data.loader.TrainLoader`: jumps there in O(1).
 - `state_dict` and `load_state_dict`, as in torchdata's `StatefulDataLoader`: restores the loader's own state.
 - any other iterable, such as a torch `DataLoader`: starts the epoch again with the random states of its start, and
-  skips the batches that were used.
+  skips the batches that were used. The random states are those of the process, and of a `torch.Generator` that the
+  loader, a sampler or the dataset has as its attribute `generator`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.training.generators import (
-    Generators,
-    preserved_random_state,
-    random_state,
-    set_random_state,
-)
+from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.micro_batches import has_rows
 from lm_experiments_tools.training.profiling import DATA_WAIT
 
@@ -33,8 +29,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.checkpoint.train_state import TrainState
 
 logger = logging.getLogger(__name__)
-
-_EPOCH_START = {"epoch_random_state", "epoch_generators"}
 
 _END = object()  # of an epoch
 
@@ -47,32 +41,21 @@ class BatchStream:
     Args:
         loader: yields dicts of tensors with equal first dimension.
         sampler: its `set_epoch` is called at the start of each epoch, as that of each part of the loader.
-        transforms: True if batches are later changed by a function that may draw random numbers.
 
-    Raises:
-        UserError: the loader draws from random generators that no checkpoint can save.
+    Attributes:
+        seeks: True if the loader has `seek`, and reading a batch draws no global random numbers.
     """
 
-    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None, *, transforms: bool = False) -> None:
+    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
         self.loader, self.sampler = loader, sampler
         self.epoch = self.rows_in_epoch = 0
-        self._epoch_start: dict[str, Any] = dict.fromkeys(_EPOCH_START)
+        self.seeks = hasattr(loader, "seek")
+        # Accelerate's wrapper has these methods for any loader, and they work if the wrapped loader has them.
+        inner = getattr(loader, "base_dataloader", loader)
+        self._is_stateful = hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
+        self._epoch_start: dict[str, Any] | None = None  # random states; None before the first epoch
         self._restart: Mapping[str, Any] | None = None  # `state_dict` to restore before the next batch
-        self._random_state: dict[str, Any] | None = None  # the same of the process's random states
-        self._seeks = hasattr(loader, "seek")
-        self._draws = transforms or not self._seeks
-        inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has these methods for any loader
-        self._knows_position = not self._seeks and hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
-        self._generators = Generators(None if self._seeks else loader)
-        self._workers_stay = bool(getattr(inner, "persistent_workers", False))
-        held = [
-            path for path in self._generators.held if path.startswith(("dataset", "collate_fn", "base_dataloader.d"))
-        ]
-        if self._workers_stay and held and not self._knows_position:
-            raise UserError(
-                f"the training data loader's workers draw from copies of {held[0]}, which live on from epoch to epoch "
-                "out of a checkpoint's reach: set persistent_workers=False"
-            )
+        self._random_state: dict[str, Any] | None = None  # global random states to restore before the next batch
 
     @property
     def fingerprint(self) -> str | None:
@@ -104,12 +87,12 @@ class BatchStream:
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
         if not same_rows and fingerprint != self.fingerprint:
             raise UserError(position_lost(fingerprint, self.fingerprint))
-        if state is None and fingerprint is None:
+        if state is None and not self.seeks:
             raise UserError(
                 "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
                 "the position for the new number; continue with the same number of workers"
             )
-        if self._seeks:
+        if self.seeks:
             self.loader.seek(run.data_position())
             return
         self.epoch, self.rows_in_epoch = state["epoch"], state["rows_in_epoch"]
@@ -119,10 +102,10 @@ class BatchStream:
         """This worker's position in the training data before the next batch, for a checkpoint."""
         if self._restart is not None:
             return dict(self._restart)
-        state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, **self._epoch_start}
-        if self._knows_position:
+        state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, "epoch_start": self._epoch_start}
+        if self._is_stateful and self._epoch_start is not None:
             state["loader"] = self.loader.state_dict()
-        return {**state, "generators": self._generators.state()}
+        return state
 
     def random_state(self) -> dict[str, Any]:
         """The process's random states before the next batch, which a checkpoint saves together with `state_dict`."""
@@ -132,23 +115,12 @@ class BatchStream:
         """Set this process's random states, saved by `random_state`, just before the next batch is fetched."""
         self._random_state = state
 
-    def put_back(self) -> None:
-        """Undo the fetch of the last batch, so that a checkpoint saves the position before it."""
-        if self._draws:
-            self._random_state, self._restart = self._previous
-
     def __iter__(self) -> Iterator[tuple[Mapping[str, Any], float]]:
         """Batches without end. Raises RunError where a loader with `seek` ends."""
-        batches = None
+        started = time.perf_counter()
+        batches = self._first_epoch()
         while True:
-            started = time.perf_counter()
-            if self._random_state is not None:
-                set_random_state(self._random_state)
-                self._random_state = None
-            if self._draws:  # else nothing changes before the first forward pass, where a signal may stop the run
-                self._previous = random_state(), self.state_dict()
             with torch.profiler.record_function(DATA_WAIT):
-                batches = self._start_epoch() if batches is None else batches
                 while (batch := next(batches, _END)) is _END:
                     self._end_epoch()
                     batches = self._start_epoch()
@@ -157,14 +129,35 @@ class BatchStream:
                     f"the training data loader gave None in place of a batch in epoch {self.epoch}: leave bad rows "
                     "out in the dataset, or return the others from collate_fn"
                 )
-            if not self._seeks:
-                if self.rows_in_epoch == 0:  # some samplers make their generator at their first row
-                    self._generators = Generators(self.loader)
-                self.rows_in_epoch += _num_rows(batch)
+            if not self.seeks:
+                self.rows_in_epoch += num_rows_in(batch)
             yield batch, time.perf_counter() - started
+            started = time.perf_counter()
+
+    def _first_epoch(self) -> Iterator[Mapping[str, Any]]:
+        """The rest of the checkpoint's epoch, or a new epoch if there is none."""
+        restart, self._restart = self._restart, None
+        rest = None if restart is None or restart["epoch_start"] is None else self._rest_of_epoch(restart)
+        # Finding the position draws random numbers, so the checkpoint's states are set after it.
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+        return self._start_epoch() if rest is None else rest
+
+    def _start_epoch(self) -> Iterator[Mapping[str, Any]]:
+        if not self.seeks:
+            self._set_epoch()
+            generators = [None if g is None else g.get_state() for g in _generators_of(self.loader)]
+            self._epoch_start = {"random_state": random_state(), "generators": generators}
+        return iter(self.loader)
+
+    def _set_epoch(self) -> None:
+        for part in (self.sampler, *_parts_of(self.loader)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)
 
     def _end_epoch(self) -> None:
-        if self._seeks:
+        if self.seeks:
             raise RunError("the training data loader has come to an end, but one with seek() must go on for ever")
         if self.rows_in_epoch == 0:
             raise UserError(
@@ -173,50 +166,38 @@ class BatchStream:
             )
         self.epoch, self.rows_in_epoch = self.epoch + 1, 0
 
-    def _start_epoch(self) -> Iterator[Mapping[str, Any]]:
-        """The epoch's iterator, past the batches already used; a replay leaves training's random states alone."""
-        restart, self._restart = self._restart, None
-        if self._seeks:
-            return iter(self.loader)
-        for part in (self.sampler, *_parts_of(self.loader)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self.epoch)
-        if restart is None or restart["epoch_random_state"] is None:
-            self._epoch_start = {"epoch_random_state": random_state(), "epoch_generators": self._generators.state()}
-            return iter(self.loader)
-        self._epoch_start = {name: restart[name] for name in _EPOCH_START}
+    def _rest_of_epoch(self, restart: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The epoch of `restart` without the batches used before the checkpoint. Global random states are kept."""
+        self._set_epoch()
+        self._epoch_start = restart["epoch_start"]
         with preserved_random_state():
-            batches = self._replay(restart)
-            self._generators = Generators(self.loader)
-            if lost := self._generators.restore(restart["generators"]):
+            if self._is_stateful:
+                self.loader.load_state_dict(restart["loader"])
+                return iter(self.loader)
+            if getattr(self.loader, "persistent_workers", False):
                 logger.warning(
-                    "the checkpoint and the training data loader do not hold the same random states (%s): the rest of "
-                    "epoch %d may repeat rows and leave others out", ", ".join(sorted(lost)), self.epoch,
-                )  # fmt: skip
-        return batches
+                    "the training data loader has persistent_workers, whose random numbers no checkpoint holds: a "
+                    "dataset that draws any draws others after this restart; it is exact with persistent_workers=False"
+                )
+                # Workers that live on draw their seed in the first epoch only, so it is drawn before later epochs.
+                if self.epoch:
+                    iter(getattr(self.loader, "base_dataloader", self.loader))
+            set_random_state(self._epoch_start["random_state"])
+            for generator, state in zip(_generators_of(self.loader), self._epoch_start["generators"], strict=False):
+                if generator is not None and state is not None:
+                    generator.set_state(state)
+            return self._skip_used(iter(self.loader))
 
-    def _replay(self, restart: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The epoch of `restart` from its beginning, past the batches used before the checkpoint."""
-        if self._workers_stay:
-            logger.warning(
-                "the training data loader has persistent_workers, whose random numbers no checkpoint holds: a dataset "
-                "that draws any draws others after this restart; it is exact with persistent_workers=False"
-            )
-            if self.epoch:  # they were made in an earlier epoch, and the one to be replayed did not draw their seed
-                iter(getattr(self.loader, "base_dataloader", self.loader))
-        set_random_state(restart["epoch_random_state"])
-        self._generators.restore(restart["epoch_generators"])
-        if self._knows_position and "loader" in restart:
-            self.loader.load_state_dict(restart["loader"])
-            return iter(self.loader)
-        batches, used = iter(self.loader), 0
+    def _skip_used(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Skip `rows_in_epoch` rows of an epoch's batches. Raises UserError if there are fewer."""
+        used = 0
         while used < self.rows_in_epoch:
             if (batch := next(batches, _END)) is _END:
                 raise UserError(
                     f"the checkpoint had used {self.rows_in_epoch} rows of epoch {self.epoch}, but the training data "
                     f"now gives only {used}: it is not the data the run was started with"
                 )
-            used += (rows := _num_rows(batch))
+            used += (rows := num_rows_in(batch))
         if used == self.rows_in_epoch:
             return batches
         unused = slice(rows - (used - self.rows_in_epoch), None)  # batches of another size than before
@@ -254,12 +235,24 @@ def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
 
 
 def _parts_of(loader: Any) -> list[Any]:
-    """The loader, its samplers and datasets; none of Accelerate's loaders, which call their parts' `set_epoch`."""
-    found = [] if hasattr(loader, "base_dataloader") else [loader]
+    """The loader, its samplers and datasets."""
+    found = [loader]
     for part in found:
         inner = (getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset"))
         found += [one for one in inner if one is not None and not any(one is seen for seen in found)]
     return found
+
+
+def _generators_of(loader: Any) -> list[torch.Generator | None]:
+    """The attribute `generator` of each part of a loader; None if it is no `torch.Generator`."""
+    declared = (getattr(part, "generator", None) for part in _parts_of(loader))
+    return [generator if isinstance(generator, torch.Generator) else None for generator in declared]
+
+
+def sampler_of(loader: Any) -> Any:
+    """The sampler from which a torch `DataLoader` takes the numbers of rows; None if there is none."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
 
 
 def num_rows_of(dataset: Any) -> int | None:
@@ -270,7 +263,7 @@ def num_rows_of(dataset: Any) -> int | None:
         return None
 
 
-def _num_rows(batch: Any) -> int:
+def num_rows_in(batch: Any) -> int:
     """Rows of a batch: the length of its first tensor; 1 where there is none."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
     return next((len(value) for value in values if isinstance(value, Tensor) and value.dim()), 1)

@@ -1,31 +1,26 @@
-"""Checks that a user's model, optimizer and loaders fit together, and that workers read different rows."""
+"""Checks that a user's model, optimizer and loaders fit together, and that workers read the same data."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
-from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.batches import num_rows_in, sampler_of
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
-    from lm_experiments_tools.training.batches import BatchStream
     from lm_experiments_tools.training.targets import Targets
 
 logger = logging.getLogger(__name__)
 
 OF_VALIDATION = ("save_best", "early_stopping_patience", "use_lr_drop")
-_SURE_BITS = 20.0  # equal rows are by accident in less than one of 2^20 runs
 
 
 def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, train: Any, valid: Any) -> None:
@@ -104,82 +99,31 @@ def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
         raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
 
 
-class LoaderCheck:
-    """Check on the first batches of a run that workers read different rows of the training data.
+def warn_of_unsplit_data(loader: Any, backend: Backend) -> None:
+    """Warn if each of several workers reads a torch `DataLoader` as a single process would.
 
-    Loaders with the method `seek` are not checked, because they divide the rows by rank.
+    Torch's plain samplers are right only if the workers' datasets are different parts of the data.
     """
-
-    def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
-        self._stream, self._backend, self._args = stream, backend, args
-        self._digest, self._counts = hashlib.blake2b(digest_size=16), Counter()  # of the rows read so far
-        self._first_epoch = stream.epoch
-        self._is_first = self._compares = not hasattr(stream.loader, "seek")
-
-    def __call__(self, batch: Any) -> None:
-        """Check the next batch; collective for the first ones.
-
-        Raises:
-            UserError: two workers read the same rows.
-        """
-        if self._is_first:
-            self._is_first = False
-            self._compares = self._backend.world_size > 1
-            self._check_size(batch)
-        if self._compares:
-            rows = _rows(batch)
-            self._digest.update(b"".join(rows))
-            self._counts.update(rows)
-            self._compares = self._may_be_equal()
-
-    def _check_size(self, batch: Any) -> None:
-        args, rows, wanted = self._args, len(_rows(batch)), self._args.rows_per_worker()
-        if self._backend.is_main and rows != wanted:
-            logger.warning(
-                "the training data gives %d rows a batch, but a step takes one batch of batch_size %d x "
-                "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
-                rows, args.batch_size, args.gradient_accumulation_steps, wanted,
-            )  # fmt: skip
-
-    def _may_be_equal(self) -> bool:
-        """True if two workers have read equal rows that are too few to be sure; one small collective.
-
-        Rows of a toy data set that are all equal prove nothing; neither does an epoch with fewer rows than workers,
-        to which samplers add rows.
-        """
-        number, bits = self._counts.total(), 0.0
-        if number:  # -log2 of the chance that as many rows, drawn from these, are the same in the same order
-            bits = -number * math.log2(sum((count / number) ** 2 for count in self._counts.values()))
-        digest = self._digest.hexdigest() if number else None
-        reports = self._backend.gather((digest, bits, self._stream.epoch != self._first_epoch))
-        if any(ended for _, _, ended in reports):
-            return False
-        first: dict[str, int] = {}
-        rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(reports) if digest is not None]
-        repeated = [(first[d], rank, bits) for rank, d, bits in rows if first.setdefault(d, rank) != rank]
-        for one, other, bits in repeated:
-            if bits >= _SURE_BITS:
-                raise UserError(
-                    f"workers {one} and {other} train on the same rows: give the DataLoader a "
-                    "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
-                    "seed=seed)"
-                )
-        return bool(repeated)
+    is_prepared = hasattr(loader, "end_of_dataloader")  # by Accelerate, which splits it
+    is_plain = type(sampler_of(loader)) in (SequentialSampler, RandomSampler)
+    if backend.is_main and backend.world_size > 1 and is_plain and not is_prepared:
+        logger.warning(
+            "each of the %d workers reads its whole training DataLoader. Unless each has another part of the data, "
+            "they train on the same rows: give it a torch.utils.data.DistributedSampler(dataset, "
+            "num_replicas=world_size, rank=rank, shuffle=True, seed=seed)",
+            backend.world_size,
+        )
 
 
-def rows_digest(batch: Any) -> str:
-    """Hash of all rows of a batch, by which workers compare what they read."""
-    return hashlib.blake2b(b"".join(_rows(batch)), digest_size=16).hexdigest()
-
-
-def _rows(batch: Any) -> list[bytes]:
-    """A hash of each row of a batch: of its tensors that have as many rows as the first one."""
-    values = [batch[name] for name in sorted(batch)] if isinstance(batch, Mapping) else batch
-    values = values if isinstance(values, (list, tuple)) else [values]
-    tensors = [v.detach().cpu().contiguous() for v in values if isinstance(v, Tensor) and v.dim() and v.numel()]
-    count = len(tensors[0]) if tensors else 0
-    columns = [t.view(count, -1).view(torch.uint8).numpy() for t in tensors if len(t) == count]
-    return [hashlib.blake2b(b"".join(c[i].tobytes() for c in columns), digest_size=8).digest() for i in range(count)]
+def warn_of_batch_size(batch: Any, args: TrainerArgs) -> None:
+    """Warn if the first batch of a loader has another number of rows than a step takes."""
+    rows, wanted = num_rows_in(batch), args.rows_per_worker()
+    if rows != wanted:
+        logger.warning(
+            "the training data gives %d rows a batch, but a step takes one batch of batch_size %d x "
+            "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
+            rows, args.batch_size, args.gradient_accumulation_steps, wanted,
+        )  # fmt: skip
 
 
 def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:

@@ -28,9 +28,16 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
-from lm_experiments_tools.training.checks import LoaderCheck, check_loss, check_parts, check_trainable, same_on_all
+from lm_experiments_tools.training.checks import (
+    check_loss,
+    check_parts,
+    check_trainable,
+    same_on_all,
+    warn_of_batch_size,
+    warn_of_unsplit_data,
+)
 from lm_experiments_tools.training.flops import FlopMeter
-from lm_experiments_tools.training.generators import seed_all, torch_random_state
+from lm_experiments_tools.training.generators import seed_all
 from lm_experiments_tools.training.losses import BYTES_PER_TOKEN, MODEL_LOSS, Loss, loss_for
 from lm_experiments_tools.training.metrics import (
     AccumulatedOutputs,
@@ -41,7 +48,7 @@ from lm_experiments_tools.training.metrics import (
     storable,
 )
 from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch, StepBatch
-from lm_experiments_tools.training.non_finite import trace_non_finite
+from lm_experiments_tools.training.non_finite import OutputWatch, names_line
 from lm_experiments_tools.training.phases import Phase
 from lm_experiments_tools.training.profiling import with_profile
 from lm_experiments_tools.training.resume import load_weights, set_up
@@ -67,12 +74,11 @@ class InFlightStep:
     """A launched optimizer step whose result has not been read from the device yet.
 
     Attributes:
-        random_state: state before the first forward pass, for non-finite tracing.
+        non_finite: the first module of this worker whose output is not finite; None if there is none.
     """
 
     pending: PendingStep
-    micro_batches: list[MicroBatch]
-    random_state: Mapping[str, Tensor]
+    non_finite: str | None
     counts: GlobalCounts
     metrics: MetricSums
     seconds: float
@@ -89,10 +95,12 @@ class TrainingLoop:
             over rows if a batch has no labels.
         optimizer: optimizer over this model's parameters; None to evaluate only.
         train_dataloader: yields `args.rows_per_worker()` rows per step on each worker (fewer at the end of an epoch).
-            A loader with `seek(consumed_samples)` resumes in O(1); any other is replayed.
-        valid_dataloader: this worker's part of the validation set; parts may differ in length.
+            A loader with `seek(consumed_samples)` resumes in O(1), one with `state_dict` and `load_state_dict` by its
+            state; any other is read again up to its position.
+        valid_dataloader: this worker's part of the validation set, or the whole set (see `validation.is_split`).
         train_sampler: its `set_epoch` is called before each epoch, as that of the loader's own parts.
-        batch_transform_fn: f(batch) -> batch with the model's argument names.
+        batch_transform_fn: f(batch) -> batch with the model's argument names. For a loader with `seek` it draws no
+            random numbers from global generators: a run stopped by a signal would not be repeated bit for bit.
         batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
         keep_for_metrics_fn: f(batch, outputs) -> {name: tensor or list} to accumulate.
         metrics_fn: f(everything accumulated on all workers) -> {name: value}.
@@ -136,7 +144,7 @@ class TrainingLoop:
         self.phase = phase
         self.stream = None
         if train_dataloader is not None:
-            self.stream = BatchStream(train_dataloader, train_sampler, transforms=batch_transform_fn is not None)
+            self.stream = BatchStream(train_dataloader, train_sampler)
         backend.reproduce(args)
         self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
@@ -145,7 +153,7 @@ class TrainingLoop:
         if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
             self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = self.split.has_decoder
-        self.compared_splits: set[str] = set()  # whose first rows have been compared between workers
+        self.unsplit: set[str] = set()  # evaluated splits that each worker reads whole, as the log has said
 
         self.state, self.interval = TrainState(), LoggingInterval()
         accumulated = partial(AccumulatedOutputs, keep_for_metrics_fn, metrics_fn)
@@ -170,6 +178,7 @@ class TrainingLoop:
 
     def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         set_up(self, model, optimizer)
+        self._watch = OutputWatch(self.backend.unwrap()) if self.args.debug_non_finite else None
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -180,6 +189,7 @@ class TrainingLoop:
             SystemExit: with 128 + signal number, after a checkpoint has been saved (143 for SIGTERM).
         """
         check_trainable(self.stream, self.backend.optimizer)
+        warn_of_unsplit_data(self.stream.loader, self.backend)
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
         if self.state.step >= self.args.iters and not (self.phase and self.phase.run.phases):
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
@@ -187,11 +197,11 @@ class TrainingLoop:
         with self.signals, failures_located(self.state, self.backend), self.tracking(), self.saver.alongside():
             self._validate_at_start()
             self.backend.model.train()
-            batches, check = iter(self.stream), LoaderCheck(self.stream, self.backend, self.args)
-            is_first = True
+            batches, is_first = iter(self.stream), True
             while not self.signals.agreed and not self.is_over():
                 batch, data_seconds = next(batches)
-                check(batch)
+                if is_first and self.backend.is_main and not self.stream.seeks:
+                    warn_of_batch_size(batch, self.args)
                 info = self.train_step(batch, data_seconds)
                 if is_first:  # all workers have read their data, and compiled the model
                     self.backend.limit_waiting(self.args.stall_timeout or STALL_SECONDS)
@@ -259,15 +269,17 @@ class TrainingLoop:
             self._trained = trained
         part = self.split(batch, args.batch_size)
         counts = self.global_counts(part)
-        if self.signals.agreed:  # a launcher kills a few seconds after its signal
+        # A launcher kills a few seconds after its signal, so the step is left out if a restart reads the same batch
+        # again: the position of a loader with `seek` is the samples of finished steps. Reading from another loader may
+        # have drawn random numbers, so that step is finished.
+        if self.signals.agreed and self.stream.seeks:
             self._finalize_step()
-            self.stream.put_back()
             return None
         self._check_targets(counts.weights)
-        micro_batches = self.micro_batches = part.padded(counts.num_micro_batches)
+        micro_batches = part.padded(counts.num_micro_batches)
         started += self.meter.add(micro_batches, self.forward_kwargs)
-        random_state = torch_random_state(self.backend.device.type == "cuda")
         metrics = self._forward_backward(micro_batches, counts.weights)
+        non_finite = None if self._watch is None else self._watch.take()
         self._finalize_step()  # the step before: the learning rate depends on whether it was applied
         self._set_lr()
         wait = self._is_waited_for(self.state.step + 1)
@@ -275,7 +287,7 @@ class TrainingLoop:
         pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
         now = time.perf_counter()
         seconds, self.interval.update_seconds = now - started, self.interval.update_seconds + now - before_update
-        self._in_flight = InFlightStep(pending, micro_batches, random_state, counts, metrics, seconds, data_seconds)
+        self._in_flight = InFlightStep(pending, non_finite, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None
 
     def _trained_parameters(self) -> list[bool]:
@@ -326,7 +338,8 @@ class TrainingLoop:
         backend, loss, before = self.backend, self.loss, self.outputs.copy()
         metrics, divisors = (MetricSums(exact=backend.exact is not None) for _ in range(2))
         for i, micro_batch in enumerate(micro_batches):
-            self.seed_noise(self.state.consumed_samples, i)
+            if backend.exact is not None:
+                self._seed_noise(i)
             with backend.accumulate(sync=i == len(micro_batches) - 1):
                 with backend.autocast():
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
@@ -361,22 +374,17 @@ class TrainingLoop:
             sums.add({BYTES_PER_TOKEN: (part.num_bytes, part.weights["labels"])}, 0)
         collector.add(part.batch, outputs)
 
-    def seed_noise(self, position: int, i: int) -> None:
-        """Seed dropout for this worker's i-th micro-batch by its position in the data, if `--reproducible` is set.
-
-        Args:
-            position: samples consumed over all workers before the step.
-        """
-        if self.backend.exact is None:
-            return
+    def _seed_noise(self, i: int) -> None:
+        """Seed dropout for this worker's i-th micro-batch by its position in the data, for `--reproducible`."""
         # the virtual ranks of a worker are `rank`, `rank` + workers, ...; each has `accumulated` micro-batches
         accumulated = self.args.gradient_accumulation_steps
         virtual, k = divmod(i, accumulated)
         number = (virtual * self.backend.world_size + self.backend.rank) * accumulated + k
-        seed_all(self.args.seed, position, number)
+        seed_all(self.args.seed, self.state.consumed_samples, number)
 
     def _is_waited_for(self, step: int) -> bool:
-        return step >= self.args.iters or any(is_due(callback, step) for callback in self.callbacks)
+        is_last = step >= self.args.iters or bool(self.signals.agreed)
+        return is_last or any(is_due(callback, step) for callback in self.callbacks)
 
     def _set_lr(self) -> None:
         self.learning_rate.set(self.backend.optimizer, self.state.step - self.state.schedule_start)
@@ -416,18 +424,29 @@ class TrainingLoop:
         state = self.state
         state.skipped_updates += 1
         state.skipped_in_a_row += 1
-        first = state.consumed_samples - info.samples
-        position = first + state.data_offset
+        position = state.consumed_samples - info.samples + state.data_offset
         logger.warning(
             "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
             info.grad_norm, info.step, position, position + info.samples - 1, state.skipped_updates,
         )  # fmt: skip
-        trace_non_finite(self, step, first)
+        if names := step.pending.non_finite():
+            logger.warning("step %d: gradients that are not finite: %s", state.step + 1, names_line(names))
+        if self._watch is not None:
+            self._report_module(step.non_finite)
         if state.skipped_in_a_row >= self.args.max_skipped_updates:
             raise TrainingDiverged(
                 f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "
                 "weights are those of the last applied one; lower --lr, set --clip_grad_norm, or use --bf16 not --fp16"
             )
+
+    def _report_module(self, found: str | None) -> None:
+        """Log the first module with a non-finite output in a skipped step, of the first worker that has one."""
+        step = self.state.step + 1
+        bad = [(rank, found) for rank, found in enumerate(self.backend.gather(found)) if found is not None]
+        if bad and self.backend.is_main:
+            logger.warning("step %d, rank %d: first not finite: %s", step, *bad[0])
+        elif not bad:
+            self.say(f"step {step}: the output of every module is finite; the loss or a backward pass was not")
 
     # ---- validation, logs, checkpoints ------------------------------------------------------------------------------
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:

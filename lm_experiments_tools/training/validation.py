@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.batches import num_rows_of
-from lm_experiments_tools.training.checks import rows_digest
+from lm_experiments_tools.training.batches import num_rows_of, sampler_of
 from lm_experiments_tools.training.generators import preserved_random_state, seed_all
 from lm_experiments_tools.training.metrics import MetricSums
 from lm_experiments_tools.training.micro_batches import MicroBatch
@@ -68,9 +66,13 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
         UserError: a worker has no batch at all.
     """
     backend, last = trainer.backend, None
-    compares = backend.world_size > 1 and split not in trainer.compared_splits
-    trainer.compared_splits.add(split)
-    batches = counted(dataloader, backend, compares_workers=compares)
+    if backend.world_size > 1 and not is_split(dataloader) and split not in trainer.unsplit:
+        trainer.unsplit.add(split)
+        trainer.say(
+            f"each of the {backend.world_size} workers reads all {split} data, which counts once: give the DataLoader "
+            "a DistributedSampler(dataset, shuffle=False), so that each evaluates a part"
+        )
+    batches = counted(dataloader, backend)
     while True:
         batch, num_counted = next(batches, (None, None))
         part = trainer.split(batch, trainer.args.valid_batch_size(), num_counted)
@@ -88,43 +90,39 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
         yield from part.padded(counts.num_micro_batches, last)
 
 
-def counted(
-    dataloader: Iterable, backend: Backend, *, compares_workers: bool = False
-) -> Iterator[tuple[Any, NumCounted]]:
+def is_split(dataloader: Any) -> bool:
+    """True if a loader declares that it yields only this worker's part of the data.
+
+    Loaders that Accelerate has prepared do so, those with torch's `DistributedSampler`, and those with the attribute
+    `world_size`, as `data.loader.ValidLoader`.
+    """
+    is_prepared = hasattr(dataloader, "end_of_dataloader")
+    return is_prepared or hasattr(dataloader, "world_size") or isinstance(sampler_of(dataloader), DistributedSampler)
+
+
+def counted(dataloader: Iterable, backend: Backend) -> Iterator[tuple[Any, NumCounted]]:
     """Yield the batches of a data loader, each with a function that tells how many of its rows count in metrics.
 
     The function maps the number of rows in the batch to the number of leading rows that count. Rows that torch's
-    `DistributedSampler` or Accelerate's loaders repeat do not count. All rows of other loaders count.
-
-    Args:
-        compares_workers: warn if workers begin with the same rows; collective.
+    `DistributedSampler` or Accelerate's loaders repeat do not count. Of a loader that is not split over the workers
+    (`is_split`) only rank 0's rows count.
     """
-    sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
+    sampler = sampler_of(dataloader)
     if hasattr(dataloader, "end_of_dataloader"):
         yield from _of_accelerate(dataloader, backend.rank)
     elif isinstance(sampler, DistributedSampler):
         yield from _of_sampler(dataloader, sampler)
     else:
-        batches = iter(dataloader)
-        first = next(batches, None)
-        if compares_workers:
-            _warn_of_equal_rows(first, backend)
-        if first is not None:
-            yield from ((batch, _all) for batch in chain([first], batches))
+        num_counted = _all if backend.is_main or is_split(dataloader) else _none
+        yield from ((batch, num_counted) for batch in dataloader)
 
 
 def _all(rows: int) -> int:
     return rows
 
 
-def _warn_of_equal_rows(batch: Any, backend: Backend) -> None:
-    digests = backend.gather(None if batch is None else rows_digest(batch))
-    if backend.is_main and digests[0] is not None and len(set(digests)) == 1:
-        logger.warning(
-            "all %d workers evaluate the same rows, as the first batch shows: give the DataLoader a "
-            "DistributedSampler(dataset, shuffle=False), so that each evaluates a part",
-            backend.world_size,
-        )
+def _none(rows: int) -> int:
+    return 0
 
 
 def _of_accelerate(dataloader: Any, rank: int) -> Iterator[tuple[Any, NumCounted]]:

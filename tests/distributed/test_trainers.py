@@ -54,12 +54,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lm_experiments_tools import TrainerAccelerate, TrainerArgs
-from lm_experiments_tools.errors import UserError
 from tests.helpers.toys import RaggedPairs, TinyLabeller
-
-class Same(RaggedPairs):
-    def __getitem__(self, number):
-        return super().__getitem__(0)
 
 args = TrainerArgs(batch_size=2, gradient_accumulation_steps=2, iters=12, log_interval=4)
 accelerator = Accelerator(cpu=True)
@@ -71,31 +66,25 @@ def train(name, data, sampler=None, rows=4):
     keep = {"batch_transform_fn": lambda batch: {key: batch[key] for key in ("input_ids", "labels")}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = TrainerAccelerate(args, accelerator, model, optimizer, loader, train_sampler=sampler, **keep)
-    try:
-        trainer.train()
-        print(f"{name} {rank}: trained\\n", end="", flush=True)
-    except UserError as error:
-        print(f"{name} {rank} step {trainer.state.step}: {error}\\n", end="", flush=True)
+    trainer.train()
+    print(f"{name} {rank}: trained\\n", end="", flush=True)
 
 data = RaggedPairs(64)
 train("unsampled", data)
 train("one by one", data, rows=2)
 train("sampled", data, DistributedSampler(data, seed=3))
-train("alike", Same(64))
 train("two", RaggedPairs(2), DistributedSampler(RaggedPairs(2)), rows=1)
 """
 
 
 @pytest.mark.distributed
-def test_workers_that_read_the_same_rows_are_refused_and_a_short_batch_is_named(tmp_path):
+def test_workers_that_read_the_same_rows_are_warned_of_and_a_short_batch_is_named(tmp_path):
     (tmp_path / "script.py").write_text(FIRST_BATCHES)
     output = start("ddp", tmp_path / "script.py")
-    for rank in range(2):
-        refused = "workers 0 and 1 train on the same rows: give the DataLoader a torch.utils.data.DistributedSampler"
-        assert any(f"unsampled {rank} step {step}: {refused}" in output for step in (1, 2)), output[-3000:]
-        assert f"one by one {rank} step" in output
-        for name in ("sampled", "alike", "two"):
+    for name in ("unsampled", "one by one", "sampled", "two"):
+        for rank in range(2):
             assert f"{name} {rank}: trained" in output, output[-3000:]
+    assert output.count("each of the 2 workers reads its whole training DataLoader") == 2  # unsampled, one by one
     short = "the training data gives 2 rows a batch, but a step takes one batch of batch_size 2 x"
     assert output.count(short) == 1
     assert "= 4 rows: make the loader with batch_size=args.rows_per_worker()" in output

@@ -51,7 +51,7 @@ def train(folder: Path, backend: Backend, *, broken: bool = False, **more: int) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     kind = Marked if broken and backend.rank == backend.world_size - 1 else SeekableBatches
     loader = kind(RaggedPairs(24), args.rows_per_worker(), backend.rank, backend.world_size)
-    loop, seen, shapes = TrainingLoop(args, backend, model, optimizer, loader), {}, []
+    seen, shapes = {}, []
 
     def look(module: nn.Module, _: tuple, inputs: dict[str, Tensor]) -> None:
         seen["mark"] = bool((inputs["input_ids"] == MARK).any())
@@ -63,7 +63,7 @@ def train(folder: Path, backend: Backend, *, broken: bool = False, **more: int) 
 
     model.register_forward_pre_hook(look, with_kwargs=True)
     model.encoder.block[1].layer[1].DenseReluDense.wo.register_forward_hook(spoil)
-    loop.train()
+    TrainingLoop(args, backend, model, optimizer, loader).train()
     if backend.is_main:
         (folder / "shapes.json").write_text(json.dumps(shapes))
 
@@ -72,7 +72,7 @@ def main() -> None:
     runs = Path(sys.argv[1])
     backend = get_backend(args_of(runs, 1))
     train(runs / "watched", backend)
-    train(runs / "broken", backend, broken=True)
+    train(runs / "broken", backend, broken=True, debug_non_finite=True)
     backend.close()
 
 

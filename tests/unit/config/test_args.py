@@ -208,7 +208,7 @@ def test_the_flags_that_a_resumed_run_may_change_are_these():
     harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
     assert " ".join(sorted(frozenset.union(*harmless))) == (
         "allow_partial_checkpoint allow_pickle backend bleu_tokenize branch_from compile "
-        "data_n_workers data_path do_sample early_stopping_patience epochs eval_batch_size "
+        "data_n_workers data_path debug_non_finite do_sample early_stopping_patience epochs eval_batch_size "
         "id_field inference_dtype init_checkpoint iters keep_checkpoints "
         "length_penalty log_interval log_to max_bad_lines max_instances_per_eval_task "
         "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_cfg model_path "

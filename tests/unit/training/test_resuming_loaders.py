@@ -1,4 +1,4 @@
-"""A resumed run reads what an uninterrupted one would have read, whatever its loader draws its order from."""
+"""A resumed run reads what an uninterrupted one would have read: loaders with a state, and plain ones by skipping."""
 
 from __future__ import annotations
 
@@ -9,58 +9,31 @@ import signal
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, default_collate
 
 from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training import batches
-from lm_experiments_tools.training.generators import random_state
+from lm_experiments_tools.training.generators import seed_all
 from tests.helpers.loops import At, make_loop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5, weights_of
+from tests.helpers.toys import RaggedPairs, tiny_t5, weights_of
 
 ROWS, STEPS = 13, 10  # of 4 rows: two and a half epochs
 
 
-class DrawnOrder:
-    """A sampler of one's own: an order from `draw`, and a place in it that a fresh one lacks."""
+class NoisyRows(RaggedPairs):
+    """Replaces a token at random, by the global generator of the process or of the loader's worker."""
 
-    def __init__(self, draw):
-        self.draw = draw
-
-    def __len__(self):
-        return ROWS
-
-    def __iter__(self):
-        for _ in range(ROWS):
-            yield int(self.draw(ROWS))
+    def __getitem__(self, number):
+        row = super().__getitem__(number)
+        return {**row, "input_ids": torch.where(torch.rand(row["input_ids"].shape) < 0.3, 1, row["input_ids"])}
 
 
-class EpochOrder:
-    """A sampler that counts its epochs itself."""
-
-    def __init__(self):
-        self.epoch = 0
-
-    def __iter__(self):
-        yield from np.random.default_rng(self.epoch).permutation(ROWS).tolist()
-        self.epoch += 1
-
-    def __len__(self):
-        return ROWS
-
-
-class NoisyCollate:
-    """Replaces tokens at random, by a generator made when it is first needed, as transformers' collators do."""
-
-    generator = None
-
-    def __call__(self, rows):
-        if self.generator is None:
-            self.generator = np.random.default_rng(3)
-        batch = default_collate(rows)
-        batch["input_ids"][:, 0] = torch.from_numpy(self.generator.integers(1, 60, len(rows)))
-        return batch
+def noisy_collate(rows):
+    batch = default_collate(rows)
+    batch["input_ids"][:, 0] = torch.from_numpy(np.random.randint(1, 60, len(rows)))
+    return batch
 
 
 class Stateful:
@@ -97,77 +70,25 @@ def prepared(data, seedable=True):
     return Accelerator(cpu=True, dataloader_config=configuration).prepare(DataLoader(data, batch_size=4, shuffle=True))
 
 
-def in_batches(draw):
-    return lambda data: DataLoader(data, batch_sampler=BatchSampler(DrawnOrder(draw()), 4, drop_last=False))
-
-
-def draw_from_the_module(count):
-    return ORDER.integers(count)
-
-
-def from_the_module():
-    global ORDER
-    ORDER = np.random.default_rng(3)
-    return draw_from_the_module
-
-
-def from_a_closure():
-    rng = random.Random(3)
-    return lambda count: [rng.randrange(count) for _ in range(1)][0]
-
-
-class Slotted:
-    __slots__ = ("rng",)
-
-    def __init__(self):
-        self.rng = np.random.default_rng(3)
-
-    def __call__(self, count):
-        return self.rng.integers(count)
-
-
-class OneOfMany:
-    def __init__(self):
-        self.rngs = [random.Random(seed) for seed in range(100)]
-
-    def __call__(self, count):
-        return self.rngs[70].randrange(count)
-
-
-def of_a_class():
-    class Draw:
-        rng = random.Random(3)
-
-        def __call__(self, count):
-            return self.rng.randrange(count)
-
-    return Draw()
-
-
-def of_a_default():
-    def draw(count, rng=np.random.default_rng(3)):  # noqa: B008
-        return rng.integers(count)
-
-    return draw
+def of_a_worker(data):
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=3)
+    return DataLoader(data, batch_size=4, sampler=sampler)
 
 
 LOADERS = {
+    "the global generator": lambda data: DataLoader(data, batch_size=4, shuffle=True),
     "a generator": lambda data: DataLoader(data, batch_size=4, shuffle=True, generator=generator()),
     "a sampler's": lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(data, generator=generator())),
+    "a batch sampler's": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator()), 4, drop_last=False)
+    ),
     "with replacement": lambda data: DataLoader(
         data, batch_size=4, sampler=RandomSampler(data, replacement=True, num_samples=70, generator=generator())
     ),
-    "numpy's": in_batches(lambda: np.random.default_rng(3).integers),
-    "numpy's old": in_batches(lambda: np.random.RandomState(3).randint),
-    "Python's": in_batches(lambda: random.Random(3).randrange),
-    "a module's": in_batches(from_the_module),
-    "a closure's": in_batches(from_a_closure),
-    "in __slots__": in_batches(Slotted),
-    "in a long list": in_batches(OneOfMany),
-    "a class's": in_batches(of_a_class),
-    "a default's": in_batches(of_a_default),
-    "its own epochs": lambda data: DataLoader(data, batch_size=4, sampler=EpochOrder()),
-    "a collate function's": lambda data: DataLoader(data, batch_size=4, shuffle=True, collate_fn=NoisyCollate()),
+    "the epoch": of_a_worker,
+    "noisy rows": lambda data: DataLoader(NoisyRows(ROWS), batch_size=4, shuffle=True),
+    "a noisy collate function": lambda data: DataLoader(data, batch_size=4, shuffle=True, collate_fn=noisy_collate),
+    "noisy rows of workers": lambda data: DataLoader(NoisyRows(ROWS), batch_size=4, shuffle=True, num_workers=2),
     "persistent workers": lambda data: DataLoader(
         data, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True
     ),
@@ -196,7 +117,7 @@ def read(path, make_loader, stops):
     """The first columns of the batches of a stream that is saved, and made anew, after each number in `stops`."""
     seen = []
     for stop in stops:
-        torch.manual_seed(7)
+        seed_all(7)
         stream = batches.BatchStream(make_loader(RaggedPairs(ROWS)))
         if seen:
             state = load_tree(path / "state")
@@ -212,21 +133,37 @@ def read(path, make_loader, stops):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_restart_reads_on_whatever_the_loader_draws_its_order_from(tmp_path, name):
+def test_a_restart_reads_on_where_the_run_stopped(tmp_path, name):
     whole = read(tmp_path, LOADERS[name], [STEPS])
     assert read(tmp_path, LOADERS[name], [3, 6, 8, STEPS]) == whole  # within, and at the end of, an epoch
 
 
+def noisy(batch):
+    return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.1, 1, batch["input_ids"])}
+
+
 @pytest.mark.parametrize(
-    ("name", "at"),  # the batch to be put back is the last of an epoch, the first of one, another
-    [
-        ("a generator", 2), ("a generator", 3), ("a generator", 4), ("a collate function's", 3), ("prepared", 2),
-        ("its own state", 4),
-    ],
-)  # fmt: skip
-def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_path, name, at):
-    def noisy(batch):
-        return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.1, 1, batch["input_ids"])}
+    ("name", "at"),  # the batch in whose step the run stops is the last of an epoch, the first of one, another
+    [("the global generator", 2), ("a generator", 3), ("a generator", 4), ("prepared", 2), ("its own state", 4)],
+)
+def test_a_step_whose_batch_was_read_is_finished_after_a_signal(tmp_path, name, at):
+    whole, weights = run(tmp_path / "whole", LOADERS[name], 8, noisy)
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "parts", LOADERS[name], 8, noisy, [At(at, lambda _: os.kill(os.getpid(), signal.SIGTERM))])
+    assert stop.value.code == 143
+    checkpoints = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert checkpoints == [f"step_{at + 1:06d}"]
+    seen, continued = run(tmp_path / "parts", LOADERS[name], 8, noisy)
+    assert seen == whole[at + 1 :]
+    assert all(torch.equal(weights[n], continued[n]) for n in weights)
+
+
+def test_a_signal_stops_before_the_forward_pass_where_the_loader_seeks(tmp_path):
+    def train(path, callbacks=()):
+        torch.manual_seed(7)
+        model = tiny_t5(dropout=0.3)
+        make_loop(model, iters=5, log_interval=50, model_path=path, callbacks=callbacks).train()
+        return weights_of(model)
 
     passes = []
 
@@ -234,32 +171,13 @@ def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_
         os.kill(os.getpid(), signal.SIGTERM)
         loop.backend.model.register_forward_pre_hook(lambda *_: passes.append(1))
 
-    whole, weights = run(tmp_path / "whole", LOADERS[name], 8, noisy)
-    with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "parts", LOADERS[name], 8, noisy, [At(at, kill)])
-    assert stop.value.code == 143 and passes == []
-    checkpoints = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
-    assert checkpoints == [f"step_{at:06d}"]
-    seen, continued = run(tmp_path / "parts", LOADERS[name], 8, noisy)
-    assert seen == whole[at:]
+    weights = train(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        train(tmp_path / "parts", [At(2, kill)])
+    assert passes == []
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step_000002"]
+    continued = train(tmp_path / "parts")
     assert all(torch.equal(weights[n], continued[n]) for n in weights)
-
-
-def test_a_loader_that_draws_from_the_system_is_refused_by_name(tmp_path):
-    loader = in_batches(lambda: random.SystemRandom().randrange)(RaggedPairs(ROWS))
-    with pytest.raises(UserError, match=r"batch_sampler\.sampler\.draw\.__self__, a random\.SystemRandom"):
-        run(tmp_path, lambda data: loader, 2)
-
-
-def test_workers_that_keep_a_datasets_generator_over_epochs_are_refused(tmp_path):
-    class Noisy(RaggedPairs):
-        rng = None
-
-    data = Noisy(ROWS)
-    data.rng = np.random.default_rng(3)
-    loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
-    with pytest.raises(UserError, match=r"copies of dataset\.rng"):
-        run(tmp_path, lambda data: loader, 2)
 
 
 def test_a_loaders_state_that_no_checkpoint_can_hold_is_named_at_the_first_save(tmp_path):
@@ -271,20 +189,6 @@ def test_a_loaders_state_that_no_checkpoint_can_hold_is_named_at_the_first_save(
         UserError, match=r"\['stream'\]\['loader'\]\['lock'\] is a builtins.object, which a checkpoint"
     ):
         run(tmp_path, Odd, 2)
-
-
-@pytest.mark.parametrize(
-    ("loader", "transform", "captures"), [("seeks", None, 0), ("seeks", dict, 5), ("a generator", None, 5)]
-)
-def test_random_states_are_captured_at_each_batch_only_where_fetching_it_may_draw(
-    monkeypatch, loader, transform, captures
-):
-    made = []
-    monkeypatch.setattr(batches, "random_state", lambda: made.append(1) or random_state())
-    data = RaggedPairs(20)
-    loader = SeekableBatches(data, 4) if loader == "seeks" else LOADERS[loader](data)
-    make_loop(loader=loader, iters=5, log_interval=50, batch_transform_fn=transform).train()
-    assert len(made) == captures + (not hasattr(loader, "seek"))  # and at the epoch's start
 
 
 def test_a_loader_that_gives_none_is_refused():

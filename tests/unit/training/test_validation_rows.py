@@ -168,14 +168,17 @@ def labelled(rows):
     return {"number": numbers, "labels": numbers % 4 // 2}
 
 
-def validated(backend, loader):
-    """Loss, accuracy and numbers of rows as a loop validates them."""
-    loop = make_loop(
+def loop_of(backend):
+    return make_loop(
         Parity(), None, None, backend=backend, batch_size=2,
         keep_for_metrics_fn=lambda batch, outputs: {"right": outputs["logits"].argmax(-1) == batch["labels"]},
         metrics_fn=lambda kept: {"accuracy": kept["right"].double().mean(), "rows": len(kept["right"])},
     )  # fmt: skip
-    return loop.validate(loader)
+
+
+def validated(backend, loader):
+    """Loss, accuracy and numbers of rows as a loop validates them."""
+    return loop_of(backend).validate(loader)
 
 
 @pytest.mark.parametrize("count", [1, 9])
@@ -201,16 +204,29 @@ def test_metrics_of_two_workers_are_those_of_one(count, prepared):
         assert values == pytest.approx(expected, rel=1e-6)
 
 
-def test_workers_that_evaluate_the_same_rows_are_warned_of_once(caplog):
-    def work(backend):
-        for _ in range(2):
-            values = validated(backend, DataLoader(Numbers(9), batch_size=2, collate_fn=labelled))
-        return values
+def test_rows_that_each_worker_reads_count_once_and_the_log_says_so_once(caplog):
+    whole = DataLoader(Numbers(9), batch_size=2, collate_fn=labelled)
+    expected = validated(LocalBackend(), whole)
 
-    assert [values["rows"] for values in Workers(2).run(work)] == [18, 18]
-    assert caplog.text.count("all 2 workers evaluate the same rows") == 2  # of two loops
-    caplog.clear()
-    parts = Numbers(4), Numbers(5)
-    Workers(2).run(lambda backend: validated(backend, DataLoader(parts[backend.rank], batch_size=2 + backend.rank,
-                                                                 collate_fn=labelled)))  # fmt: skip
-    assert "same rows" not in caplog.text
+    def work(backend):
+        loop = loop_of(backend)
+        return [loop.validate(DataLoader(Numbers(9), batch_size=2, collate_fn=labelled)) for _ in range(2)]
+
+    with caplog.at_level("INFO"):
+        for results in Workers(2).run(work):
+            assert results == [pytest.approx(expected, rel=1e-6)] * 2
+    assert caplog.text.count("each of the 2 workers reads all valid data, which counts once") == 1
+
+
+def test_rows_of_a_loader_that_names_its_workers_all_count():
+    class Part:
+        def __init__(self, backend):
+            self.rank, self.world_size = backend.rank, backend.world_size
+
+        def __iter__(self):
+            numbers = torch.arange(9)[self.rank :: self.world_size]
+            return ({"number": part, "labels": part % 4 // 2} for part in numbers.split(2))
+
+    expected = validated(LocalBackend(), DataLoader(Numbers(9), batch_size=2, collate_fn=labelled))
+    for values in Workers(2).run(lambda backend: validated(backend, Part(backend))):
+        assert values == pytest.approx(expected, rel=1e-6)
