@@ -99,8 +99,7 @@ class TrainingLoop:
             state; any other is read again up to its position.
         valid_dataloader: this worker's part of the validation set, or the whole set (see `validation.is_split`).
         train_sampler: its `set_epoch` is called before each epoch, as that of the loader's own parts.
-        batch_transform_fn: f(batch) -> batch with the model's argument names. For a loader with `seek` it draws no
-            random numbers from global generators: a run stopped by a signal would not be repeated bit for bit.
+        batch_transform_fn: f(batch) -> batch with the model's argument names.
         batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
         keep_for_metrics_fn: f(batch, outputs) -> {name: tensor or list} to accumulate.
         metrics_fn: f(everything accumulated on all workers) -> {name: value}.
@@ -270,9 +269,9 @@ class TrainingLoop:
         part = self.split(batch, args.batch_size)
         counts = self.global_counts(part)
         # A launcher kills a few seconds after its signal, so the step is left out if a restart reads the same batch
-        # again: the position of a loader with `seek` is the samples of finished steps. Reading from another loader may
-        # have drawn random numbers, so that step is finished.
-        if self.signals.agreed and self.stream.seeks:
+        # again: the position of a loader with `seek` is the samples of finished steps. Reading from another loader, or
+        # a transform, may have drawn random numbers, so that step is finished.
+        if self.signals.agreed and self.stream.seeks and self.split.transform is None:
             self._finalize_step()
             return None
         self._check_targets(counts.weights)
