@@ -25,6 +25,7 @@ from lm_experiments_tools.checkpoint.train_state import TrainState, failures_loc
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
@@ -269,9 +270,9 @@ class TrainingLoop:
         part = self.split(batch, args.batch_size)
         counts = self.global_counts(part)
         # A launcher kills a few seconds after its signal, so the step is left out if a restart reads the same batch
-        # again: the position of a loader with `seek` is the samples of finished steps. Reading from another loader, or
-        # a transform, may have drawn random numbers, so that step is finished.
-        if self.signals.agreed and self.stream.seeks and self.split.transform is None:
+        # again: the position of a loader with `seek` is the samples of finished steps. Another loader, or a user's
+        # transform, may have drawn random numbers, so that step is finished.
+        if self.signals.agreed and self.stream.seeks and not is_of_user(self.split.transform):
             self._finalize_step()
             return None
         self._check_targets(counts.weights)
