@@ -16,6 +16,7 @@ pytestmark = pytest.mark.distributed
 WORKER = ROOT / "tests" / "distributed" / "hang_worker.py"
 MOMENTS = ("start", "training", "evaluation", "saving")
 CASES = [
+    # Before the first step, torch's process groups wait a day for a suspended worker.
     *(("stop", moment) for moment in MOMENTS[1:]),
     *(("kill", moment) for moment in MOMENTS),
     *(("raise", moment) for moment in MOMENTS),
@@ -24,8 +25,6 @@ CASES = [
 # Forked for every day, each by its real launcher in the slow ones.
 DAILY = [("raise", "training", "horovod", False), ("kill", "training", "ddp", False)]
 SLOW = [
-    # Before the first step, torch's groups wait a day for a suspended worker; Horovod has one limit for the whole run.
-    ("stop", "start", "horovod", True),
     *((*case, backend, True) for case in CASES for backend in ("horovod", "ddp")),
     *((kind, "training", "fsdp", True) for kind in ("stop", "kill")),
 ]
