@@ -111,6 +111,11 @@ def allow_modules(values: Iterable[object]) -> None:
     _allowed_modules.update(text.partition(":")[0] for text in values if isinstance(text, str) and ":" in text)
 
 
+def is_own(thing: Any) -> bool:
+    """True for None, and for a class or function of this project's packages."""
+    return thing is None or (getattr(thing, "__module__", None) or "").partition(".")[0] in _OWN_PACKAGES
+
+
 def is_of_user(thing: Any) -> bool:
     """True for a class or function that is not part of Python, an installed package or this project."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "builtins")

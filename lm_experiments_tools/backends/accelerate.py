@@ -59,6 +59,7 @@ class AccelerateBackend(Backend):
 
     name = "accelerate"
     wrapping = "DDP"
+    stall_seconds: float | None = None  # to wait for a worker from the first step on; None leaves the groups' timeouts
     _unused_checked = True  # but with DDP at work
 
     def __init__(
@@ -78,11 +79,18 @@ class AccelerateBackend(Backend):
     @staticmethod
     def from_args(args: TrainerArgs) -> AccelerateBackend:
         """Create the backend with a new Accelerator, from `args` and the launcher's environment. Raises UserError."""
-        return AccelerateBackend.from_accelerator(make_accelerator(args), args)
+        backend = AccelerateBackend.from_accelerator(make_accelerator(args), args)
+        backend.stall_seconds = args.stall_timeout or STALL_SECONDS
+        backend.wait_long()
+        return backend
 
     @staticmethod
     def from_accelerator(accelerator: Accelerator, args: TrainerArgs) -> AccelerateBackend:
-        """Create the backend for a user's Accelerator. Raises UserError if `args` contradict it."""
+        """Create the backend for a user's Accelerator, which keeps its timeouts unless `args` have `stall_timeout`.
+
+        Raises:
+            UserError: `args` contradict the Accelerator.
+        """
         check_agreement(accelerator, args)
         kind = str(accelerator.distributed_type.value)
         precision = get_precision(**args.precision_options()) if kind != "DEEPSPEED" else None
@@ -92,7 +100,8 @@ class AccelerateBackend(Backend):
             backend = FullyShardedBackend(accelerator, precision)
         else:
             backend = AccelerateBackend(accelerator, precision, fp16_allreduce=args.fp16_allreduce)
-        set_timeouts(START_SECONDS)
+        backend.stall_seconds = args.stall_timeout
+        backend.wait_long()
         return backend
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -123,7 +132,7 @@ class AccelerateBackend(Backend):
     def forget(self) -> None:
         super().forget()
         self.accelerator.free_memory()
-        set_timeouts(START_SECONDS)
+        self.wait_long()
 
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self._sync = sync
@@ -174,10 +183,16 @@ class AccelerateBackend(Backend):
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def limit_waiting(self, seconds: float) -> None:
-        # A worker with the new limit would not wait for one that still compiles the first step.
-        self.sum(torch.zeros(1, dtype=torch.int64))
-        set_timeouts(seconds)
+    def wait_long(self) -> None:
+        """Let collectives wait for as long as rank 0 may work alone before the first step."""
+        if self.stall_seconds is not None:
+            set_timeouts(START_SECONDS)
+
+    def limit_waiting(self) -> None:
+        if self.stall_seconds is not None:
+            # A worker with the new limit would not wait for one that still compiles the first step.
+            self.sum(torch.zeros(1, dtype=torch.int64))
+            set_timeouts(self.stall_seconds)
 
     def close(self) -> None:
         # DDP first, which holds the group from C++: a gloo group freed through it keeps the GIL while it waits for a
@@ -325,7 +340,7 @@ class DeepSpeedBackend(AccelerateBackend):
         groups = take_groups(optimizer)
         with deepspeed_config.refusals():
             self.model, _ = self.accelerator.prepare(model, optimizer)
-        set_timeouts(START_SECONDS)  # the engine has made groups of its own
+        self.wait_long()  # also in the groups that the engine has made
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
         self._whole, self._kind = UnshardedOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__

@@ -53,8 +53,8 @@ class Collectives:
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors of every worker with those of rank 0."""
 
-    def limit_waiting(self, seconds: float) -> None:
-        """Set how long later collectives wait for a late or lost worker; collective.
+    def limit_waiting(self) -> None:
+        """Let later collectives wait for a late or lost worker no longer than `--stall_timeout`; collective.
 
         It has no effect for Horovod, which reads its limits once at its start.
         """

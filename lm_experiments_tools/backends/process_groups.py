@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Words in the error of a collective whose other side is gone or late.
 _LIBRARIES = ("gloo", "nccl", "horovod")
-_SIGNS = ("timed out", "timeout", "closed", "reset", "peer", "remote", "shut down")
+_SIGNS = ("timed out", "timeout", "closed", "reset", "peer", "remote", "shut down", "read error", "writev", "connect")
 
 Peers = Sequence[tuple[str, int]]  # (host, process) of each worker, by rank
 

@@ -43,7 +43,7 @@ class BatchStream:
         sampler: its `set_epoch` is called at the start of each epoch, as that of each part of the loader.
 
     Attributes:
-        seeks: True if the loader has `seek`, and reading a batch draws no global random numbers.
+        seeks: True if the loader has `seek`. It must then draw no global random numbers.
     """
 
     def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
@@ -138,7 +138,6 @@ class BatchStream:
         """The rest of the checkpoint's epoch, or a new epoch if there is none."""
         restart, self._restart = self._restart, None
         rest = None if restart is None or restart["epoch_start"] is None else self._rest_of_epoch(restart)
-        # Finding the position draws random numbers, so the checkpoint's states are set after it.
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
@@ -171,10 +170,8 @@ class BatchStream:
         self._set_epoch()
         self._epoch_start = restart["epoch_start"]
         with preserved_random_state():
-            if self._is_stateful:
-                self.loader.load_state_dict(restart["loader"])
-                return iter(self.loader)
-            if getattr(self.loader, "persistent_workers", False):
+            is_stateful = self._is_stateful and "loader" in restart
+            if getattr(self.loader, "persistent_workers", False) and not is_stateful:
                 logger.warning(
                     "the training data loader has persistent_workers, whose random numbers no checkpoint holds: a "
                     "dataset that draws any draws others after this restart; it is exact with persistent_workers=False"
@@ -186,6 +183,9 @@ class BatchStream:
             for generator, state in zip(_generators_of(self.loader), self._epoch_start["generators"], strict=False):
                 if generator is not None and state is not None:
                     generator.set_state(state)
+            if is_stateful:  # torchdata's loader draws the epoch's order again, unless its sampler saves it
+                self.loader.load_state_dict(restart["loader"])
+                return iter(self.loader)
             return self._skip_used(iter(self.loader))
 
     def _skip_used(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -253,6 +253,17 @@ def sampler_of(loader: Any) -> Any:
     """The sampler from which a torch `DataLoader` takes the numbers of rows; None if there is none."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
+
+
+def is_split(loader: Any) -> bool:
+    """True if a loader declares that it yields only this worker's part of the data.
+
+    Loaders that Accelerate has prepared do so, and those with the attribute `world_size`, or with a sampler or batch
+    sampler that has `num_replicas`, as torch's `DistributedSampler`.
+    """
+    samplers = sampler_of(loader), getattr(loader, "batch_sampler", None)
+    is_declared = hasattr(loader, "world_size") or any(hasattr(sampler, "num_replicas") for sampler in samplers)
+    return is_declared or hasattr(loader, "end_of_dataloader")
 
 
 def num_rows_of(dataset: Any) -> int | None:

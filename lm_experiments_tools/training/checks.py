@@ -1,4 +1,4 @@
-"""Checks that a user's model, optimizer and loaders fit together, and that workers read the same data."""
+"""Checks that a user's model, optimizer and loaders fit together, and that workers read data of one fingerprint."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import RandomSampler, SequentialSampler
 
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.batches import num_rows_in, sampler_of
+from lm_experiments_tools.training.batches import is_split, num_rows_in, sampler_of
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -100,13 +99,11 @@ def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
 
 
 def warn_of_unsplit_data(loader: Any, backend: Backend) -> None:
-    """Warn if each of several workers reads a torch `DataLoader` as a single process would.
+    """Warn if each of several workers reads a `DataLoader` as a single process would.
 
-    Torch's plain samplers are right only if the workers' datasets are different parts of the data.
+    A sampler that does not split the rows is right only if the workers' datasets are different parts of the data.
     """
-    is_prepared = hasattr(loader, "end_of_dataloader")  # by Accelerate, which splits it
-    is_plain = type(sampler_of(loader)) in (SequentialSampler, RandomSampler)
-    if backend.is_main and backend.world_size > 1 and is_plain and not is_prepared:
+    if backend.is_main and backend.world_size > 1 and sampler_of(loader) is not None and not is_split(loader):
         logger.warning(
             "each of the %d workers reads its whole training DataLoader. Unless each has another part of the data, "
             "they train on the same rows: give it a torch.utils.data.DistributedSampler(dataset, "

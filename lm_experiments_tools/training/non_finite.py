@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _MOST_NAMES = 5
 
@@ -19,15 +20,22 @@ def names_line(names: Sequence[str]) -> str:
 
 
 class OutputWatch:
-    """Forward hooks on all modules of a model that note the first output that is not finite (`--debug_non_finite`).
+    """Context in which hooks on all modules note the first output that is not finite (`--debug_non_finite`).
 
     Each module's output is checked, which waits for the device. Forward passes without gradients are not checked.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._found: str | None = None
-        for name, module in model.named_modules():
-            module.register_forward_hook(partial(self._check, name))
+        self._model, self._found = model, None
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_hook(partial(self._check, name)))
+
+    def __exit__(self, *error: object) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def take(self) -> str | None:
         """Description of the first module since the last call whose output was not finite; None if all were finite."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.collective import STALL_SECONDS
 from lm_experiments_tools.checkpoint.train_state import TrainState, failures_located
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.names import is_of_user
+from lm_experiments_tools.names import is_own
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
@@ -153,7 +153,7 @@ class TrainingLoop:
         if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
             self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = self.split.has_decoder
-        self.unsplit: set[str] = set()  # evaluated splits that each worker reads whole, as the log has said
+        self.warned_unsplit: set[str] = set()  # evaluated splits that each worker reads whole
 
         self.state, self.interval = TrainState(), LoggingInterval()
         accumulated = partial(AccumulatedOutputs, keep_for_metrics_fn, metrics_fn)
@@ -193,8 +193,14 @@ class TrainingLoop:
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
         if self.state.step >= self.args.iters and not (self.phase and self.phase.run.phases):
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
-        # signals outermost: a launcher's SIGTERM must not end this worker while it looks for the one that is lost
-        with self.signals, failures_located(self.state, self.backend), self.tracking(), self.saver.alongside():
+        # signals outermost: a launcher's SIGTERM must not end this worker while it reports the one that is lost
+        with (
+            self.signals,
+            failures_located(self.state, self.backend),
+            self.tracking(),
+            self.saver.alongside(),
+            self._watch or nullcontext(),
+        ):
             self._validate_at_start()
             self.backend.model.train()
             batches, is_first = iter(self.stream), True
@@ -204,7 +210,7 @@ class TrainingLoop:
                     warn_of_batch_size(batch, self.args)
                 info = self.train_step(batch, data_seconds)
                 if is_first:  # all workers have read their data, and compiled the model
-                    self.backend.limit_waiting(self.args.stall_timeout or STALL_SECONDS)
+                    self.backend.limit_waiting()
                     is_first = False
                 if info is not None and info.applied:
                     self._run_callbacks(info)
@@ -270,9 +276,9 @@ class TrainingLoop:
         part = self.split(batch, args.batch_size)
         counts = self.global_counts(part)
         # A launcher kills a few seconds after its signal, so the step is left out if a restart reads the same batch
-        # again: the position of a loader with `seek` is the samples of finished steps. Another loader, or a user's
-        # transform, may have drawn random numbers, so that step is finished.
-        if self.signals.agreed and self.stream.seeks and not is_of_user(self.split.transform):
+        # again: the position of a loader with `seek` is the samples of finished steps. Another loader, or a transform
+        # that is not of this package, may have drawn random numbers, so that step is finished.
+        if self.signals.agreed and self.stream.seeks and is_own(self.split.transform):
             self._finalize_step()
             return None
         self._check_targets(counts.weights)
@@ -430,7 +436,8 @@ class TrainingLoop:
             info.grad_norm, info.step, position, position + info.samples - 1, state.skipped_updates,
         )  # fmt: skip
         if names := step.pending.non_finite():
-            logger.warning("step %d: gradients that are not finite: %s", state.step + 1, names_line(names))
+            step_number = state.step + 1
+            logger.warning("step %d: parameters whose gradient norm is not finite: %s", step_number, names_line(names))
         if self._watch is not None:
             self._report_module(step.non_finite)
         if state.skipped_in_a_row >= self.args.max_skipped_updates:
@@ -446,7 +453,7 @@ class TrainingLoop:
         if bad and self.backend.is_main:
             logger.warning("step %d, rank %d: first not finite: %s", step, *bad[0])
         elif not bad:
-            self.say(f"step {step}: the output of every module is finite; the loss or a backward pass was not")
+            self.say(f"step {step}: the output of every module is finite; the loss, a backward pass or a sum was not")
 
     # ---- validation, logs, checkpoints ------------------------------------------------------------------------------
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:

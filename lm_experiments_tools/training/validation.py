@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.batches import num_rows_of, sampler_of
+from lm_experiments_tools.training.batches import is_split, num_rows_of, sampler_of
 from lm_experiments_tools.training.generators import preserved_random_state, seed_all
 from lm_experiments_tools.training.metrics import MetricSums
 from lm_experiments_tools.training.micro_batches import MicroBatch
@@ -66,17 +66,21 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
         UserError: a worker has no batch at all.
     """
     backend, last = trainer.backend, None
-    if backend.world_size > 1 and not is_split(dataloader) and split not in trainer.unsplit:
-        trainer.unsplit.add(split)
-        trainer.say(
-            f"each of the {backend.world_size} workers reads all {split} data, which counts once: give the DataLoader "
-            "a DistributedSampler(dataset, shuffle=False), so that each evaluates a part"
-        )
+    if backend.is_main and backend.world_size > 1 and not is_split(dataloader) and split not in trainer.warned_unsplit:
+        trainer.warned_unsplit.add(split)
+        logger.warning(
+            "each of the %d workers reads all %s data, of which the rows of rank 0 count: give the DataLoader a "
+            "DistributedSampler(dataset, shuffle=False), so that each evaluates a part. If the workers' loaders yield "
+            "different parts, give them an attribute world_size, and the rows of all count.",
+            backend.world_size, split,
+        )  # fmt: skip
     batches = counted(dataloader, backend)
     while True:
         batch, num_counted = next(batches, (None, None))
         part = trainer.split(batch, trainer.args.valid_batch_size(), num_counted)
         counts = trainer.global_counts(part)
+        if last is None and trainer.args.validate_only:
+            backend.limit_waiting()
         if trainer.signals.agreed or (counts.samples == 0 and last is not None):
             return
         if counts.samples == 0:
@@ -88,16 +92,6 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
                 f"smaller than the number of workers ({backend.world_size})"
             )
         yield from part.padded(counts.num_micro_batches, last)
-
-
-def is_split(dataloader: Any) -> bool:
-    """True if a loader declares that it yields only this worker's part of the data.
-
-    Loaders that Accelerate has prepared do so, those with torch's `DistributedSampler`, and those with the attribute
-    `world_size`, as `data.loader.ValidLoader`.
-    """
-    is_prepared = hasattr(dataloader, "end_of_dataloader")
-    return is_prepared or hasattr(dataloader, "world_size") or isinstance(sampler_of(dataloader), DistributedSampler)
 
 
 def counted(dataloader: Iterable, backend: Backend) -> Iterator[tuple[Any, NumCounted]]:

@@ -42,4 +42,4 @@ def test_flops_and_the_non_finite_module_of_two_workers(kind, tmp_path):
     where = "encoder.block.1.layer.1.DenseReluDense.wo (Linear): its output"
     assert f"step 2, rank 1: first not finite: {where}" in log
     assert log.count("first not finite") == 1
-    assert "step 2: gradients that are not finite: " in log
+    assert "step 2: parameters whose gradient norm is not finite: " in log

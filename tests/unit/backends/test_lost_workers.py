@@ -6,12 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from datetime import timedelta
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
 
+from lm_experiments_tools.backends.accelerate import AccelerateBackend
 from lm_experiments_tools.backends.process_groups import end_suspended, lost_worker
+from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import LostWorkerError, RunError
+from tests.helpers.loops import make_loop
+from tests.helpers.toys import RaggedPairs, TinyLabeller
 
 LATE = "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation"
 
@@ -21,6 +31,8 @@ LATE = "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out wai
     [
         RuntimeError(LATE),
         RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35536"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:4711: No route to host"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:456] writev [10.0.0.2]:4711: Network is unreachable"),
         RuntimeError("Horovod has been shut down. This was caused by an exception on one of the ranks"),
     ],
 )
@@ -53,3 +65,39 @@ def test_only_suspended_workers_of_this_machine_are_killed():
             process.kill()
             process.wait()
             process.stdin.close()
+
+
+def limit():
+    """Seconds that collectives of the default group wait."""
+    group = dist.distributed_c10d._get_default_group()
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_workers_wait_a_day_until_limited_and_a_users_accelerator_keeps_its_timeouts(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=99))
+    try:
+        theirs = AccelerateBackend.from_accelerator(Accelerator(cpu=True), TrainerArgs(iters=1))
+        theirs.limit_waiting()
+        assert limit() == 99
+        ours = AccelerateBackend.from_accelerator(Accelerator(cpu=True), TrainerArgs(iters=1, stall_timeout=20))
+        assert limit() == 24 * 3600
+        ours.limit_waiting()
+        assert limit() == 20
+        ours.setup(TinyLabeller(), None)
+        ours.forget()  # as between two phases
+        assert limit() == 24 * 3600
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("validate_only", [False, True])
+def test_waiting_is_limited_once_after_the_first_step_or_validation_batch(validate_only):
+    loop, found = make_loop(iters=3, log_interval=3), []
+    loop.args = replace(loop.args, validate_only=validate_only)
+    loop.backend.limit_waiting = lambda: found.append(loop.state.step)
+    if validate_only:
+        loop.validate(DataLoader(RaggedPairs(8), batch_size=4))
+    else:
+        loop.train()
+    assert found == [0 if validate_only else 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training import batches
 from lm_experiments_tools.training.generators import seed_all
 from tests.helpers.loops import At, make_loop
-from tests.helpers.toys import RaggedPairs, tiny_t5, weights_of
+from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5, weights_of
 
 ROWS, STEPS = 13, 10  # of 4 rows: two and a half epochs
 
@@ -37,7 +38,7 @@ def noisy_collate(rows):
 
 
 class Stateful:
-    """A loader with the interface of torchdata's StatefulDataLoader, which no replay could put back in its place."""
+    """A loader with the interface of torchdata's StatefulDataLoader, which holds its order in its state."""
 
     def __init__(self, data):
         self.data, self.rng, self.used, self.order, self.loaded = data, random.Random(5), 0, [], False
@@ -56,6 +57,30 @@ class Stateful:
         while self.used < ROWS:
             rows, self.used = self.order[self.used : self.used + 4], self.used + 4
             yield self.data.batch(rows)
+
+
+class FastForward:
+    """torchdata's StatefulDataLoader over a sampler without state: it draws the order again, and skips in it."""
+
+    def __init__(self, data):
+        self.loader, self.used, self.skip = DataLoader(data, batch_size=4, shuffle=True), 0, 0
+
+    def state_dict(self):
+        return {"used": self.used}
+
+    def load_state_dict(self, state):
+        self.skip = state["used"]
+
+    def __iter__(self):
+        batches, self.used, self.skip = iter(self.loader), self.skip, 0
+        for _ in range(self.used):
+            next(batches)
+        return self._rest(batches)
+
+    def _rest(self, batches):
+        for batch in batches:
+            self.used += 1
+            yield batch
 
 
 def generator():
@@ -95,10 +120,11 @@ LOADERS = {
     "prepared": prepared,
     "prepared, not seedable": lambda data: prepared(data, seedable=False),
     "its own state": Stateful,
+    "its own position": FastForward,
 }
 
 
-def run(path, make_loader, iters, transform=None, callbacks=()):
+def run(path, make_loader, iters, transform=None, callbacks=(), wrap=lambda function: function):
     """The first column of all batches that a run saw, and its last weights."""
     seen = []
 
@@ -108,7 +134,7 @@ def run(path, make_loader, iters, transform=None, callbacks=()):
 
     torch.manual_seed(7)
     model = tiny_t5(dropout=0.3)
-    options = {"batch_transform_fn": note, "callbacks": callbacks, "log_interval": 50}
+    options = {"batch_transform_fn": wrap(note), "callbacks": callbacks, "log_interval": 50}
     make_loop(model, loader=make_loader(RaggedPairs(ROWS)), iters=iters, model_path=path, **options).train()
     return seen, weights_of(model)
 
@@ -138,22 +164,34 @@ def test_a_restart_reads_on_where_the_run_stopped(tmp_path, name):
     assert read(tmp_path, LOADERS[name], [3, 6, 8, STEPS]) == whole  # within, and at the end of, an epoch
 
 
+def test_a_checkpoint_of_a_plain_loader_goes_on_with_one_that_has_a_state(tmp_path):
+    loaders = iter([LOADERS["the global generator"], FastForward])
+    whole = read(tmp_path, LOADERS["the global generator"], [STEPS])
+    assert read(tmp_path, lambda data: next(loaders)(data), [6, STEPS]) == whole
+
+
 def noisy(batch):
     return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.1, 1, batch["input_ids"])}
 
 
 @pytest.mark.parametrize(
     ("name", "at"),  # the batch in whose step the run stops is the last of an epoch, the first of one, another
-    [("the global generator", 2), ("a generator", 3), ("a generator", 4), ("prepared", 2), ("its own state", 4)],
-)
+    [
+        ("the global generator", 2), ("a generator", 3), ("a generator", 4), ("prepared", 2), ("its own state", 4),
+        ("seek", 3), ("seek and a partial function", 3),
+    ],
+)  # fmt: skip
 def test_a_step_whose_batch_was_read_is_finished_after_a_signal(tmp_path, name, at):
-    whole, weights = run(tmp_path / "whole", LOADERS[name], 8, noisy)
+    """A loader with `seek` draws nothing, but the function that changes its batches does."""
+    make_loader = LOADERS.get(name, lambda data: SeekableBatches(data, 4))
+    wrap = partial if "partial" in name else lambda function: function
+    whole, weights = run(tmp_path / "whole", make_loader, 8, noisy, wrap=wrap)
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "parts", LOADERS[name], 8, noisy, [At(at, lambda _: os.kill(os.getpid(), signal.SIGTERM))])
+        run(tmp_path / "parts", make_loader, 8, noisy, [At(at, lambda _: os.kill(os.getpid(), signal.SIGTERM))], wrap)
     assert stop.value.code == 143
     checkpoints = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
     assert checkpoints == [f"step_{at + 1:06d}"]
-    seen, continued = run(tmp_path / "parts", LOADERS[name], 8, noisy)
+    seen, continued = run(tmp_path / "parts", make_loader, 8, noisy, wrap=wrap)
     assert seen == whole[at + 1 :]
     assert all(torch.equal(weights[n], continued[n]) for n in weights)
 

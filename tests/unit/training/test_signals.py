@@ -105,7 +105,7 @@ def test_signals_that_the_user_handles_or_nohup_ignores_are_left_alone():
             signal.signal(number, handler)
 
 
-def test_a_launcher_s_signal_while_a_lost_worker_is_looked_for_is_not_this_one_s_end(monkeypatch):
+def test_a_launcher_s_signal_while_a_lost_worker_is_reported_is_not_this_one_s_end(monkeypatch):
     """horovodrun sends it to all once one is gone; by default it would end this worker before its last words."""
 
     def signalled(error):

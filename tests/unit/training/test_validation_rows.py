@@ -215,7 +215,7 @@ def test_rows_that_each_worker_reads_count_once_and_the_log_says_so_once(caplog)
     with caplog.at_level("INFO"):
         for results in Workers(2).run(work):
             assert results == [pytest.approx(expected, rel=1e-6)] * 2
-    assert caplog.text.count("each of the 2 workers reads all valid data, which counts once") == 1
+    assert caplog.text.count("each of the 2 workers reads all valid data, of which the rows of rank 0 count") == 1
 
 
 def test_rows_of_a_loader_that_names_its_workers_all_count():
