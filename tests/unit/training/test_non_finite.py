@@ -124,6 +124,7 @@ def test_the_first_module_is_named_if_outputs_are_checked(kind, expected, is_ahe
         loop.train()
     assert caplog.messages.count(expected) == 1
     assert loop.state.skipped_updates == 1
+    assert not any(module._forward_hooks for module in loop.backend.unwrap().modules()), "hooks stay after training"
 
 
 def test_a_run_whose_outputs_are_checked_has_the_bits_of_one_without():
