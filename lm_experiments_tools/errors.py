@@ -41,6 +41,6 @@ def os_sentence(error: OSError) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """First line of an exception's message; its type if the message is empty."""
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    """First line of an exception's message, two if it ends with a colon; its type if the message is empty."""
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return (f"{first} {others[0].strip()}" if others and first.endswith(":") else first).rstrip(".")

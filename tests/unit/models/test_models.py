@@ -210,7 +210,7 @@ def test_variant_states_only_what_differs_from_its_base(tmp_path):
     ("values", "message"),
     [
         ({"d_modle": 3}, "did you mean 'd_model'"),
-        ({"d_model": "wide"}, "d_model is wide, not of type int"),
+        ({"d_model": "wide"}, "Field 'd_model' expected int, got str"),
         ({"feed_forward_proj": "gated-gelu-relu"}, "feed_forward_proj"),
         ({"base": "t5-smal"}, "neither a file beside it nor a preset"),
         ({"base": 3}, "'base' must be a file name"),
