@@ -30,11 +30,7 @@ def read_model_config(path: Path, what: str = "an object") -> dict[str, Any]:
 
 
 def check_model_config(values: Mapping[str, Any], where: str) -> None:
-    """Check types and ranges in a model's configuration, of what this package reads and of all numbers.
-
-    Raises:
-        UserError: a value that no model can have; `where` names the file or flag.
-    """
+    """Raise UserError for a value that no model's configuration can have; `where` names the file or flag."""
     stack = [(where, key, value) for key, value in values.items()]
     while stack:  # not by recursion: JSON may be nested more deeply than calls
         name, key, value = stack.pop()

@@ -277,8 +277,7 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
 def check_size(model_cls: type, config: PreTrainedConfig, bytes_each: float = 4) -> None:
     """Raise UserError for a model whose weights, of `bytes_each` a parameter, need more than machine and GPUs have.
 
-    They are counted on the meta device. A model that cannot be built there is not counted, and none is where tensors
-    have no memory anyway.
+    They are counted on the meta device. A model that cannot be built there, or is built there anyway, is not checked.
     """
     from transformers.initialization import no_init_weights
 
