@@ -11,6 +11,7 @@ SYNONYMS = {
     "clip_grad_norm": "grad_clip max_grad_norm",
     "compile": "torch_compile torch_compile_backend torch_compile_mode",
     "data_path": "dataset_name train_data train_dataset train_file",
+    "debug_non_finite": "debug detect_anomaly",
     "epochs": "num_epochs num_train_epochs",
     "eval_batch_size": "per_device_eval_batch_size per_gpu_eval_batch_size",
     "from_pretrained": "model_name model_name_or_path",

@@ -7,21 +7,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.accelerate import AccelerateBackend
 from lm_experiments_tools.backends.process_groups import end_suspended, lost_worker
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import LostWorkerError, RunError
+from tests.distributed.launch import ROOT
 from tests.helpers.loops import make_loop
-from tests.helpers.toys import RaggedPairs, TinyLabeller
+from tests.helpers.toys import RaggedPairs
 
 LATE = "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation"
 
@@ -67,28 +62,45 @@ def test_only_suspended_workers_of_this_machine_are_killed():
             process.stdin.close()
 
 
+LIMITS = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from lm_experiments_tools.backends.accelerate import AccelerateBackend
+from lm_experiments_tools.config.training import TrainerArgs
+from tests.helpers.toys import TinyLabeller
+
+
 def limit():
-    """Seconds that collectives of the default group wait."""
     group = dist.distributed_c10d._get_default_group()
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
+store = dist.FileStore(sys.argv[1], 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=99))
+theirs = AccelerateBackend.from_accelerator(Accelerator(cpu=True), TrainerArgs(iters=1))
+theirs.limit_waiting()
+found = [limit()]
+ours = AccelerateBackend.from_accelerator(Accelerator(cpu=True), TrainerArgs(iters=1, stall_timeout=20))
+found.append(limit())
+ours.limit_waiting()
+found.append(limit())
+ours.setup(TinyLabeller(), None)
+ours.forget()  # as between two phases
+found.append(limit())
+print(found)
+dist.destroy_process_group()
+"""
+
+
 def test_workers_wait_a_day_until_limited_and_a_users_accelerator_keeps_its_timeouts(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=99))
-    try:
-        theirs = AccelerateBackend.from_accelerator(Accelerator(cpu=True), TrainerArgs(iters=1))
-        theirs.limit_waiting()
-        assert limit() == 99
-        ours = AccelerateBackend.from_accelerator(Accelerator(cpu=True), TrainerArgs(iters=1, stall_timeout=20))
-        assert limit() == 24 * 3600
-        ours.limit_waiting()
-        assert limit() == 20
-        ours.setup(TinyLabeller(), None)
-        ours.forget()  # as between two phases
-        assert limit() == 24 * 3600
-    finally:
-        dist.destroy_process_group()
+    command = [sys.executable, "-c", LIMITS, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[99.0, 86400.0, 20.0, 86400.0]"
 
 
 @pytest.mark.parametrize("validate_only", [False, True])

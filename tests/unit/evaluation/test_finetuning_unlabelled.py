@@ -51,12 +51,18 @@ def settings(folder, kind, data, **changed):
     return {"model_type": kind, "from_pretrained": folder / kind, **sets, "batch_size": 4, **LENGTHS[kind], **changed}
 
 
+class OfAWorker(list):
+    """Batches that are one worker's part of the data, as the attribute declares."""
+
+    world_size = 2
+
+
 def evaluated(tuner, run, test_data_path, backend=None, keep=lambda batch: True):
     """Metrics of the test data of a FineTuner, on one worker, and its batches; predictions go to `run`."""
     args = replace(tuner.args, test_data_path=str(test_data_path), model_path=str(run), validate_only=True).resolved()
     backend = backend or LocalBackend()
     data = finetuning_data(args, backend, tuner.tokenizer)
-    batches = [batch for batch in data.splits["test"].loader if keep(batch)]
+    batches = OfAWorker(batch for batch in data.splits["test"].loader if keep(batch))
     loop = finetuning_loop(args, backend, tuner.model, None, data, tuner.tokenizer)
     return loop.validate(batches, "test"), len(batches)
 
