@@ -79,14 +79,16 @@ class AccelerateBackend(Backend):
     @staticmethod
     def from_args(args: TrainerArgs) -> AccelerateBackend:
         """Create the backend with a new Accelerator, from `args` and the launcher's environment. Raises UserError."""
-        backend = AccelerateBackend.from_accelerator(make_accelerator(args), args)
-        backend.stall_seconds = args.stall_timeout or STALL_SECONDS
-        backend.wait_long()
-        return backend
+        return AccelerateBackend.from_accelerator(make_accelerator(args), args, STALL_SECONDS)
 
     @staticmethod
-    def from_accelerator(accelerator: Accelerator, args: TrainerArgs) -> AccelerateBackend:
-        """Create the backend for a user's Accelerator, which keeps its timeouts unless `args` have `stall_timeout`.
+    def from_accelerator(
+        accelerator: Accelerator, args: TrainerArgs, stall_seconds: float | None = None
+    ) -> AccelerateBackend:
+        """Create the backend for an Accelerator, of the user or of `from_args`.
+
+        Args:
+            stall_seconds: default of `args.stall_timeout`; None leaves the timeouts of the process groups as they are.
 
         Raises:
             UserError: `args` contradict the Accelerator.
@@ -100,7 +102,7 @@ class AccelerateBackend(Backend):
             backend = FullyShardedBackend(accelerator, precision)
         else:
             backend = AccelerateBackend(accelerator, precision, fp16_allreduce=args.fp16_allreduce)
-        backend.stall_seconds = args.stall_timeout
+        backend.stall_seconds = args.stall_timeout or stall_seconds
         backend.wait_long()
         return backend
 
@@ -190,7 +192,7 @@ class AccelerateBackend(Backend):
 
     def limit_waiting(self) -> None:
         if self.stall_seconds is not None:
-            # A worker with the new limit would not wait for one that still compiles the first step.
+            # A barrier: a worker that has the new limit must not wait for one that is still in its first step.
             self.sum(torch.zeros(1, dtype=torch.int64))
             set_timeouts(self.stall_seconds)
 

@@ -13,8 +13,8 @@ from lm_experiments_tools.errors import RunError, UserError, os_sentence
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-# Until the first step workers wait in collectives for one that reads or tokenizes, which takes hours for a large
-# corpus. A day is longer than that, and still ends a job that hangs before its first step.
+# Timeout of collectives until the first step. Rank 0 may tokenize a large corpus for hours while the others wait; a
+# day is enough for that, and still ends a job that hangs before its first step.
 START_SECONDS = 24 * 3600
 # Default of --stall_timeout, which holds from the first step on: rank 0 may save or measure while the others wait.
 STALL_SECONDS = 1800

@@ -93,13 +93,13 @@ class Saver:
         if self.writer is None:
             return
         # Writing may take longer than a collective may wait (--stall_timeout), so the others ask rank 0 every second.
-        while self.backend.broadcast(self._is_writing(wait_seconds=1.0)):
+        while self.backend.broadcast(self._is_writing()):
             pass
         on_all(self.backend, self._finish_writing, only_main=True)
 
-    def _is_writing(self, wait_seconds: float) -> bool:
-        """True if files are still being written after `wait_seconds`."""
-        return self._writing is not None and bool(wait([self._writing], timeout=wait_seconds).not_done)
+    def _is_writing(self) -> bool:
+        """True if files are still being written after a second; False as soon as they are not."""
+        return self._writing is not None and bool(wait([self._writing], timeout=1.0).not_done)
 
     def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None

@@ -289,9 +289,10 @@ def check_size(model_cls: type, config: PreTrainedConfig, bytes_each: float = 4)
     try:
         with torch.device("meta"), no_init_weights(), torch.random.fork_rng(devices=[]):
             model = model_cls(copy.deepcopy(config))
-        model.tie_weights()  # which goes with the initial values
+        # Without initial values weights are not tied either, and a shared one would count twice.
+        model.tie_weights()
         needed = bytes_each * num_parameters(model).total
-    except REFUSALS:  # of a configuration too, which the build on the device reports
+    except REFUSALS:  # building the model on the device raises the same error, and reports it
         return
     if needed > memory:
         raise UserError(

@@ -50,7 +50,7 @@ class BatchStream:
         self.loader, self.sampler = loader, sampler
         self.epoch = self.rows_in_epoch = 0
         self.seeks = hasattr(loader, "seek")
-        # Accelerate's wrapper has these methods for any loader, and they work if the wrapped loader has them.
+        # Accelerate's wrapper defines these methods for every loader. They work only if the wrapped loader has them.
         inner = getattr(loader, "base_dataloader", loader)
         self._is_stateful = hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
         self._epoch_start: dict[str, Any] | None = None  # random states; None before the first epoch
@@ -176,14 +176,16 @@ class BatchStream:
                     "the training data loader has persistent_workers, whose random numbers no checkpoint holds: a "
                     "dataset that draws any draws others after this restart; it is exact with persistent_workers=False"
                 )
-                # Workers that live on draw their seed in the first epoch only, so it is drawn before later epochs.
+                # Persistent workers draw their base seed once, when they start. Without the interruption that was in
+                # the first epoch, so here they start before the random states of a later epoch are restored.
                 if self.epoch:
                     iter(getattr(self.loader, "base_dataloader", self.loader))
             set_random_state(self._epoch_start["random_state"])
             for generator, state in zip(_generators_of(self.loader), self._epoch_start["generators"], strict=False):
                 if generator is not None and state is not None:
                     generator.set_state(state)
-            if is_stateful:  # torchdata's loader draws the epoch's order again, unless its sampler saves it
+            # After the random states: torchdata draws the epoch's order again, unless the sampler has saved it.
+            if is_stateful:
                 self.loader.load_state_dict(restart["loader"])
                 return iter(self.loader)
             return self._skip_used(iter(self.loader))

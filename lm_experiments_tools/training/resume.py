@@ -229,7 +229,8 @@ def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: O
     Returns:
         {name: JSON value}.
     """
-    harmless = harmless_flags(type(args)) - {"data_path"}  # with other data a phase begins
+    # data_path may differ after a restart, but is recorded: a phase with other data reads them from their beginning.
+    harmless = harmless_flags(type(args)) - {"data_path"}
     facts = {name: value for name, value in asdict(args).items() if name not in harmless}
     facts |= {"WORLD_SIZE": world_size, **_model_facts(model)}
     if optimizer is not None and not hasattr(args, "optimizer"):  # else the flags say it all

@@ -45,8 +45,8 @@ PAIR_FIELDS = (
 )
 SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
 LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
-# Labels that are not given: -1 in sets of Hugging Face, - in SNLI, and an empty cell. A class has one of these names
-# only if `--label_names` says so. Null has other spellings in Python (pandas).
+# Labels that are not given: -1 in sets of Hugging Face, - in SNLI, an empty cell, and the text that pandas writes for
+# a missing value. A class has one of these names only if `--label_names` says so.
 HIDDEN_LABELS = ("-1", "-1.0", "-", "", "nan", "NaN", "<NA>")
 _NULL = ("None", "nan", "NaT", "<NA>")
 _MULTI_HOT = {"0": False, "False": False, "1": True, "True": True}

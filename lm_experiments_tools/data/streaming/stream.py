@@ -172,8 +172,11 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
-    how, lines = (args.data_path, args.streams, args.seed), {"document_per_line": args.document_per_line}
-    plan = MixedPlan.make(*how, **args.mixing(), **lines) if args.is_weighted() else MixedPlan.of_one(*how, **lines)
+    text, per_line = (args.data_path, args.streams, args.seed), {"document_per_line": args.document_per_line}
+    if args.is_weighted():
+        plan = MixedPlan.make(*text, **args.mixing(), **per_line)
+    else:
+        plan = MixedPlan.of_one(*text, **per_line)
     parts = {
         "version": _VERSION,
         "text": plan.identity(),
