@@ -63,6 +63,7 @@ GONE = {
     "adam_beta1 adam_beta2 adam_epsilon": "write --optimizer_options betas=0.9,0.98 eps=1e-6",
     "data_n_workers dataloader_num_workers preprocessing_num_workers": "leave it out, batches need no processes of "
     "their own",
+    "average": "lmtools export --average makes a model of the mean of checkpoints",
     "dataset_config_name": "write --data_path NAME:CONFIG:SPLIT for a Hugging Face dataset",
     "ddp_backend deepspeed fsdp fsdp_config": "start by accelerate launch --config_file accelerate_configs/NAME.yaml",
     "auto_find_batch_size": "lmtools plan --fit auto finds a micro-batch that fits",
