@@ -11,6 +11,7 @@ import atexit
 import math
 import os
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import Backend, PendingStep, check_not_trained_again, check_whole
@@ -32,6 +34,7 @@ from lm_experiments_tools.backends.process_groups import (
     restarts_store,
     set_timeouts,
 )
+from lm_experiments_tools.backends.slices import SlicedTensor
 from lm_experiments_tools.backends.trees import as_carrier, put_back, saved_state, send_as_fp16
 from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, take_groups
 from lm_experiments_tools.errors import UserError
@@ -223,7 +226,7 @@ class FullyShardedBackend(AccelerateBackend):
     """FSDP2: each worker holds a shard of the parameters, gradients and optimizer state, as DTensors."""
 
     wrapping = "FSDP2"
-    shards_model = True
+    shards_model = shards_state = True
 
     def __init__(self, accelerator: Accelerator, precision: Precision | None = None) -> None:
         super().__init__(accelerator, precision)
@@ -268,12 +271,13 @@ class FullyShardedBackend(AccelerateBackend):
         self.model.set_requires_gradient_sync(sync or self._sync_always)
         return nullcontext()
 
-    def model_state(self) -> dict[str, Tensor] | None:
+    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         fsdp.reshard(self.unwrap())
-        return super().model_state()
+        return super().model_state(writers)
 
-    def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        return fsdp.full_tensor(tensor, self.is_main)
+    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return whole.detach().to("cpu", copy=True) if rank == self.rank else None
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
         fsdp.reshard(self.unwrap())
@@ -282,14 +286,14 @@ class FullyShardedBackend(AccelerateBackend):
     def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(fsdp.shard_like(tensor, value.to(tensor.dtype)))
 
-    def _optimizer_tree(self) -> dict[str, Any] | None:
-        return fsdp.optimizer_tree(self.optimizer, self.is_main)
+    def _optimizer_tree(self) -> dict[str, Any]:
+        return tree_map_only(Tensor, fsdp.own_slice, self.optimizer.state_dict())
 
     def share_weights(self, model: nn.Module) -> None:
         pass  # `setup` does
 
-    def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        return fsdp.shard_like(parameter, tensor)
+    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
+        return fsdp.shard_like(parameter, value)
 
     def weights_norm(self) -> float:
         fsdp.reshard(self.unwrap())
@@ -299,10 +303,10 @@ class FullyShardedBackend(AccelerateBackend):
 class DeepSpeedBackend(AccelerateBackend):
     """DeepSpeed with ZeRO stage 1, 2 or 3. DeepSpeed casts the model, scales the loss and clips gradients.
 
-    Checkpoints hold full tensors, so any other backend can load them.
+    Checkpoints hold full weights and slices of the optimizer's state, so any other backend can load them.
     """
 
-    shards_optimizer = True
+    shards_state = True
 
     def __init__(self, accelerator: Accelerator, args: TrainerArgs) -> None:
         super().__init__(accelerator, Precision())  # the engine casts the model, so forward passes need no autocast
@@ -394,17 +398,17 @@ class DeepSpeedBackend(AccelerateBackend):
     def optimizer_kind(self) -> str:
         return self._kind
 
-    def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        return self._whole.cut(parameter, tensor)
+    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
+        return self._whole.cut(parameter, value)
 
-    def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
         """The fp32 weight, from the optimizer's shards where the model's own is rounded to 16 bits."""
         if self._is_sharded(tensor):
-            return self._whole.weight(tensor)
+            return self._whole.weight(tensor, rank)
         if name in self._frozen:
             return self._frozen[name]
         with _gathered(tensor, None):
-            return tensor.detach().to("cpu", copy=True) if self.is_main else None
+            return tensor.detach().to("cpu", copy=True) if rank == self.rank else None
 
     def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
         with _gathered(tensor, 0):

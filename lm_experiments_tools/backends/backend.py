@@ -19,7 +19,7 @@ import itertools
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.collective import Collectives
 from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
+from lm_experiments_tools.backends.slices import SlicedTensor, full
 from lm_experiments_tools.backends.trees import check_keys, load_optimizer_tree, saved_state, untied
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.devices import HostEmbedding, read_later
@@ -79,7 +80,7 @@ class Backend(Collectives):
         model: the wrapped model; call it for a forward pass.
         optimizer: the wrapped optimizer, whose `param_groups` hold the learning rates.
         shards_model: True for FSDP and ZeRO-3, where all workers must run the same number of forward passes.
-        shards_optimizer: True if `optimizer` holds shards of flattened parameters (DeepSpeed).
+        shards_state: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).
         shares: number of virtual data-parallel ranks of this worker; 1 unless `--reproducible elastic` is set.
         reproducible: [value of --reproducible, number of virtual ranks]; a resumed run must have the same.
         exact: order-independent sum of gradients for `--reproducible`; None without it.
@@ -89,7 +90,7 @@ class Backend(Collectives):
     name: str
     model: nn.Module
     optimizer: Optimizer
-    shards_model = shards_optimizer = False
+    shards_model = shards_state = False
     shares = 1
     reproducible: list[Any] = ["off", None]
     exact: ExactSum | None = None
@@ -111,7 +112,7 @@ class Backend(Collectives):
         """
         if args.reproducible == "off" or self._addends is not None:
             return
-        shards = self.shards_model or self.shards_optimizer
+        shards = self.shards_state
         check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
         use_ordered_kernels(self.device)
         args.check_shares(self.world_size)
@@ -259,22 +260,29 @@ class Backend(Collectives):
         """Return the user's model without the backend's wrappers."""
         return self._inner
 
-    def model_state(self) -> dict[str, Tensor] | None:
-        """Gather the full tensors that a checkpoint stores of the model on rank 0; other ranks get None; collective.
+    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        """Gather the full tensors that a checkpoint stores of the model (`saved_state`), one by one; collective.
 
-        `saved_state` tells which tensors these are.
+        Args:
+            writers: {name: rank that gets the tensor}; None: rank 0 gets all.
+
+        Returns:
+            {name: tensor} of this rank. If the backend shards, the tensors are copies in host memory.
         """
-        names, full = saved_state(self.unwrap()), {}
+        names, gathered = saved_state(self.unwrap()), {}
         for name, tensor in untied(names).items():
-            full[id(tensor)] = self._get_weight(name, tensor)
-        return {name: full[id(tensor)] for name, tensor in names.items()} if self.is_main else None
+            rank = 0 if writers is None else writers[name]
+            value = self._get_weight(name, tensor, rank)
+            if rank == self.rank:
+                gathered[id(tensor)] = value
+        return {name: gathered[id(tensor)] for name, tensor in names.items() if id(tensor) in gathered}
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
         """Load the weights that rank 0 passes into the model of every worker; collective.
 
         Args:
-            state: result of `model_state`; None on ranks other than 0.
+            state: result of `model_state`; only rank 0's is read.
         """
         names = saved_state(self.unwrap())
         if self.is_main:
@@ -286,22 +294,22 @@ class Backend(Collectives):
             self.broadcast_tensors([value])
             self._put_weight(name, tensor, value)
 
-    def _get_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The full tensor of `saved_state`'s `tensor`, on rank 0 at least; collective."""
+    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
+        """The full tensor of `saved_state`'s `tensor`, on `rank` at least; collective."""
         return tensor.detach()
 
     def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
         """The inverse of `_get_weight`, with the full tensor on every worker."""
         tensor.copy_(value)
 
-    def optimizer_state(self) -> Any:
-        """Gather the state of optimizer and loss scaler with full tensors, on rank 0 at least; collective."""
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of optimizer and loss scaler. Where a backend shards it, each worker's tensors are its slices."""
         state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
         state["names"], state["shapes"] = self._optimized()
         return state if self.exact is None else {**state, "exponents": self.exact.exponents}
 
-    def _optimizer_tree(self) -> dict[str, Any] | None:
-        """The optimizer's `state_dict` with full tensors, on rank 0 at least; collective."""
+    def _optimizer_tree(self) -> dict[str, Any]:
+        """The optimizer's `state_dict`, with each sharded tensor as a `SlicedTensor`."""
         return self.whole_optimizer.state_dict()
 
     def _optimized(self) -> tuple[list[str], list[list[int]]]:
@@ -322,17 +330,18 @@ class Backend(Collectives):
         return type(self.optimizer).__name__
 
     def load_optimizer_state(self, tree: Any) -> None:
-        """Load the optimizer state that rank 0 passes on every worker; collective.
+        """Load an optimizer state; collective.
 
         A run with another backend or number of workers may have saved the state.
 
         Args:
-            tree: result of `optimizer_state`; only rank 0's is read.
+            tree: a state that `save_tree` has saved, whose tensors all workers can read if the backend shards;
+                otherwise only rank 0's is read, and sent to the others.
 
         Raises:
             ValueError: the state belongs to other parameters, for example because `--freeze` changed.
         """
-        tree = tree if self.is_main else {}
+        tree = tree or {}
         saved = self.broadcast({name: value for name, value in tree.items() if name != "optimizer"})
         names, shapes = self._optimized()
         for number, (then, now) in enumerate(zip(saved.get("names", []), names, strict=False)):
@@ -341,7 +350,8 @@ class Backend(Collectives):
         for name, then, now in zip(names, saved.get("shapes", []), shapes, strict=False):
             if then != now:
                 raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
-        load_optimizer_tree(self.whole_optimizer, tree.get("optimizer"), self, self.place_state)
+        optimizer, is_shared = self.whole_optimizer, self.shards_state
+        load_optimizer_tree(optimizer, tree.get("optimizer"), self, self.place_state, is_shared=is_shared)
         self.precision.load_state_dict(saved["precision"])
         exponents = saved.get("exponents", [])
         if self.exact is not None and len(exponents) == len(self.exact.exponents):  # else of a run without
@@ -353,7 +363,7 @@ class Backend(Collectives):
         Other parameters start without state. The optimizer's settings do not change.
 
         Args:
-            tree: result of `optimizer_state`; only rank 0's is read.
+            tree: see `load_optimizer_state`.
             same_kind: False if another optimizer class saved it; then only the loss scaler is loaded.
 
         Returns:
@@ -362,7 +372,7 @@ class Backend(Collectives):
         names, shapes = self._optimized()
         here = {name: (number, shape) for number, (name, shape) in enumerate(zip(names, shapes, strict=True)) if name}
         states, counter = {}, itertools.count()
-        if self.is_main:
+        if tree:
             saved = tree["optimizer"]["state"] if same_kind else {}
             for number, (name, shape) in enumerate(zip(tree["names"], tree["shapes"], strict=True)):
                 if number in saved and here.get(name, (0, None))[1] == shape:
@@ -371,7 +381,7 @@ class Backend(Collectives):
             {**group, "params": [next(counter) for _ in group["params"]]}
             for group in self.whole_optimizer.param_groups
         ]
-        precision = tree["precision"] if self.is_main else None
+        precision = tree["precision"] if tree else None
         renumbered = {"optimizer": {"state": states, "param_groups": groups}, "precision": precision}
         self.load_optimizer_state(renumbered)
         return self.broadcast(len(states))
@@ -383,9 +393,9 @@ class Backend(Collectives):
         """
         self.broadcast_tensors(list(untied(saved_state(model)).values()))
 
-    def place_state(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """Convert the full tensor of a parameter's optimizer state to this worker's device, or to its shard."""
-        return tensor.to(parameter.device) if tensor.dim() else tensor  # a scalar is a number of steps
+    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
+        """Convert a saved tensor of a parameter's optimizer state to this worker's device, or to its shard."""
+        return full(value).to(parameter.device) if value.shape else value  # a scalar is a number of steps
 
     # ---- for the log
     def weights_norm(self) -> float:

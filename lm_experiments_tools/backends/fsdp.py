@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lm_experiments_tools.backends.slices import SlicedTensor, elements, full
 
 
 def join_shared_modules(model: nn.Module) -> int:
@@ -111,28 +112,43 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def full_tensor(tensor: Tensor, is_main: bool) -> Tensor | None:
-    """Gather a DTensor's shards to one full tensor on the CPU of rank 0; other ranks get None; collective.
+def own_slice(tensor: Tensor) -> Tensor | SlicedTensor:
+    """This worker's slice of a DTensor that is sharded by its first dimension; any other tensor, unsharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Factors of second moments may be sums over workers that have not been reduced yet.
+    if not all(placement in (Shard(0), Replicate()) for placement in tensor.placements):
+        return tensor.full_tensor()
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if not sharded:
+        return tensor.to_local()
+    # With replicas (HSDP) the first ones alone write.
+    coordinate = tensor.device_mesh.get_coordinate()
+    is_first = not any(place for dim, place in enumerate(coordinate) if dim not in sharded)
+    start, _ = _range_of(tensor)
+    return SlicedTensor(tensor.shape, ((start, tensor.to_local().detach().flatten()),) if is_first else ())
 
-    A plain tensor is only copied.
-    """
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu() if is_main else None
+
+def _range_of(tensor: DTensor) -> tuple[int, int]:
+    """First and last + 1 element of this worker's shard of the first dimension."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    width = tensor.shape[1:].numel()
+    return offset[0] * width, (offset[0] + shape[0]) * width
 
 
-def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
-    """Gather the unsharded `optimizer.state_dict()` on rank 0; other ranks get None; collective."""
-    tree = tree_map_only(Tensor, lambda tensor: full_tensor(tensor, is_main), optimizer.state_dict())
-    return tree if is_main else None
-
-
-def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Convert a full tensor of optimizer state to a DTensor on the devices of `parameter`.
+def shard_like(parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
+    """Convert a full or saved tensor of optimizer state to a DTensor on the devices of `parameter`.
 
     A tensor of the parameter's shape is sharded like it; any other is replicated.
     """
-    if not isinstance(parameter, DTensor) or not tensor.dim():
-        return tensor
+    if not isinstance(parameter, DTensor) or not value.shape:
+        return full(value)
     mesh = parameter.device_mesh
-    placements = parameter.placements if tensor.shape == parameter.shape else [Replicate()] * mesh.ndim
-    return distribute_tensor(tensor.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    if value.shape != parameter.shape:
+        replicated = [Replicate()] * mesh.ndim
+        return distribute_tensor(full(value).to(mesh.device_type), mesh, replicated, src_data_rank=None)
+    local = torch.empty_like(parameter.to_local(), dtype=value.dtype)
+    local.copy_(elements(value, *_range_of(parameter)).view(local.shape))
+    return DTensor.from_local(
+        local, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import platform
@@ -91,6 +92,24 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
         return None
     with meeting(seconds):
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+def last_to_report(key: str, value: Any) -> list[Any] | None:
+    """Report a JSON value of this worker; the last one to report gets the values of all ranks, others None.
+
+    Nothing waits, so threads beside the training may call it.
+
+    Args:
+        key: name of the report, which every worker uses once.
+    """
+    store, number = dist.PrefixStore(key, c10d._get_default_store()), dist.get_world_size()
+    store.set(str(dist.get_rank()), json.dumps(value))
+    if store.add("reports", 1) < number:
+        return None
+    values = [json.loads(store.get(str(rank))) for rank in range(number)]
+    for name in ("reports", *map(str, range(number))):
+        store.delete_key(name)
+    return values
 
 
 def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:

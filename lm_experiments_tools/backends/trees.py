@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lm_experiments_tools.backends.collective import Collectives
+from lm_experiments_tools.backends.slices import SlicedTensor, full
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted, trained_parameters
 
@@ -81,20 +82,26 @@ def load_optimizer_tree(
     optimizer: Optimizer,
     tree: dict[str, Any] | None,
     workers: Collectives,
-    place_state: Callable[[Tensor, Tensor], Tensor],
+    place_state: Callable[[Tensor, Tensor | SlicedTensor], Tensor],
+    *,
+    is_shared: bool,
 ) -> None:
-    """Load rank 0's optimizer state dict `tree` on every worker; collective.
+    """Load an optimizer state dict on every worker; collective.
 
     To save memory, the state of one parameter is sent at a time. Settings such as `fused` keep the optimizer's values.
 
     Args:
-        tree: result of `torch.optim.Optimizer.state_dict`; None on ranks other than 0.
+        tree: result of `torch.optim.Optimizer.state_dict`; None on ranks other than 0 unless `is_shared`.
         place_state: f(parameter, full tensor of its state) -> this worker's tensor, for example a shard.
+        is_shared: every worker has the tree; otherwise rank 0 sends its own.
     """
     is_main = workers.is_main
 
     def received(part: Any) -> Any:
         """Broadcast rank 0's part to every worker, as CPU tensors; only its structure is pickled."""
+        if is_shared:  # the tensors are mapped from files, which may be removed
+            return tree_map_only(Tensor, torch.clone, part)
+        part = tree_map_only(SlicedTensor, full, part)
         structure = tree_map_only(Tensor, lambda t: t.detach().to("meta"), part)
         copies = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), workers.broadcast(structure))
         tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
@@ -106,9 +113,9 @@ def load_optimizer_tree(
 
     keys = workers.broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
     if keys is None:
-        optimizer.load_state_dict(received(tree))
+        optimizer.load_state_dict(tree_map_only(SlicedTensor, full, received(tree)))
         return
-    groups = received(tree["param_groups"] if is_main else None)
+    groups = received(tree["param_groups"] if tree else None)
     for group, own in zip(groups, optimizer.param_groups, strict=False):
         group.update({name: own[name] for name in _IMPLEMENTATION if name in own})
     numbers = [number for group in groups for number in group["params"]]
@@ -116,10 +123,10 @@ def load_optimizer_tree(
     by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer reports another number of parameters
     state = {}
     for key in keys:
-        state[key] = received(tree["state"][key] if is_main else None)
+        state[key] = received(tree["state"][key] if tree else None)
         if (parameter := by_number.get(key)) is not None:
             place = partial(place_state, parameter)
-            state[key] = tree_map_only(Tensor, place, state[key])
+            state[key] = tree_map_only((Tensor, SlicedTensor), place, state[key])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -1,11 +1,10 @@
-"""An unsharded view of a DeepSpeed ZeRO optimizer, so that its state can be saved and loaded like any other.
+"""A DeepSpeed ZeRO optimizer seen by unflattened parameters, so that its state is saved and loaded like any other.
 
 ZeRO flattens the parameters of a group into one vector, and each worker holds a shard of the vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from functools import cached_property
 from itertools import count
@@ -15,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.slices import SlicedTensor, elements
 
 
 class _Shard(NamedTuple):
@@ -55,13 +56,12 @@ class UnshardedOptimizer:
     Args:
         zero: DeepSpeed's optimizer, of stage 1, 2 or 3.
         groups: result of `take_groups`, called before DeepSpeed flattened the parameters.
-        device: device on which shards are gathered.
+        device: device on which weights are gathered.
     """
 
     def __init__(self, zero: Any, groups: list[dict[str, Any]], device: torch.device) -> None:
         self.zero, self.groups, self.device = zero, groups, device
         self._optimized = [_optimized(group["params"]) for group in groups]
-        self.is_main = dist.get_rank() == 0
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -70,10 +70,10 @@ class UnshardedOptimizer:
         pairs = zip(self.groups, self._optimized, strict=True)
         return [{**(next(own) if optimized else group), "params": group["params"]} for group, optimized in pairs]
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Gather the optimizer's state as `torch.optim.Optimizer.state_dict` would return it; collective.
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state as `torch.optim.Optimizer.state_dict` would return it, in slices of this worker.
 
-        Tensors are full, in fp32 and on the CPU. Only rank 0 gets the state, other ranks None.
+        Slices are in fp32.
         """
         state, groups, held_by = {}, [], self.zero.optimizer.state
         numbers, index = count(), count()
@@ -82,32 +82,34 @@ class UnshardedOptimizer:
             groups.append({**group, "params": of_group})
             if not optimized:
                 continue
-            held = held_by.get(next(iter(self._vectors(next(index)).values())), {})
-            flat = [name for name, value in held.items() if _is_flat(value)]
-            for i, parameter in optimized.items() if held else ():
-                full = self._gather(parameter, lambda vector, flat=flat: [held_by[vector][name] for name in flat])
-                by_name = dict(zip(flat, full, strict=False))  # empty on other ranks
-                if self.is_main:
-                    entries = ((name, by_name[name] if name in flat else deepcopy(held[name])) for name in held)
-                    state[of_group[i]] = dict(entries)
-        return {"state": state, "param_groups": groups} if self.is_main else None
+            vectors = self._vectors(next(index))
+            is_held = bool(held_by.get(next(iter(vectors.values()))))
+            for i, parameter in optimized.items() if is_held else ():
+                own = self._shard(parameter)
+                state[of_group[i]] = {
+                    name: self._slice(parameter, own, value) if _is_flat(value) else deepcopy(value)
+                    for name, value in held_by[vectors[own.vector]].items()
+                }
+        return {"state": state, "param_groups": groups}
 
-    def cut(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """Select this worker's shard of a parameter's full state tensor; a scalar is returned unchanged.
+    def _slice(self, parameter: Tensor, own: _Shard, vector: Tensor) -> SlicedTensor:
+        values = vector.narrow(0, own.start, own.length).float()
+        return SlicedTensor(getattr(parameter, "ds_shape", parameter.shape), ((own.offset, values),))
+
+    def cut(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
+        """Select this worker's shard of a saved tensor of a parameter's state; a scalar is returned unchanged.
 
         Raises:
             ValueError: the tensor and the parameter differ in shape, or the parameter is frozen.
         """
-        if not tensor.dim():
-            return tensor
+        if not value.shape:
+            return value
         if not parameter.requires_grad:
             raise ValueError("state for a parameter that is frozen now")
-        if tensor.shape != (shape := getattr(parameter, "ds_shape", parameter.shape)):
-            raise ValueError(f"state of shape {tuple(tensor.shape)} for a parameter of shape {tuple(shape)}")
-        if not tensor.numel():
-            return tensor
-        own = self._shard(parameter)
-        return tensor.flatten()[own.offset : own.offset + own.length].clone()
+        if value.shape != (shape := getattr(parameter, "ds_shape", parameter.shape)):
+            raise ValueError(f"state of shape {tuple(value.shape)} for a parameter of shape {tuple(shape)}")
+        own = self._shard(parameter) if value.shape.numel() else _Shard(0, 0, 0, 0)
+        return elements(value, own.offset, own.offset + own.length)
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Load a result of `state_dict` whose tensors went through `cut`. Raises ValueError."""
@@ -134,9 +136,15 @@ class UnshardedOptimizer:
                 group["params"] = []
         self.zero._hp_optimizer_states_linked = False  # ZeRO 1, 2: for safe_get_full_optimizer_state
 
-    def weight(self, parameter: Tensor) -> Tensor | None:
-        """Gather the fp32 weight of a parameter to the CPU of rank 0, None elsewhere; collective."""
-        return next(iter(self._gather(parameter, lambda vector: [vector])), None)
+    @torch.no_grad()
+    def weight(self, parameter: Tensor, rank: int) -> Tensor | None:
+        """Gather the fp32 weight of a parameter to the CPU of `rank`, None elsewhere; collective."""
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        own, buffer = self._shard(parameter), torch.zeros(shape.numel(), device=self.device)
+        vector = self._vectors()[own.vector]
+        buffer.narrow(0, own.offset, own.length).copy_(vector.narrow(0, own.start, own.length))
+        dist.reduce(buffer.view(torch.int32), rank)  # bits, as -0.0 + 0.0 is 0.0
+        return buffer.view(shape).to("cpu", copy=True) if rank == dist.get_rank() else None
 
     @torch.no_grad()
     def put_weight(self, parameter: Tensor, full: Tensor) -> None:
@@ -182,18 +190,6 @@ class UnshardedOptimizer:
         """
         places = enumerate(zip(self.zero.round_robin_bit16_groups, self.zero.round_robin_bit16_offsets, strict=True))
         return {p: (number, at) for number, (group, offsets) in places for p, at in zip(group, offsets, strict=True)}
-
-    @torch.no_grad()
-    def _gather(self, parameter: Tensor, of: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """The full fp32 tensors of a parameter, on rank 0 alone; `of` gives those of a flat vector. Collective."""
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        own, vectors = self._shard(parameter), self._vectors()
-        held = of(vectors[own.vector])
-        buffer = torch.zeros(len(held), shape.numel(), device=self.device)
-        for row, values in zip(buffer, held, strict=True):
-            row.narrow(0, own.offset, own.length).copy_(values.narrow(0, own.start, own.length))
-        dist.reduce(buffer.view(torch.int32), 0)  # bits, as -0.0 + 0.0 is 0.0
-        return [row.view(shape).to("cpu", copy=True) for row in buffer] if self.is_main else []
 
     def _join(self, vectors: dict[int, Tensor], entries: list[tuple[Tensor, dict[str, Any]]]) -> dict[int, Any]:
         """The state of a group's flat vectors, from shards of the states of its parameters."""

@@ -6,9 +6,17 @@ import contextlib
 import copy
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+
+
+def conversions_of(model: nn.Module) -> Any:
+    """Conversions between a `PreTrainedModel` and its files; empty if names and shapes are the same in both."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
 
 
 def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -20,11 +28,9 @@ def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[s
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return weights
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     # the class without the name and methods that FSDP2 adds
     cls = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
-    if not (getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)):
+    if not conversions_of(model):
         return weights
     with quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
         loaded, info = cls.from_pretrained(

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from lm_experiments_tools.checkpoint.model_config import read_model_config
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import read_json, to_jsonable
+from lm_experiments_tools.files import fsync_path, read_json, to_jsonable
 
 FORMAT = "lm_experiments_tools checkpoint"
 FORMAT_VERSION = 1
@@ -128,21 +128,32 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, Any]) -> str:
-    """Build the manifest of the files in `directory` as JSON text.
+def describe_files(directory: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return the manifest's entries of files in `directory`, and flush the files to the disk."""
+
+    def describe(path: Path) -> dict[str, Any]:
+        entry = describe_file(path)
+        fsync_path(path)
+        return entry
+
+    named = {path.relative_to(directory).as_posix(): path for path in paths}
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return dict(zip(named, pool.map(describe, named.values()), strict=True))
+
+
+def build_manifest(files: dict[str, dict[str, Any]], step: int, is_best: bool, extra: dict[str, Any]) -> str:
+    """Build the manifest of a checkpoint as JSON text.
 
     The entry `manifest_sha256` is the sha256 of the text itself, computed with zeros in its place.
 
     Args:
+        files: results of `describe_files`.
         step: number of the checkpoint's step.
         is_best: True for the checkpoint with the best validation so far.
         extra: further entries, such as the number of workers.
     """
     import torch
 
-    files = list_files(directory)
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        entries = dict(zip(files, pool.map(describe_file, files.values()), strict=True))
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -150,7 +161,7 @@ def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, A
         "is_best": is_best,
         "torch": torch.__version__,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "files": entries,
+        "files": dict(sorted(files.items())),
         "extra": to_jsonable(extra),
         "manifest_sha256": _NO_HASH,
     }

@@ -7,18 +7,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.process_groups import last_to_report
+from lm_experiments_tools.backends.slices import assign
+from lm_experiments_tools.backends.trees import saved_state, untied
+from lm_experiments_tools.checkpoint.manifest import describe_files, list_files
 from lm_experiments_tools.checkpoint.train_state import TrainState
-from lm_experiments_tools.checkpoint.tree import PostponedFiles, WriteTensors, save_tree, write_now
-from lm_experiments_tools.checkpoint.weights import save_model
+from lm_experiments_tools.checkpoint.tree import WorkersFiles, WriteTensors, save_tree, sharded_name, slice_ranges
+from lm_experiments_tools.checkpoint.weights import is_converted, save_all_but_weights, save_model, write_index
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.modules.inspection import is_adapted
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -30,12 +36,13 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Saves checkpoints, one at a time; all methods are collective.
 
-    Rank 0 gathers sharded state and writes all files, because machines need not share a folder.
+    Rank 0 writes all files, because machines need not share a folder. Where a backend shards, each worker writes its
+    own part into one folder that all machines see.
 
     Args:
         writer: writes into the run directory; None disables saving.
-        in_background: write in a thread while training continues. Rank 0 then holds a second copy of weights and
-            optimizer state in memory until the files are written.
+        in_background: write in a thread while training continues. A writing worker then holds a second copy of its
+            part of weights and optimizer state in memory until the files are written.
         tokenizer_dir: folder whose tokenizer files are copied into every checkpoint.
         resume: checkpoint that `--resume` names; a later start by the same command reads it in the manifest.
     """
@@ -54,7 +61,8 @@ class Saver:
         self.in_background = in_background
         self._is_training = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # joined at the end of the process
-        self._writing: Future[None] | None = None
+        self._writing: Future[str | None] | None = None
+        self._number = 0  # of saves so far, equal on all workers
 
     @classmethod
     def of_run(
@@ -92,19 +100,21 @@ class Saver:
         """Wait until the last checkpoint is complete. Raises RunError on all workers if it could not be written."""
         if self.writer is None:
             return
-        # Writing may take longer than a collective may wait (--stall_timeout), so the others ask rank 0 every second.
-        while self.backend.broadcast(self._is_writing()):
+        # Writing may take longer than a collective may wait (--stall_timeout), so workers ask each other every second.
+        while any(self.backend.gather(self._is_writing())):
             pass
-        on_all(self.backend, self._finish_writing, only_main=True)
+        message = on_all(self.backend, self._finish_writing)
+        if message and self.backend.is_main:
+            logger.info(message)
 
     def _is_writing(self) -> bool:
         """True if files are still being written after a second; False as soon as they are not."""
         return self._writing is not None and bool(wait([self._writing], timeout=1.0).not_done)
 
-    def _finish_writing(self) -> None:
+    def _finish_writing(self) -> str | None:
+        """The message for the log, unless this worker has logged it."""
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        return None if writing is None else writing.result()
 
     def save(self, state: TrainState, per_worker: dict[str, Any], *, is_best: bool = False) -> None:
         """Start to write a checkpoint of weights, optimizer and trainer state, then prune older ones.
@@ -122,38 +132,91 @@ class Saver:
         """
         self.wait()
         backend, writer, step = self.backend, self.writer, state.step
-        postponed = PostponedFiles() if self.in_background and self._is_training else None
-        copy, keep = (write_now, write_now) if postponed is None else (postponed.copy, postponed.keep)
+        files = WorkersFiles(is_postponed=self.in_background and self._is_training)
         workers = backend.gather(per_worker)
         path = on_main(backend, lambda: writer.begin(step))
-
-        def save_weights(weights: dict[str, Tensor] | None) -> None:
-            save_model(path, backend.unwrap(), weights, self.tokenizer_dir, copy)
-
-        def write(save: Callable[[Any], None], content: Any) -> None:
-            def guarded() -> None:
-                with writer.guarded(step):
-                    save(content)
-
-            on_all(backend, guarded, only_main=True)
-
-        # one after the other: gathered weights are freed before the optimizer's state is gathered
-        write(save_weights, backend.model_state())
-        write(lambda tree: save_tree(path / "optimizer", tree, write=keep), backend.optimizer_state())
-        write(lambda tree: _save_trainer(path, tree, keep), self._trainer_tree(state, workers))
-        manifest = {"world_size": backend.world_size, "backend": backend.describe(), "resume": self.resume}
-
-        def complete() -> None:
-            if postponed is not None:
-                with writer.guarded(step):
-                    postponed.write()
-            writer.commit(step, is_best=is_best, extra_manifest=manifest)
-            logger.info("saved checkpoint of step %d%s", step, " (the best so far)" if is_best else "")
-
-        if postponed is None:
-            on_all(backend, complete, only_main=True)
-        elif backend.is_main:
+        try:
+            # One after the other: gathered weights are freed before the optimizer's state is copied.
+            self._save_weights(path, step, files)
+            tree = backend.optimizer_state()
+            ranges = backend.gather(slice_ranges(tree)) if backend.shards_state else None
+            stem, write = path / "optimizer", files.keep
+            self._write(step, lambda: save_tree(stem, tree, write=write, rank=backend.rank, ranges=ranges))
+            del tree
+            tree = self._trainer_tree(state, workers)
+            self._write(step, lambda: _save_trainer(path, tree, write), only_main=True)
+        except (RunError, UserError):
+            if backend.is_main:
+                writer.discard(step)
+            raise
+        others = {file for written in backend.gather(files.written)[1:] for file in written}
+        self._number += 1
+        complete = partial(self._complete, path, step, files, others, is_best=is_best)
+        if backend.is_main or backend.shards_state:
             self._writing = self._thread.submit(complete)
+        if not files.is_postponed:
+            self.wait()
+
+    def _write(self, step: int, function: Callable[[], None], *, only_main: bool = False) -> None:
+        """Run a function that writes files of this worker; collective."""
+
+        def guarded() -> None:
+            with self.writer.guarded(step, removes=False):
+                function()
+
+        on_all(self.backend, guarded, only_main=only_main or not self.backend.shards_state)
+
+    def _save_weights(self, path: Path, step: int, files: WorkersFiles) -> None:
+        """Write the model. Where a backend shards, each worker writes the full tensors that are assigned to it.
+
+        Adapters are small, and weights with conversions must be together, so rank 0 writes these.
+        """
+        backend, model = self.backend, self.backend.unwrap()
+        if not backend.shards_state or is_adapted(model) or is_converted(model):
+            weights = backend.model_state()
+            save = partial(save_model, path, model, weights, self.tokenizer_dir, files.copy)
+            return self._write(step, save, only_main=True)
+        names: list[str] = []
+        self._write(step, lambda: names.extend(save_all_but_weights(path, model, self.tokenizer_dir)), only_main=True)
+        names = backend.broadcast(names)
+        sizes = {n: getattr(t, "ds_numel", t.numel()) for n, t in untied(saved_state(model)).items()}
+        held = backend.model_state(assign(sizes, backend.world_size))
+        held = {name: held[name] for name in names if name in held}
+        file = path / sharded_name("model", backend.rank, backend.world_size)
+        self._write(step, lambda: files.keep(held, file, {"format": "pt"}))
+        parts = backend.gather((list(held), sum(tensor.nbytes for tensor in held.values())))
+        names_of, num_bytes = zip(*parts, strict=True)
+        self._write(step, lambda: write_index(path, list(names_of), sum(num_bytes)), only_main=True)
+
+    def _complete(self, path: Path, step: int, files: WorkersFiles, others: set[Path], *, is_best: bool) -> str | None:
+        """Write this worker's postponed files. The last worker to finish commits the checkpoint.
+
+        Args:
+            path: temporary folder of the checkpoint.
+            others: files that other workers write.
+
+        Returns:
+            Message for the log if another worker commits.
+        """
+        backend, writer, reports = self.backend, self.writer, [None]
+        try:
+            with writer.guarded(step, removes=False):
+                files.write()
+                own = set(list_files(path).values()) - others if backend.is_main else files.written
+                reports = [describe_files(path, own)]
+        finally:  # the others must learn of an error too
+            if backend.shards_state:
+                reports = last_to_report(f"checkpoint {self._number}", reports[0])
+            if reports and None in reports:
+                writer.discard(step)
+        message = f"saved checkpoint of step {step}{' (the best so far)' if is_best else ''}"
+        if reports is None or None in reports:
+            return message
+        entries = dict(chain.from_iterable(report.items() for report in reports))
+        manifest = {"world_size": backend.world_size, "backend": backend.describe(), "resume": self.resume}
+        writer.commit(step, is_best=is_best, extra_manifest=manifest, files=entries)
+        logger.info(message)
+        return None
 
     def _trainer_tree(self, state: TrainState, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return {

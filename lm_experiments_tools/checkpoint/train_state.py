@@ -227,7 +227,7 @@ def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:
     if missing := [file.name for file in needed if not file.is_file()]:
         raise UserError(f"{path} has no {missing[0]}: copy it again, or name its model.safetensors alone.")
     if with_optimizer and backend.optimizer is not None:
-        needed += tuple(file for file in tree_files(path / "optimizer") if file.exists())
+        needed += [file for file in tree_files(path / "optimizer") if file.exists()]
     verify_model(path, [file.name for file in needed])
 
 
@@ -237,7 +237,7 @@ def _load_optimizer(path: Path, backend: Backend, saved_kind: str, *, by_name: b
             raise UserError(f"{path} has no optimizer state: name it by --init_checkpoint with --reset_optimizer")
         return load_tree(path / "optimizer", mapped=True)
 
-    tree = on_all(backend, read, only_main=True)
+    tree = on_all(backend, read, only_main=not backend.shards_state)
     if by_name:
         number = backend.load_optimizer_state_by_name(tree, same_kind=saved_kind == backend.optimizer_kind)
         if backend.is_main:

@@ -5,7 +5,12 @@
                             "betas": {"$tuple": [0.9, {"$float": "inf"}]}}
     optimizer.safetensors  "0": F32 []
 
-Dicts with string keys stay JSON objects; other types are marked by a `$` key.
+Dicts with string keys stay JSON objects; other types are marked by a `$` key. Where workers hold slices of tensors
+(`SlicedTensor`), each writes a file of its own::
+
+    optimizer.json         {"$files": 2, "tree": {"exp_avg": {"$slices": ["slice 0", [2, 3], [[0, 3], [3, 6]]]}}}
+    optimizer-00001-of-00002.safetensors   "slice 0": F32 [3]
+    optimizer-00002-of-00002.safetensors   "slice 0": F32 [3]
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from lm_experiments_tools.backends.slices import SlicedTensor
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, naming
 
@@ -38,27 +45,45 @@ def write_now(tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, 
     apply_umask(Path(file))
 
 
-class PostponedFiles:
-    """Safetensors files that are written later: their tensors stay in host memory until `write` is called."""
+class WorkersFiles:
+    """Safetensors files that this worker writes of a checkpoint, immediately or later, on the call of `write`.
 
-    def __init__(self) -> None:
+    Args:
+        is_postponed: True to keep the tensors in host memory until `write` is called.
+
+    Attributes:
+        written: the files, in the order of their writing.
+    """
+
+    def __init__(self, *, is_postponed: bool) -> None:
+        self.is_postponed = is_postponed
+        self.written: list[Path] = []
         self._waiting: list[tuple[dict[str, Tensor], Path, dict[str, str] | None]] = []
 
     def copy(self, tensors: Mapping[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Copy tensors to host memory, to be written to `file` by `write`."""
-        contiguous = torch.contiguous_format
-        copies = {n: t.detach().to("cpu", copy=True, memory_format=contiguous) for n, t in tensors.items()}
-        self.keep(copies, file, metadata)
+        """Write tensors that may change later, of which postponed files need copies."""
+        if self.is_postponed:
+            contiguous = torch.contiguous_format
+            tensors = {n: t.detach().to("cpu", copy=True, memory_format=contiguous) for n, t in tensors.items()}
+        self.keep(dict(tensors), file, metadata)
 
     def keep(self, tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, str] | None = None) -> None:
-        """Hold CPU tensors without a copy, to be written to `file` by `write`; do not change them before."""
-        self._waiting.append((tensors, Path(file), metadata))
+        """Write tensors that nothing else changes. Raises OSError, SafetensorError."""
+        self.written.append(Path(file))
+        if self.is_postponed:
+            self._waiting.append((tensors, Path(file), metadata))
+        else:
+            write_now(tensors, file, metadata)
 
     def write(self) -> None:
         """Write all postponed files and free their tensors. Raises OSError, SafetensorError."""
         while self._waiting:
-            tensors, file, metadata = self._waiting.pop(0)
-            write_now(tensors, file, metadata)
+            write_now(*self._waiting.pop(0))
+
+
+def sharded_name(stem: str, rank: int, number: int) -> str:
+    """Name of a worker's file, in the format of Hugging Face's shards, such as model-00001-of-00008.safetensors."""
+    return f"{stem}-{rank + 1:05}-of-{number:05}.safetensors"
 
 
 def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it again") -> dict[str, Tensor]:
@@ -97,12 +122,25 @@ def as_os_error(error: Exception, path: Path) -> OSError:
 
 
 # ---- trees ----------------------------------------------------------------------------------------------------------
-def tree_files(path_stem: Path | str) -> tuple[Path, Path]:
-    """Return the two files of a state that `save_tree` has saved: STEM.json and STEM.safetensors."""
-    return Path(f"{path_stem}.json"), Path(f"{path_stem}.safetensors")
+def tree_files(path_stem: Path | str) -> list[Path]:
+    """List the files of a state that `save_tree` has saved: STEM.json, and STEM.safetensors or those of workers."""
+    stem = Path(path_stem)
+    sharded = sorted(stem.parent.glob(f"{stem.name}-*-of-*.safetensors"))
+    return [Path(f"{stem}.json"), *(sharded or [Path(f"{stem}.safetensors")])]
 
 
-def save_tree(path_stem: Path | str, tree: Any, *, write: WriteTensors = write_now) -> None:
+Ranges = list[list[list[int]]]  # [worker][slice of its tree] = [start, stop]
+
+
+def slice_ranges(tree: Any) -> list[list[int]]:
+    """Ranges of elements, [start, stop], of the slices in this worker's tree, in the tree's order."""
+    parts = [leaf.parts for leaf in tree_leaves(tree) if isinstance(leaf, SlicedTensor)]
+    return [[part[0][0], part[0][0] + len(part[0][1])] if part else [0, 0] for part in parts]
+
+
+def save_tree(
+    path_stem: Path | str, tree: Any, *, write: WriteTensors = write_now, rank: int = 0, ranges: Ranges | None = None
+) -> None:
     """Save nested Python state to STEM.json and STEM.safetensors, bit-exactly.
 
     Supported are dict, list, tuple, None, bool, int, float (also NaN and infinity), str, dense tensors, and real
@@ -111,24 +149,31 @@ def save_tree(path_stem: Path | str, tree: Any, *, write: WriteTensors = write_n
 
     Args:
         write: f(tensors, file), which gets copies of the tensors.
+        rank: of this worker. Workers other than rank 0 write only their slices.
+        ranges: `slice_ranges` of all workers' trees, if they hold slices.
 
     Raises:
         TypeError: another type; the message names its place in the tree.
         OSError: the files cannot be written.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(rank, ranges)
     structure = encoder.encode(tree, "")
-    json_file, tensor_file = tree_files(path_stem)
+    if ranges is not None:
+        structure = {"$files": len(ranges), "tree": structure}
+    stem = Path(path_stem)
+    name = f"{stem.name}.safetensors" if ranges is None else sharded_name(stem.name, rank, len(ranges))
     try:
-        write(encoder.tensors, tensor_file)
+        write(encoder.tensors, stem.with_name(name))
     except SafetensorError as error:
-        raise as_os_error(error, tensor_file) from error
-    with naming(json_file):  # flushed with the checkpoint
-        json_file.write_text(json.dumps(structure, allow_nan=False, ensure_ascii=True), encoding="utf-8")
+        raise as_os_error(error, stem.with_name(name)) from error
+    if rank == 0:
+        json_file = Path(f"{stem}.json")
+        with naming(json_file):  # flushed with the checkpoint
+            json_file.write_text(json.dumps(structure, allow_nan=False, ensure_ascii=True), encoding="utf-8")
 
 
 def load_tree(path_stem: Path | str, *, mapped: bool = False) -> Any:
-    """Load the result of `save_tree`, with tensors on the CPU.
+    """Load the result of `save_tree`, with tensors on the CPU, and `SlicedTensor`s of the files of all workers.
 
     Args:
         mapped: leave tensors memory-mapped; the file must exist as long as they are used.
@@ -136,24 +181,30 @@ def load_tree(path_stem: Path | str, *, mapped: bool = False) -> Any:
     Raises:
         UserError: a file is missing or corrupt.
     """
-    json_file, tensor_file = tree_files(path_stem)
-    advice = "restore the file or use an older checkpoint"
+    stem, advice = Path(path_stem), "restore the file or use an older checkpoint"
+    json_file = Path(f"{stem}.json")
     try:
         structure = json.loads(json_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{json_file} cannot be read ({error}): {advice}.") from error
-    tensors = load_tensors(tensor_file, advice)
+    names = [f"{stem.name}.safetensors"]
+    if isinstance(structure, dict) and "$files" in structure:
+        number, structure = structure["$files"], structure["tree"]
+        names = [sharded_name(stem.name, rank, number) for rank in range(number)]
+    files = [load_tensors(stem.with_name(name), advice) for name in names]
     if not mapped:
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        files = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in files]
     try:
-        return _decode(structure, tensors)
+        return _decode(structure, files)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{json_file} and {tensor_file.name} are not from the same save ({error!r}).") from error
+        raise UserError(f"{json_file} and {names[0]} are not from the same save ({error!r}).") from error
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, rank: int, ranges: Ranges | None) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._is_main = rank == 0
+        self._slices = enumerate(zip(*(ranges or []), strict=True))  # ranges of each slice, by worker
         self._names: dict[int, str] = {}
         self._alive: list[Any] = []  # ids stay unique only while the objects live
 
@@ -171,7 +222,12 @@ class _Encoder:
             items = [self.encode(item, f"{where}[{i}]") for i, item in enumerate(node)]
             return items if kind is list else {"$tuple": items}
         if isinstance(node, (Tensor, np.ndarray)):
-            return {"$tensor": self._store(node, where)}
+            return {"$tensor": self._store(node, where)} if self._is_main else None
+        if isinstance(node, SlicedTensor):
+            number, ranges = next(self._slices)
+            for _, values in node.parts:
+                self.tensors[f"slice {number}"] = _dense_copy(values, where)
+            return {"$slices": [f"slice {number}", list(node.shape), list(ranges)]}
         raise _unsupported(node, where)
 
     def _encode_dict(self, node: dict, where: str) -> Any:
@@ -211,19 +267,26 @@ def _unsupported(node: Any, where: str) -> TypeError:
     return TypeError(f"{where or 'the tree'} is a {name}{detail}, which a checkpoint cannot hold without pickle")
 
 
-def _decode(node: Any, tensors: dict[str, Tensor]) -> Any:
+def _decode(node: Any, files: list[dict[str, Tensor]]) -> Any:
+    """`files` are those of the workers; plain tensors are in the first."""
     if isinstance(node, list):
-        return [_decode(item, tensors) for item in node]
+        return [_decode(item, files) for item in node]
     if not isinstance(node, dict):
         return node
     if len(node) == 1:
         (tag, content), *_ = node.items()
         if tag == "$tensor":
-            return tensors[content]
+            return files[0][content]
+        if tag == "$slices":
+            name, shape, ranges = content
+            parts = [(start, files[rank][name]) for rank, (start, stop) in enumerate(ranges) if start < stop]
+            if not parts:  # a tensor without elements
+                return torch.empty(shape)
+            return SlicedTensor(torch.Size(shape), tuple(sorted(parts, key=lambda part: part[0])))
         if tag == "$tuple":
-            return tuple(_decode(item, tensors) for item in content)
+            return tuple(_decode(item, files) for item in content)
         if tag == "$float":
             return float(content)
         if tag == "$dict":
-            return {_decode(key, tensors): _decode(value, tensors) for key, value in content}
-    return {key: _decode(value, tensors) for key, value in node.items()}
+            return {_decode(key, files): _decode(value, files) for key, value in content}
+    return {key: _decode(value, files) for key, value in node.items()}

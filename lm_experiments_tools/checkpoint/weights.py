@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import sys
@@ -15,15 +16,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from lm_experiments_tools.backends.trees import saved_state
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
-from lm_experiments_tools.checkpoint.conversion import to_model_names, without_progress_bars
+from lm_experiments_tools.checkpoint.conversion import conversions_of, to_model_names, without_progress_bars
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import is_listed, named_checkpoint, shards_of, verify_model
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, TASK_FILE
 from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
-from lm_experiments_tools.checkpoint.tree import WriteTensors, as_os_error, load_tensors, write_now
+from lm_experiments_tools.checkpoint.tree import WriteTensors, as_os_error, load_tensors, sharded_name, write_now
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import apply_umask
+from lm_experiments_tools.files import apply_umask, naming
 from lm_experiments_tools.modules.inspection import is_adapted
 
 Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -100,6 +102,46 @@ def save_model(
     apply_umask(*path.rglob("*.safetensors"))  # of a model that writes its own
     if tokenizer_dir is not None and not copy_tokenizer(Path(tokenizer_dir), path):
         raise UserError(f"{tokenizer_dir} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
+
+
+def is_converted(model: nn.Module) -> bool:
+    """True if a file has other names or shapes of weights than the model, so that they must be written together."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel) and bool(conversions_of(model))
+
+
+def save_all_but_weights(path: Path, model: nn.Module, tokenizer_dir: Path | None) -> list[str]:
+    """Write what `save_model` does, without weights.
+
+    Returns:
+        Names of the weights that belong into the files: those of the state dict, each tied weight once.
+    """
+    names: list[str] = []
+    shapes: dict[int, Tensor] = {}
+    for tensor in (own := saved_state(model)).values():
+        shape = getattr(tensor, "ds_shape", tensor.shape)
+        shapes.setdefault(id(tensor), torch.empty(shape, dtype=tensor.dtype, device="meta"))
+
+    def note(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+        names.extend(tensors)
+
+    save_model(path, model, {name: shapes[id(tensor)] for name, tensor in own.items()}, tokenizer_dir, note)
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    return names
+
+
+def write_index(path: Path, names: list[list[str]], num_bytes: int) -> None:
+    """Write Hugging Face's index of weights that workers have written.
+
+    Args:
+        names: of the weights in each worker's file.
+        num_bytes: of all weights.
+    """
+    files = [sharded_name("model", rank, len(names)) for rank in range(len(names))]
+    weight_map = {name: file for file, of_file in zip(files, names, strict=True) for name in of_file}
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    with naming(file := path / "model.safetensors.index.json"):
+        file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _save_pretrained(path: Path, model: Any, state_dict: dict[str, Tensor] | None, write: WriteTensors) -> None:

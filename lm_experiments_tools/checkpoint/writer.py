@@ -31,6 +31,7 @@ from lm_experiments_tools.checkpoint.manifest import (
     REPLACED,
     CheckpointDamaged,
     build_manifest,
+    describe_files,
     list_files,
     named_checkpoint,
     or_replaced,
@@ -58,7 +59,7 @@ class CheckpointWriteError(OSError):
 
 
 class CheckpointWriter:
-    """Writes, links and prunes the checkpoints of a run, on rank 0.
+    """Writes, links and prunes the checkpoints of a run, on one worker at a time.
 
     Args:
         root: directory of the checkpoints.
@@ -90,27 +91,49 @@ class CheckpointWriter:
         return temporary
 
     @contextlib.contextmanager
-    def guarded(self, step: int) -> Iterator[None]:
-        """Context that removes the unfinished checkpoint after an error and raises CheckpointWriteError."""
+    def guarded(self, step: int, *, removes: bool = True) -> Iterator[None]:
+        """Context that raises CheckpointWriteError after an error of the disk.
+
+        Args:
+            removes: remove the unfinished checkpoint then; False while other workers write to it.
+        """
         try:
             yield
         except (OSError, SafetensorError) as error:
+            if removes:
+                self.discard(step)
             raise self._failure(step, as_os_error(error, self._temporary(step))) from error
 
-    def commit(self, step: int, *, is_best: bool, extra_manifest: dict[str, Any] | None = None) -> Path:
+    def discard(self, step: int) -> None:
+        """Remove an unfinished checkpoint."""
+        shutil.rmtree(self._temporary(step), ignore_errors=True)
+
+    def commit(
+        self,
+        step: int,
+        *,
+        is_best: bool,
+        extra_manifest: dict[str, Any] | None = None,
+        files: dict[str, dict[str, Any]] | None = None,
+    ) -> Path:
         """Turn the temporary directory of `begin` into the checkpoint of `step`, then update links and prune.
 
         A checkpoint of the same step is replaced. Later steps, from before a restart at an earlier one, are renamed to
         `superseded-*`.
+
+        Args:
+            files: results of `describe_files` of all workers; None if this process has written all files.
 
         Raises:
             CheckpointWriteError: the disk cannot be written; earlier checkpoints are intact.
         """
         temporary, final = self._temporary(step), self.root / step_directory_name(step)
         with self.guarded(step):
-            write_atomic(temporary / MANIFEST, build_manifest(temporary, step, is_best, extra_manifest or {}))
-            files = list_files(temporary).values()
-            for path in [*files, *{file.parent for file in files}, temporary]:
+            if files is None:
+                files = describe_files(temporary, list_files(temporary).values())
+            write_atomic(temporary / MANIFEST, build_manifest(files, step, is_best, extra_manifest or {}))
+            folders = {(temporary / name).parent for name in files}
+            for path in [temporary / MANIFEST, *folders, temporary]:
                 fsync_path(path)
             self._take_name(temporary, final)
         self._set_later_steps_aside(step)
@@ -205,7 +228,6 @@ class CheckpointWriter:
                 logger.warning("the old checkpoint %s was not removed (%s)", checkpoint, error)
 
     def _failure(self, step: int, error: OSError) -> CheckpointWriteError:
-        shutil.rmtree(self._temporary(step), ignore_errors=True)
         folder = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         free = human_bytes(shutil.disk_usage(folder).free)
         reason = (os.strerror(error.errno) if error.errno else str(error)).rstrip(".")

@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lm_experiments_tools.attention.kernels import choice as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import get_precision
 from lm_experiments_tools.backends.process_groups import host_group
-from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
+from lm_experiments_tools.backends.slices import SlicedTensor, full
+from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, slice_ranges
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.optimizers.adafactor import Adafactor
@@ -90,9 +92,21 @@ def bits(tree: Any) -> str:
     if isinstance(tree, Tensor):
         content = tree.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         return f"{tree.dtype}{list(tree.shape)}{hashlib.sha256(content).hexdigest()}"
+    if isinstance(tree, SlicedTensor):
+        return bits(vars(tree))
     if isinstance(tree, dict):
         return str({key: bits(value) for key, value in tree.items()})
     return str([bits(value) for value in tree]) if isinstance(tree, (list, tuple)) else repr(tree)
+
+
+def save_optimizer(backend: Backend, stem: Path) -> Any:
+    """Save the state of the optimizer as a checkpoint does, and return the full tree that is read back."""
+    tree = backend.optimizer_state()
+    ranges = backend.gather(slice_ranges(tree)) if backend.shards_state else None
+    if backend.is_main or backend.shards_state:
+        save_tree(stem, tree, rank=backend.rank, ranges=ranges)
+    backend.gather(None)
+    return tree_map_only(SlicedTensor, full, load_tree(stem)) if backend.is_main else None
 
 
 def save_weights(backend: Backend, out: Path, name: str) -> None:
@@ -128,9 +142,7 @@ def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
             result["untouched"] = before == bits([backend.model_state(), backend.optimizer_state()])
         if step + 1 == SAVED_AT:
             save_weights(backend, out, "saved")
-            tree = backend.optimizer_state()
-            if backend.is_main:
-                save_tree(out / "state", tree)
+            save_optimizer(backend, out / "state")
     save_weights(backend, out, "trained")
     result["weights_norm"] = backend.weights_norm()
     result["unwraps"] = backend.unwrap() is model
@@ -141,10 +153,11 @@ def scenario_resumed(backend: Backend, out: Path, earlier: Path) -> dict[str, An
     """The second half of `trained`, from what an earlier job saved."""
     setup(backend)
     backend.load_model_state(load_file(earlier / "saved.safetensors") if backend.is_main else None)
-    tree = load_tree(earlier / "state") if backend.is_main else None
+    tree = load_tree(earlier / "state") if backend.is_main or backend.shards_state else None
     backend.load_optimizer_state(tree)
-    again = backend.optimizer_state()
+    again = save_optimizer(backend, out / "again")
     if backend.is_main:
+        tree = tree_map_only(SlicedTensor, full, tree)
         before, after = (bits(of["optimizer"]["state"]) for of in (tree, again))
         assert len(tree["optimizer"]["state"]) > 10 and before == after
     steps = [train_step(backend, step, max_norm=0.5) for step in range(SAVED_AT, STEPS)]

@@ -57,7 +57,7 @@ def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights as a backend that shards them gathers them: each call gives a tensor of its own."""
 
     class Gathering(LocalBackend):
-        def _get_weight(self, name, tensor):
+        def _get_weight(self, name, tensor, rank):
             return tensor.detach().clone()
 
     backend = Gathering(device=torch.device("cpu"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from lm_experiments_tools.checkpoint.manifest import build_manifest
+from lm_experiments_tools.checkpoint.manifest import build_manifest, describe_files, list_files
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.files import write_atomic
 from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model
@@ -34,7 +34,8 @@ def save_run(run: Path, kind: str) -> Path:
         save_toy(kind, folder, model_of(kind, step))
         state = {"step": step, "consumed_samples": 8 * step, "consumed_tokens": 100 * step}
         (folder / "trainer_state.json").write_text(json.dumps({"state": state}))
-        write_atomic(folder / "manifest.json", build_manifest(folder, step, False, {}))
+        entries = describe_files(folder, list_files(folder).values())
+        write_atomic(folder / "manifest.json", build_manifest(entries, step, False, {}))
     for link in ("best", "last"):
         (run / link).symlink_to("checkpoints/step_000004")
     (run / "config.json").write_text(json.dumps({"iters": 4, "lr": 1e-3}))

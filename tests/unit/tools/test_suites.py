@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, build_manifest
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, build_manifest, describe_files, list_files
 from lm_experiments_tools.metrics import lower_is_better
 from lm_experiments_tools.recipes.finetuner import FineTuner
 from lm_experiments_tools.tools import suites
@@ -175,7 +175,7 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
     assert evaluate(run, *flags, "a", "--limit", 3) == 0 and asked[4:] == [("2", "a", 3), ("4", "a", 3)]
     later = shutil.copytree(run / "checkpoints" / "step_000004", run / "checkpoints" / "step_000006")
     (later / MANIFEST).unlink()
-    (later / MANIFEST).write_text(build_manifest(later, 6, False, {}))
+    (later / MANIFEST).write_text(build_manifest(describe_files(later, list_files(later).values()), 6, False, {}))
     assert evaluate(run, *flags, "a") == 0 and asked[6:] == [("6", "a", None)]
     assert main(["compare", str(run)]) == 0
     printed = capsys.readouterr().out
