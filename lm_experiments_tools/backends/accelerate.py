@@ -401,6 +401,10 @@ class DeepSpeedBackend(AccelerateBackend):
     def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
         return self._whole.cut(parameter, value)
 
+    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        # Only rank 0 has the fp32 values of frozen weights.
+        return super().model_state(writers and {**writers, **dict.fromkeys(self._frozen, 0)})
+
     def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
         """The fp32 weight, from the optimizer's shards where the model's own is rounded to 16 bits."""
         if self._is_sharded(tensor):

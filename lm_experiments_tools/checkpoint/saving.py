@@ -149,9 +149,11 @@ class Saver:
             if backend.is_main:
                 writer.discard(step)
             raise
-        others = {file for written in backend.gather(files.written)[1:] for file in written}
+        # Listed before any worker writes postponed files: this also waits for all workers to be here.
+        own = set(list_files(path).values() if backend.is_main else ())
+        own.difference_update(*backend.gather(files.written)[1:])
         self._number += 1
-        complete = partial(self._complete, path, step, files, others, is_best=is_best)
+        complete = partial(self._complete, path, step, files, own.union(files.written), is_best=is_best)
         if backend.is_main or backend.shards_state:
             self._writing = self._thread.submit(complete)
         if not files.is_postponed:
@@ -188,12 +190,12 @@ class Saver:
         names_of, num_bytes = zip(*parts, strict=True)
         self._write(step, lambda: write_index(path, list(names_of), sum(num_bytes)), only_main=True)
 
-    def _complete(self, path: Path, step: int, files: WorkersFiles, others: set[Path], *, is_best: bool) -> str | None:
+    def _complete(self, path: Path, step: int, files: WorkersFiles, own: set[Path], *, is_best: bool) -> str | None:
         """Write this worker's postponed files. The last worker to finish commits the checkpoint.
 
         Args:
             path: temporary folder of the checkpoint.
-            others: files that other workers write.
+            own: all files that this worker has written and is going to write.
 
         Returns:
             Message for the log if another worker commits.
@@ -202,7 +204,6 @@ class Saver:
         try:
             with writer.guarded(step, removes=False):
                 files.write()
-                own = set(list_files(path).values()) - others if backend.is_main else files.written
                 reports = [describe_files(path, own)]
         finally:  # the others must learn of an error too
             if backend.shards_state:

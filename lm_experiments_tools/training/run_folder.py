@@ -52,6 +52,13 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     if not apart:
         return run
     hosts = ", ".join(apart)
+    if backend.shards_state:
+        raise agreed(
+            UserError(
+                f"{folder} on {main} is not the folder of that name on {hosts}: FSDP and ZeRO write a part of each "
+                "checkpoint on each machine, so give a --model_path in a folder that all machines share"
+            )
+        )
     host, step = max(apart.items(), key=lambda item: item[1])
     if args.resume == "auto" and step > newest:
         there = f"its newest there is step {newest}" if newest >= 0 else "there is no checkpoint there"

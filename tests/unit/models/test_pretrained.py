@@ -41,7 +41,9 @@ def test_a_run_directory_gives_its_best_checkpoint_else_its_last(link, bases, tm
     save_toy("", tmp_path / "checkpoints" / "step_000004", other)
     for step in (2, 4):
         folder = tmp_path / "checkpoints" / f"step_{step:06d}"
-        (folder / "manifest.json").write_text(build_manifest(describe_files(folder, list_files(folder).values()), step, False, {}))
+        (folder / "manifest.json").write_text(
+            build_manifest(describe_files(folder, list_files(folder).values()), step, False, {})
+        )
     (tmp_path / "last").symlink_to("checkpoints/step_000004")
     if link == "best":
         (tmp_path / "best").symlink_to("checkpoints/step_000002")
