@@ -53,3 +53,10 @@ def test_a_newer_checkpoint_on_another_machine_is_refused(args):
     ):
         run_folder.claim_for_all(args, OfTwo(step=8))
     run_folder.claim_for_all(args, OfTwo(step=7))  # an earlier start's
+
+
+def test_a_backend_that_shards_needs_a_shared_folder(args):
+    backend = OfTwo()
+    backend.shards_state = True
+    with pytest.raises(UserError, match=r"is not the folder of that name on lmtb: FSDP and ZeRO .*--model_path"):
+        run_folder.claim_for_all(args, backend)
