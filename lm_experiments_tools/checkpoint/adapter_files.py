@@ -35,19 +35,23 @@ def saved_names(model: PeftModel) -> dict[str, str]:
     from peft import get_peft_model_state_dict
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    every = dict(model.named_parameters(remove_duplicate=False))  # peft asks for a tied one by any of its names
+    # peft asks for a tied parameter by any of its names.
+    every = dict(model.named_parameters(remove_duplicate=False))
     name_of = {id(parameter): name for name, parameter in trained_parameters(model).items()}
-    if model.peft_config[DEFAULT_ADAPTER].is_prompt_learning:  # peft would compute the prompt, also from shards
+    # For prompts peft would compute the prompt, from this worker's shard too, so they are named here.
+    if model.peft_config[DEFAULT_ADAPTER].is_prompt_learning:
         state: dict[str, Tensor] = {"prompt_embeddings": model.prompt_encoder[DEFAULT_ADAPTER].embedding.weight}
         for path, module in model.named_modules():
-            if isinstance(module, AuxiliaryTrainingWrapper):  # a head that peft copied to train it
+            # This is a classifier's head, which peft has copied to train it.
+            if isinstance(module, AuxiliaryTrainingWrapper):
                 inside = {n.removeprefix(f"{path}."): p for n, p in every.items() if n.startswith(f"{path}.")}
                 state |= {f"{path}.{n}": p for n, p in module.adapter_state_dict(DEFAULT_ADAPTER, inside).items()}
     else:
         state = get_peft_model_state_dict(model, state_dict=every, save_embedding_layers=False)
     found: dict[str, str] = {}
     for saved, value in state.items():
-        name = name_of.pop(id(value), None)  # a parameter that is tied under several names is saved once
+        # A parameter that is tied under several names is saved once.
+        name = name_of.pop(id(value), None)
         if name is not None:
             found[saved] = name
     return found | {name: name for name in name_of.values()}
@@ -76,9 +80,11 @@ def save_adapter(
     metadata = {"format": "pt"} if base is None else {"format": "pt", _BASE_SHA256: base}
     write(weights, path / ADAPTER_WEIGHTS, metadata=metadata)
     saved = copy.copy(config)
-    saved.inference_mode = True  # as peft writes it
+    # peft writes it so, and `PeftModel.from_pretrained` trains only if it is told to.
+    saved.inference_mode = True
     for name, value in vars(config).items():
-        if isinstance(value, set):  # its order depends on the hash seed
+        # The order of a set depends on the hash seed, and files should not.
+        if isinstance(value, set):
             setattr(saved, name, sorted(value))
     saved.save_pretrained(str(path))
 

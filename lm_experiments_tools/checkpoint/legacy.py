@@ -24,7 +24,8 @@ from lm_experiments_tools.files import replacing
 _SCALAR_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _SCALAR_DTYPES += ("float16", "float32", "float64")
 _READ_ERRORS = (OSError, EOFError, RuntimeError, struct.error, ValueError, LookupError)
-_READ_ERRORS += (TypeError, AttributeError, ImportError)  # of bytes that are no pickle
+# torch raises these for bytes that are no pickle.
+_READ_ERRORS += (TypeError, AttributeError, ImportError)
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
@@ -41,7 +42,8 @@ def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
         if allow_pickle:
             return torch.load(path, map_location="cpu", weights_only=False)
         with torch.serialization.safe_globals(_numpy_scalar_globals()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about the pickle protocol of old files
+            # torch warns about the pickle protocol of old files, which is no mistake of the user.
+            warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except (*_READ_ERRORS, pickle.UnpicklingError) as error:
         refused = re.search(r"GLOBAL (\S+)|`add_safe_globals`,? but got (.+)", str(error))
@@ -51,7 +53,8 @@ def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
                 "not read: convert it to safetensors, or pass --allow_pickle if you trust whoever made it."
             ) from error
         reason = first_line(error)
-        if reason.startswith("Weights only load failed") or isinstance(error, KeyError):  # of a memo, in any text
+        # A KeyError is a missing entry of the pickle's memo: any text can be read as a pickle up to there.
+        if reason.startswith("Weights only load failed") or isinstance(error, KeyError):
             reason = "not a file of torch.save"
         raise UserError(f"{path} cannot be read ({reason}): it is truncated, corrupt or no checkpoint.") from error
 
@@ -90,7 +93,8 @@ def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[
     Raises:
         UserError: see `read_pickle`.
     """
-    if path.is_dir() and (path / "trainer.pckl").is_file():  # of its accelerate trainer
+    # The accelerate trainer of t5-experiments saved a folder, with its step in trainer.pckl.
+    if path.is_dir() and (path / "trainer.pckl").is_file():
         content = read_pickle(path / "trainer.pckl", allow_pickle=allow_pickle)
         if (optimizer := path / "accelerate_state" / "optimizer.bin").is_file():
             content["optimizer_state_dict"] = read_pickle(optimizer, allow_pickle=allow_pickle)
@@ -135,7 +139,8 @@ def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Opti
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups, own = optimizer_state["param_groups"], [group["params"] for group in optimizer.param_groups]
     sizes = [len(group["params"]) for group in groups]
-    same_groups = sizes == list(map(len, own))  # groups of the program's own, or one with frozen parameters
+    # The groups match if the program has made its own, or one with frozen parameters.
+    same_groups = sizes == list(map(len, own))
     if not same_groups and sizes != [len(parameters)]:
         raise UserError(
             f"the checkpoint's optimizer state has {sum(sizes)} parameters in {len(groups)} group(s), the model has "

@@ -166,6 +166,7 @@ def build_manifest(files: dict[str, dict[str, Any]], step: int, is_best: bool, e
         "manifest_sha256": _NO_HASH,
     }
     text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+    # With its own hash in the text, no bit of the manifest can change unnoticed.
     head, _, tail = text.rpartition(_NO_HASH)
     return f"{head}{hashlib.sha256(text.encode()).hexdigest()}{tail}"
 
@@ -173,7 +174,8 @@ def build_manifest(files: dict[str, dict[str, Any]], step: int, is_best: bool, e
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read and check a checkpoint's manifest, but not the files that it lists. Raises CheckpointDamaged."""
     path = checkpoint / MANIFEST
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would never end
+    # Reading a pipe would never end.
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not a regular file")
     with _reading(checkpoint, MANIFEST):
         raw = path.read_bytes()
@@ -308,7 +310,8 @@ def check_untrusted(folder: Path) -> None:
         UserError: a weight file outside the folder, or an attention kernel from the Hub.
     """
     config = read_model_config(folder / "config.json") if (folder / "config.json").is_file() else {}
-    indexes = {*folder.glob(INDEXES), folder / str(config.get("transformers_weights"))}  # of any subfolder
+    # The configuration may name an index in a subfolder.
+    indexes = {*folder.glob(INDEXES), folder / str(config.get("transformers_weights"))}
     for index in indexes:
         if index.match(INDEXES) and index.is_file():
             shards_of(index)

@@ -32,7 +32,8 @@ def read_model_config(path: Path, what: str = "an object") -> dict[str, Any]:
 def check_model_config(values: Mapping[str, Any], where: str) -> None:
     """Raise UserError for a value that no model's configuration can have; `where` names the file or flag."""
     stack = [(where, key, value) for key, value in values.items()]
-    while stack:  # not by recursion: JSON may be nested more deeply than calls
+    # JSON may be nested more deeply than Python's calls, so this is no recursion.
+    while stack:
         name, key, value = stack.pop()
         if (problem := _problem(key, value)) is not None:
             raise UserError(f"{name}: {key} is {str(value)[:80]}, {problem}.")

@@ -60,7 +60,8 @@ class Saver:
         self.backend, self.writer, self.tokenizer_dir = backend, writer, tokenizer_dir
         self.in_background = in_background
         self._is_training = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # joined at the end of the process
+        # Python joins the thread at the end of the process, so a started write is finished.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str | None] | None = None
         self._number = 0  # of saves so far, equal on all workers
 
@@ -88,7 +89,8 @@ class Saver:
         finally:
             self._is_training = False
             if self._writing is not None and (error := self._writing.exception()) is not None:
-                logger.error("%s", error)  # another exception may be on its way
+                # This only logs, because another exception may be on its way.
+                logger.error("%s", error)
 
     @property
     def failed(self) -> bool:
@@ -205,11 +207,14 @@ class Saver:
             with writer.guarded(step, removes=False):
                 files.write()
                 reports = [describe_files(path, own)]
-        finally:  # the others must learn of an error too
+        # The report must be made after an error too: without it the other workers' files would never be removed.
+        finally:
             if backend.shards_state:
                 reports = last_to_report(f"checkpoint {self._number}", reports[0])
             if reports and None in reports:
                 writer.discard(step)
+        # Nothing here waits for another worker, so a lost one cannot keep the others' threads from ending. Its checkpoint
+        # stays unfinished, and the next start removes it.
         message = f"saved checkpoint of step {step}{' (the best so far)' if is_best else ''}"
         if reports is None or None in reports:
             return message
@@ -233,5 +238,6 @@ class Saver:
 def _save_trainer(path: Path, tree: dict[str, Any], write: WriteTensors) -> None:
     try:
         save_tree(path / "trainer_state", tree, write=write)
-    except TypeError as error:  # of a loader's state_dict, or of accumulated outputs
+    # The object is in a loader's state_dict, or among accumulated outputs.
+    except TypeError as error:
         raise UserError(f"a checkpoint cannot be saved: {error}") from error

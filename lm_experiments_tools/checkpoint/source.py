@@ -194,21 +194,24 @@ def hub_source(name: str, flag: str) -> Source:
     try:
         folder = snapshot_download(name, allow_patterns=[CONFIG, INDEXES])
     except (HFValidationError, LocalEntryNotFoundError) as error:
-        folder = getattr(error, "snapshot_path", None)  # in the cache, without files that may not be needed
+        # The cache may have the model without files that are not needed here.
+        folder = getattr(error, "snapshot_path", None)
         if folder is None:
             reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise UserError(
                 f"{flag} {name}: there is no such folder, and the Hugging Face Hub does not give it ({reason}). "
                 "Without a network, copy the model to this machine and name its folder."
             ) from error
-    except OSError:  # reported where the model is loaded
+    # Loading the model reports it.
+    except OSError:
         return Source(name)
     check_untrusted(Path(folder))
     return Source(name)
 
 
 def _folder(path: Path, flag: str) -> Source:
-    for link in ("best", "last"):  # first, for a run's own config.json holds its arguments
+    # The links come first, because a run's own config.json holds its arguments.
+    for link in ("best", "last"):
         checkpoint = named_checkpoint(Path(os.path.realpath(path / link)))
         if any((checkpoint / name).is_file() for name in (MANIFEST, TRAINER_STATE)):
             return _folder(checkpoint, flag)

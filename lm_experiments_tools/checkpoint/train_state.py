@@ -96,7 +96,8 @@ class TrainState:
         """
         self.step = loaded.step if step else self.step
         into_schedule = loaded.step - loaded.schedule_start if schedule else 0
-        self.schedule_start = self.step - into_schedule  # negative where updates are counted from 0
+        # The start is negative where updates are counted from 0 and the schedule goes on.
+        self.schedule_start = self.step - into_schedule
 
 
 @contextmanager
@@ -161,7 +162,8 @@ def load_state(
         _check_reproducible(path, backend, tree)
     if with_optimizer and backend.optimizer is not None:
         _load_optimizer(path, backend, tree["optimizer"], by_name=by_name)
-    if backend.reproducible[0] == "elastic" and not initial:  # rank 0's sums and outputs are those of all
+    # Rank 0 has saved the sums and outputs of all workers, so only rank 0 gets them back.
+    if backend.reproducible[0] == "elastic" and not initial:
         empty = {"window": {**workers[0]["window"], "sums": {"sums": {}, "counts": {}}}, "kept": {}}
         return state, workers[0] if backend.is_main else {**workers[0], **empty}
     return state, workers[backend.rank] if len(workers) == backend.world_size else None
@@ -261,6 +263,7 @@ def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
             f"the optimizer state of {source} does not fit this model's parameters ({error}); start with "
             "--reset_optimizer to take the weights only"
         ) from error
+    # Settings that are flags keep the values of this start; the checkpoint's are those of its own.
     for group, own in zip(backend.optimizer.param_groups, before, strict=True):
         names = {*SETTINGS, *group.pop(CHOSEN, ()), *own.get(CHOSEN, ()), CHOSEN}
         group.update({name: own[name] for name in names if name in own})

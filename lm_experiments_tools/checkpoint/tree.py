@@ -168,7 +168,8 @@ def save_tree(
         raise as_os_error(error, stem.with_name(name)) from error
     if rank == 0:
         json_file = Path(f"{stem}.json")
-        with naming(json_file):  # flushed with the checkpoint
+        # The file is flushed to the disk with the others, before the checkpoint is committed.
+        with naming(json_file):
             json_file.write_text(json.dumps(structure, allow_nan=False, ensure_ascii=True), encoding="utf-8")
 
 
@@ -206,7 +207,8 @@ class _Encoder:
         self._is_main = rank == 0
         self._slices = enumerate(zip(*(ranges or []), strict=True))  # ranges of each slice, by worker
         self._names: dict[int, str] = {}
-        self._alive: list[Any] = []  # ids stay unique only while the objects live
+        # An id stays unique only while its object lives.
+        self._alive: list[Any] = []
 
     def encode(self, node: Any, where: str) -> Any:
         if isinstance(node, np.generic):
@@ -224,6 +226,7 @@ class _Encoder:
         if isinstance(node, (Tensor, np.ndarray)):
             return {"$tensor": self._store(node, where)} if self._is_main else None
         if isinstance(node, SlicedTensor):
+            # All workers hold slices of the same tensors in the same order, so a number names a tensor on all of them.
             number, ranges = next(self._slices)
             for _, values in node.parts:
                 self.tensors[f"slice {number}"] = _dense_copy(values, where)
@@ -280,7 +283,8 @@ def _decode(node: Any, files: list[dict[str, Tensor]]) -> Any:
         if tag == "$slices":
             name, shape, ranges = content
             parts = [(start, files[rank][name]) for rank, (start, stop) in enumerate(ranges) if start < stop]
-            if not parts:  # a tensor without elements
+            # Only a tensor without elements has no slice with elements.
+            if not parts:
                 return torch.empty(shape)
             return SlicedTensor(torch.Size(shape), tuple(sorted(parts, key=lambda part: part[0])))
         if tag == "$tuple":

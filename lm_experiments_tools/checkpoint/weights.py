@@ -99,7 +99,8 @@ def save_model(
             write(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
         raise as_os_error(error, path) from error
-    apply_umask(*path.rglob("*.safetensors"))  # of a model that writes its own
+    # A model may write further files in its own `save_pretrained`.
+    apply_umask(*path.rglob("*.safetensors"))
     if tokenizer_dir is not None and not copy_tokenizer(Path(tokenizer_dir), path):
         raise UserError(f"{tokenizer_dir} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
 
@@ -126,6 +127,7 @@ def save_all_but_weights(path: Path, model: nn.Module, tokenizer_dir: Path | Non
         names.extend(tensors)
 
     save_model(path, model, {name: shapes[id(tensor)] for name, tensor in own.items()}, tokenizer_dir, note)
+    # For large models `save_pretrained` writes an index of shards, which are not those of the workers.
     (path / "model.safetensors.index.json").unlink(missing_ok=True)
     return names
 
@@ -240,6 +242,7 @@ def place_weights(
         path: file or folder of the weights, for messages.
         allow_partial: see `load_weights`.
     """
+    # All checks come before the first copy: a refused file leaves the model as it was.
     own, weights = model.state_dict(keep_vars=True), to_model_names(model, weights)
     report = _compare(model, own, weights, may_grow=allow_partial is not None)
     if not report.matched:
@@ -260,7 +263,8 @@ def place_weights(
 
 
 def _compare(model: nn.Module, own: dict[str, Tensor], weights: dict[str, Tensor], may_grow: bool) -> LoadReport:
-    obsolete = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of transformers' classes
+    # Classes of transformers list patterns of weights that old files have and the model does not.
+    obsolete = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()
     common = [name for name in weights if name in own]
     differing = {n: (tuple(weights[n].shape), tuple(own[n].shape)) for n in common if weights[n].shape != own[n].shape}

@@ -132,12 +132,14 @@ class CheckpointWriter:
             if files is None:
                 files = describe_files(temporary, list_files(temporary).values())
             write_atomic(temporary / MANIFEST, build_manifest(files, step, is_best, extra_manifest or {}))
+            # All is on the disk before the rename: a folder with a checkpoint's name is complete after a power failure.
             folders = {(temporary / name).parent for name in files}
             for path in [temporary / MANIFEST, *folders, temporary]:
                 fsync_path(path)
             self._take_name(temporary, final)
         self._set_later_steps_aside(step)
         best, unreadable = self._find_best(self._checkpoints())
+        # Links move before pruning, so that a kill in between leaves none that leads to a removed folder.
         self._update_links(best, keep_best=bool(unreadable))
         self._prune({best, *unreadable})
         return final
@@ -153,7 +155,9 @@ class CheckpointWriter:
     def _clear_leftovers(self) -> None:
         for entry in list(self.root.iterdir()):
             original = entry.with_name(entry.name.removeprefix(REPLACED))
-            if original != entry and not original.exists():  # killed between the two renames of a replacement
+            # The process was killed between the two renames of a replacement, so the earlier version gets its name
+            # back.
+            if original != entry and not original.exists():
                 os.rename(entry, original)
             elif entry.name.startswith((_TEMPORARY, REPLACED)):
                 _remove(entry)
@@ -209,7 +213,8 @@ class CheckpointWriter:
                 temporary.unlink(missing_ok=True)
                 temporary.symlink_to(os.path.relpath(target, self.links_in), target_is_directory=True)
                 os.replace(temporary, link)
-            except OSError as error:  # for example a file system without links
+            # Some file systems have no links; `named_checkpoint` finds the checkpoint without them.
+            except OSError as error:
                 if link not in self._warned:
                     logger.warning("the link %s was not updated (%s); %s names the run too", link, error, link.parent)
                     self._warned.add(link)
@@ -222,7 +227,8 @@ class CheckpointWriter:
                 continue
             doomed = checkpoint.with_name(f"{_TEMPORARY}pruned-{checkpoint.name}")
             try:
-                os.rename(checkpoint, doomed)  # a half-removed directory must not look like a checkpoint
+                # A half-removed directory must not look like a checkpoint, so it is renamed first.
+                os.rename(checkpoint, doomed)
                 _remove(doomed)
             except OSError as error:
                 logger.warning("the old checkpoint %s was not removed (%s)", checkpoint, error)
@@ -265,7 +271,8 @@ def find_resume(
             )
         return None if root is None else find_newest_valid(root)
     path = named_checkpoint(Path(os.path.realpath(resume)))
-    if not (path / MANIFEST).exists():  # a run directory was named
+    # A folder without a manifest is a run directory, which stands for its newest checkpoint.
+    if not (path / MANIFEST).exists():
         path = newest if (newest := named_checkpoint(Path(os.path.realpath(path / "last")))).exists() else path
     if not path.exists():
         raise UserError(
