@@ -213,8 +213,8 @@ class Saver:
                 reports = last_to_report(f"checkpoint {self._number}", reports[0])
             if reports and None in reports:
                 writer.discard(step)
-        # Nothing here waits for another worker, so a lost one cannot keep the others' threads from ending. Its checkpoint
-        # stays unfinished, and the next start removes it.
+        # Nothing here waits for another worker, so a lost one cannot keep the others' threads from ending. Its
+        # checkpoint stays unfinished, and the next start removes it.
         message = f"saved checkpoint of step {step}{' (the best so far)' if is_best else ''}"
         if reports is None or None in reports:
             return message
