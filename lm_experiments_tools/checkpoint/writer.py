@@ -132,7 +132,7 @@ class CheckpointWriter:
             if files is None:
                 files = describe_files(temporary, list_files(temporary).values())
             write_atomic(temporary / MANIFEST, build_manifest(files, step, is_best, extra_manifest or {}))
-            # All is on the disk before the rename: after a power failure a folder with a checkpoint's name is complete.
+            # All is on the disk before the rename: after a power failure, what has a checkpoint's name is complete.
             folders = {(temporary / name).parent for name in files}
             for path in [temporary / MANIFEST, *folders, temporary]:
                 fsync_path(path)
