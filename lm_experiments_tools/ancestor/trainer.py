@@ -44,13 +44,7 @@ class _CompatibleTrainer(TrainingLoop):
 
     _old = False  # the arguments are t5-experiments'
     _stops: StopCondition | None = None
-
-    def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._written: tuple[str, int] | None = None
-        if self._old and self.args.model_path:
-            start = on_main(self.backend, lambda: _set_aside(Path(self.args.model_path), self.args.init_checkpoint))
-            self.args = replace(self.args, init_checkpoint=start)
-        super()._set_up_model(model, optimizer)
+    _written: tuple[str, int] | None = None  # name and step of the last of t5-experiments' checkpoints
 
     def save(
         self,
@@ -190,6 +184,9 @@ class Trainer(_CompatibleTrainer):
 
         backend = HorovodBackend.from_args(args)
         _show_progress(args, backend)
+        if self._old and args.model_path:
+            start = on_main(backend, lambda: _set_aside(Path(args.model_path), args.init_checkpoint))
+            args = replace(args, init_checkpoint=start)
         super().__init__(args, backend, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
 
 
@@ -220,6 +217,9 @@ class TrainerAccelerate(_CompatibleTrainer):
 
         backend = AccelerateBackend.from_accelerator(accelerator, args)
         _show_progress(args, backend)
+        if self._old and args.model_path:
+            start = on_main(backend, lambda: _set_aside(Path(args.model_path), args.init_checkpoint))
+            args = replace(args, init_checkpoint=start)
         super().__init__(args, backend, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
 
     def _write_old(self, folder: Path, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -100,3 +103,9 @@ def agreed(error: E) -> E:
 def on_main(workers: Collectives, function: Callable[[], T]) -> T:
     """Run `function` on rank 0; every worker gets its result or raises its error."""
     return workers.broadcast(on_all(workers, function, only_main=True))
+
+
+def say(workers: Collectives, message: str) -> None:
+    """Log a message, on rank 0 only."""
+    if workers.is_main:
+        logger.info(message)

@@ -14,7 +14,7 @@ from lm_experiments_tools.files import to_jsonable
 
 if TYPE_CHECKING:
     from lm_experiments_tools.checkpoint.train_state import TrainState
-    from lm_experiments_tools.training.trainer import TrainingLoop
+    from lm_experiments_tools.training.batches import BatchStream
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,18 @@ class Phase:
     branch: Path | None = None
 
 
-def data_start(trainer: TrainingLoop, state: TrainState) -> tuple[int, str]:
+def data_start(args: Any, state: TrainState, stream: BatchStream) -> tuple[int, str]:
     """Choose the position in the training data at which a phase starts to read.
 
     Args:
+        args: arguments of the phase.
         state: trainer state at the end of the previous phase.
+        stream: training data of the phase.
 
     Returns:
         Position in samples over all workers, and the reason, for the log.
     """
-    stream, facts, args = trainer.stream, state.facts, trainer.args
-    position = state.data_position()
+    facts, position = state.facts, state.data_position()
     if stream.fingerprint == state.data_fingerprint or (state.data_order and stream.order == state.data_order):
         return position, "it goes on at its position"
     names = ["data_path", *(field.name for field in fields(MixtureArgs))]

@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all, on_main, say
 from lm_experiments_tools.backends.trees import saved_state
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.checkpoint.train_state import (
+    TrainState,
     load_initial,
     load_state,
     load_weights_for_all,
@@ -39,14 +40,14 @@ from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.modules.devices import align_model
 from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
-from lm_experiments_tools.training.batches import num_rows_of
+from lm_experiments_tools.training.batches import BatchStream, num_rows_of
 from lm_experiments_tools.training.metrics import LoggingInterval
-from lm_experiments_tools.training.phases import data_start, ramp_start
-from lm_experiments_tools.training.run_folder import claim_for_all
+from lm_experiments_tools.training.phases import Phase, data_start, ramp_start
+from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
-    from lm_experiments_tools.training.trainer import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -58,151 +59,209 @@ _UNCOMPARED |= {"problem_type"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
 
 
-def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Prepare a training loop: load weights, wrap the model for the backend, and restore a checkpoint's state."""
-    args, backend = trainer.args, trainer.backend
-    run = args if trainer.phase is None else trainer.phase.run
-    if args.model_path:
-        claim_for_all(run, backend, once_more=True)
-    trainer.saver = Saver.of_run(args, backend, trainer.tokenizer_dir, run.resume_path())
-    find = partial(checkpoint.find_resume, args.resume, args.model_path, continues=not args.validate_only)
-    resume_from = on_main(backend, find)
-    source = resume_from
-    if source is None and trainer.phase is not None:
-        source = resume_from = trainer.phase.branch
-    if source is None and args.init_checkpoint:
-        source = on_main(backend, lambda: checkpoint.behind_link(Path(args.init_checkpoint)))
-    if source is not None:
-        report = load_weights_for_all(model, source, args, backend, resumes=resume_from is not None)
-        trainer.say(f"weights from {source}: {report}")
-    elif args.validate_only and not args.names_weights():
-        raise UserError(
-            "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
-            "the weights would be random"
-        )
-    if not backend.holds(model):  # DeepSpeed makes parameters views of its own buffers
-        align_model(model)
-    facts = run_facts(args, args.virtual_size(backend.world_size), model, optimizer)
-    backend.setup(model, optimizer)
-    trainer.say(backend.describe())
-    if resume_from is not None:
-        begins = trainer.phase is not None and _begins(trainer, resume_from, facts)
-        (begin_phase if begins else resume)(trainer, resume_from, facts)
-    elif source is not None:
-        _initialize_from(trainer, source)
-    if not args.validate_only and (warning := trainer.learning_rate.check_end(trainer.state)) and backend.is_main:
-        logger.warning(warning)
-    dataset, state = getattr(trainer.stream and trainer.stream.loader, "dataset", None), trainer.state
-    if hasattr(dataset, "ramp_start"):
-        dataset.ramp_start = state.ramp_start + state.data_offset
-    _record_facts(trainer, facts)
+@dataclass
+class Start:
+    """Where a run starts.
 
-
-def resume(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
-    """Restore weights, optimizer and trainer state from a checkpoint of the same run.
-
-    Args:
-        path: folder of the checkpoint.
-        facts: result of `run_facts` for this start, compared with the checkpoint's.
+    Attributes:
+        state: trainer state.
+        saved_at: step and samples of the run's checkpoint that holds this state; None if none does.
+        interval, outputs: metrics and times since the last log line, and the model outputs accumulated since then.
     """
-    trainer.state, per_rank = load_state(path, trainer.backend)
-    state = trainer.state
-    _check_facts(trainer, path, facts)
-    trainer.learning_rate.resume(state.plateau)
-    if per_rank is not None:
-        trainer.interval, trainer.outputs.data = LoggingInterval.from_state(per_rank["window"]), per_rank["kept"]
-    else:
-        logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
-    if trainer.stream is not None:
-        trainer.stream.seek(state, per_rank and per_rank["stream"])
+
+    state: TrainState = field(default_factory=TrainState)
+    saved_at: tuple[int, int] | None = None
+    interval: LoggingInterval = field(default_factory=LoggingInterval)
+    outputs: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Restorer:
+    """Restores a run from checkpoints into its model, optimizer, data stream and schedule.
+
+    Attributes:
+        saver: knows which checkpoints are this run's own.
+        stream: training data; None to validate only.
+        valid_data: identity of the validation data, see `data_identity`.
+        phase: the phase of the run that `args` belong to; None for a run without phases.
+    """
+
+    args: TrainerArgs
+    backend: Backend
+    saver: Saver
+    learning_rate: LearningRate
+    stream: BatchStream | None
+    valid_data: str | None = None
+    phase: Phase | None = None
+
+    def restore(self, model: nn.Module, optimizer: Optimizer | None) -> Start:
+        """Load weights, wrap the model for the backend, and restore a checkpoint's state; collective."""
+        args, backend, phase = self.args, self.backend, self.phase
+        find = partial(checkpoint.find_resume, args.resume, args.model_path, continues=not args.validate_only)
+        resume_from = on_main(backend, find)
+        if resume_from is None and phase is not None:
+            resume_from = phase.branch
+        source = resume_from
+        if source is None and args.init_checkpoint:
+            source = on_main(backend, lambda: checkpoint.behind_link(Path(args.init_checkpoint)))
+        if source is not None:
+            report = load_weights_for_all(model, source, args, backend, resumes=resume_from is not None)
+            say(backend, f"weights from {source}: {report}")
+        elif args.validate_only and not args.names_weights():
+            raise UserError(
+                "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
+                "the weights would be random"
+            )
+        if not backend.holds(model):  # DeepSpeed makes parameters views of its own buffers
+            align_model(model)
+        facts = run_facts(args, args.virtual_size(backend.world_size), model, optimizer)
+        backend.setup(model, optimizer)
+        say(backend, backend.describe())
+        start = Start()
+        if resume_from is not None:
+            begins = phase is not None and self._begins(resume_from, facts)
+            start = self._begin_phase(resume_from) if begins else self._resume(resume_from, facts)
+        elif source is not None:
+            start = Start(self._initialized_from(source))
+        if not args.validate_only and (warning := self.learning_rate.check_end(start.state)) and backend.is_main:
+            logger.warning(warning)
+        dataset = getattr(self.stream and self.stream.loader, "dataset", None)
+        if hasattr(dataset, "ramp_start"):
+            dataset.ramp_start = start.state.ramp_start + start.state.data_offset
+        self._record_facts(start.state, facts)
+        return start
+
+    def _resume(self, path: Path, facts: Mapping[str, Any]) -> Start:
+        """Restore weights, optimizer and trainer state from a checkpoint of the same run.
+
+        Args:
+            path: folder of the checkpoint.
+            facts: result of `run_facts` for this start, compared with the checkpoint's.
+        """
+        state, per_rank = load_state(path, self.backend)
+        self._check_facts(state, path, facts)
+        self.learning_rate.resume(state.plateau)
+        start = Start(state, self._saved_at(state, path))
         if per_rank is not None:
-            trainer.stream.restore_random_state(per_rank["random_state"])
-    if trainer.backend.broadcast(trainer.saver.is_own(path)):  # a folder may be another one elsewhere
-        trainer.saved_at = (state.step, state.consumed_samples)
-    trainer.say(f"resumed from {path}: step {state.step}, {state.consumed_samples} samples consumed")
+            start.interval, start.outputs = LoggingInterval.from_state(per_rank["window"]), per_rank["kept"]
+        else:
+            logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
+        if self.stream is not None:
+            self.stream.seek(state, per_rank and per_rank["stream"])
+            if per_rank is not None:
+                self.stream.restore_random_state(per_rank["random_state"])
+        say(self.backend, f"resumed from {path}: step {state.step}, {state.consumed_samples} samples consumed")
+        return start
 
+    def _saved_at(self, state: TrainState, path: Path) -> tuple[int, int] | None:
+        """Step and samples of a checkpoint of this run, as rank 0 sees it: a folder may be another one elsewhere."""
+        return (state.step, state.consumed_samples) if self.backend.broadcast(self.saver.is_own(path)) else None
 
-def _begins(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> bool:
-    """True if this phase begins at a checkpoint: that of the phase before, or of the run that it branches from.
+    def _begins(self, path: Path, facts: Mapping[str, Any]) -> bool:
+        """True if this phase begins at a checkpoint: that of the phase before, or of the run that it branches from.
 
-    A branch with the settings of its trunk continues the trunk's phase.
+        A branch with the settings of its trunk continues the trunk's phase.
 
-    Raises:
-        UserError: a branch changes what no phase can, or the phases before this one have other lengths now.
-    """
-    phase, state = trainer.phase, on_main(trainer.backend, lambda: read_state_file(path))
-    if path != phase.branch:
-        if state.phase == phase.number and phase.number and state.schedule_start != phase.start:
-            raise UserError(
-                f"phase {phase.number + 1} began at step {state.schedule_start}, and the phases before it now end at "
-                f"step {phase.start}: restore their lengths, batch sizes or number of workers."
-            )
-        if not phase.run.phases or state.phase == phase.number:
-            return False
-        if (state.phase, state.step) != (phase.number - 1, phase.start):
-            raise UserError(
-                f"phase {phase.number + 1} begins at step {phase.start}, but {path} is of phase {state.phase + 1} and "
-                f"step {state.step}: restore the lengths of the phases, or start a new --model_path."
-            )
-        return True
-    differing = differences(state.facts, facts)
-    fixed = {name: differing[name] for name in differing if not may_change(type(trainer.args), name)}
-    on_all(trainer.backend, lambda: refuse_or_report(path.parent.parent, fixed, resume=False), only_main=True)
-    return bool(differing)
+        Raises:
+            UserError: a branch changes what no phase can, or the phases before this one have other lengths now.
+        """
+        phase, state = self.phase, on_main(self.backend, lambda: read_state_file(path))
+        if path != phase.branch:
+            if state.phase == phase.number and phase.number and state.schedule_start != phase.start:
+                raise UserError(
+                    f"phase {phase.number + 1} began at step {state.schedule_start}, and the phases before it now end "
+                    f"at step {phase.start}: restore their lengths, batch sizes or number of workers."
+                )
+            if not phase.run.phases or state.phase == phase.number:
+                return False
+            if (state.phase, state.step) != (phase.number - 1, phase.start):
+                raise UserError(
+                    f"phase {phase.number + 1} begins at step {phase.start}, but {path} is of phase {state.phase + 1} "
+                    f"and step {state.step}: restore the lengths of the phases, or start a new --model_path."
+                )
+            return True
+        differing = differences(state.facts, facts)
+        fixed = {name: differing[name] for name in differing if not may_change(type(self.args), name)}
+        on_all(self.backend, lambda: refuse_or_report(path.parent.parent, fixed, resume=False), only_main=True)
+        return bool(differing)
 
+    def _begin_phase(self, path: Path) -> Start:
+        """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of another run.
 
-def begin_phase(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
-    """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of another run.
+        The optimizer's state is kept for parameters of the same name. Schedule, patience and drops of the learning
+        rate start anew.
+        """
+        state, per_rank = load_state(path, self.backend, by_name=True)
+        position, reason = data_start(self.args, state, self.stream)
+        state.data_offset, state.data_fingerprint = position - state.consumed_samples, self.stream.fingerprint
+        state.ramp_start = ramp_start(self.args, state)
+        self.stream.loader.seek(position)
+        if per_rank is not None:
+            self.stream.restore_random_state(per_rank["random_state"])
+        state.schedule_start, state.plateau, state.patience = state.step, {}, 0
+        self._check_validation(state)
+        say(self.backend, f"phase {self.phase.number + 1} begins at step {state.step} of {path}; data: {reason}")
+        return Start(state, self._saved_at(state, path))
 
-    The optimizer's state is kept for parameters of the same name. Schedule, patience and drops of the learning rate
-    start anew.
-
-    Args:
-        path: folder of the checkpoint.
-        facts: result of `run_facts` for this start, compared with the checkpoint's.
-    """
-    trainer.state, per_rank = load_state(path, trainer.backend, by_name=True)
-    state, stream = trainer.state, trainer.stream
-    position, reason = data_start(trainer, state)
-    state.data_offset, state.data_fingerprint = position - state.consumed_samples, stream.fingerprint
-    state.ramp_start = ramp_start(trainer.args, state)
-    stream.loader.seek(position)
-    if per_rank is not None:
-        stream.restore_random_state(per_rank["random_state"])
-    state.schedule_start, state.plateau, state.patience = state.step, {}, 0
-    _check_validation(trainer)
-    if trainer.backend.broadcast(trainer.saver.is_own(path)):
-        trainer.saved_at = (state.step, state.consumed_samples)
-    trainer.say(f"phase {trainer.phase.number + 1} begins at step {state.step} of {path}; data: {reason}")
-
-
-def _initialize_from(trainer: TrainingLoop, source: Path) -> None:
-    """`--init_checkpoint`: another run's state without what the --reset flags drop; data is read from its start."""
-    args, state = trainer.args, trainer.state
-    loaded, per_rank = load_initial(
-        source, trainer.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle
-    )
-    state.go_on_from(loaded, schedule=not args.reset_lr, step=not args.reset_iteration)
-    if not args.reset_lr:
-        trainer.learning_rate.resume(loaded.plateau)
-    if args.skip_used_data:
-        state.consumed_samples, state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
-        state.data_offset, state.ramp_start = loaded.data_offset, ramp_start(args, loaded)
-        state.data_fingerprint = loaded.data_fingerprint
-        if trainer.stream is not None:
-            trainer.stream.seek(state, per_rank and per_rank["stream"], loaded.data_order)
-    trainer.say(f"initialized from {source}: starting at step {state.step}")
-    if state.step >= args.iters and not args.validate_only:
-        raise UserError(
-            f"--init_checkpoint {source} is at step {state.step} and --iters is {args.iters}, so nothing is left to "
-            "train; raise --iters, or count from 0 with --reset_iteration"
+    def _initialized_from(self, source: Path) -> TrainState:
+        """`--init_checkpoint`: another run's state without what the --reset flags drop; data is read from its start."""
+        args, state = self.args, TrainState()
+        loaded, per_rank = load_initial(
+            source, self.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle
         )
+        state.go_on_from(loaded, schedule=not args.reset_lr, step=not args.reset_iteration)
+        if not args.reset_lr:
+            self.learning_rate.resume(loaded.plateau)
+        if args.skip_used_data:
+            state.consumed_samples, state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
+            state.data_offset, state.ramp_start = loaded.data_offset, ramp_start(args, loaded)
+            state.data_fingerprint = loaded.data_fingerprint
+            if self.stream is not None:
+                self.stream.seek(state, per_rank and per_rank["stream"], loaded.data_order)
+        say(self.backend, f"initialized from {source}: starting at step {state.step}")
+        if state.step >= args.iters and not args.validate_only:
+            raise UserError(
+                f"--init_checkpoint {source} is at step {state.step} and --iters is {args.iters}, so nothing is left "
+                "to train; raise --iters, or count from 0 with --reset_iteration"
+            )
+        return state
+
+    def _check_facts(self, state: TrainState, path: Path, now: Mapping[str, Any]) -> None:
+        """Compare a loaded checkpoint with this start; the schedule keeps its length.
+
+        Raises:
+            UserError: facts differ, and the checkpoint was not named by `--resume PATH`, which only logs what differs.
+        """
+        resumes, differing = self.args.resume_path() is not None, differences(state.facts, now)
+        # The data may have moved: its fingerprint is compared when the loader's position is restored.
+        differing.pop("data_path", None)
+        if state.facts.get("WORLD_SIZE") != now["WORLD_SIZE"]:  # `_resume` warns of another number of workers
+            differing.pop("global_batch_size", None)
+        on_all(self.backend, lambda: refuse_or_report(path.parent.parent, differing, resume=resumes), only_main=True)
+        self._check_validation(state)
+        if change := self.learning_rate.keep_length(state):
+            say(self.backend, change)
+
+    def _check_validation(self, state: TrainState) -> None:
+        if None not in (self.valid_data, state.valid_fingerprint) and self.valid_data != state.valid_fingerprint:
+            say(
+                self.backend,
+                "the validation data is not that of the checkpoint: best metric and patience start afresh",
+            )
+            state.best_metric, state.best_step, state.patience = None, None, 0
+
+    def _record_facts(self, state: TrainState, facts: dict[str, Any]) -> None:
+        """Put into the state what the next restart compares."""
+        state.facts, state.schedule_steps = facts, self.learning_rate.length
+        state.valid_fingerprint = self.valid_data or state.valid_fingerprint
+        state.data_order = self.stream and self.stream.order
+        state.samples_per_epoch = getattr(self.stream and self.stream.loader, "samples_per_epoch", None)
+        if self.phase is not None:
+            state.phase, state.first_step = self.phase.number, self.phase.first_step
 
 
-def load_weights(trainer: TrainingLoop, source: Path) -> None:
+def load_weights(source: Path, args: TrainerArgs, backend: Backend) -> None:
     """Load the weights of a checkpoint into a model that the backend has already wrapped; collective."""
-    args, backend = trainer.args, trainer.backend
-    trainer.saver.wait()
 
     def read() -> dict[str, Tensor]:
         model = backend.unwrap()
@@ -213,7 +272,7 @@ def load_weights(trainer: TrainingLoop, source: Path) -> None:
         return saved_state(model)
 
     backend.load_model_state(on_all(backend, read, only_main=True))
-    trainer.say(f"weights from {source}")
+    say(backend, f"weights from {source}")
 
 
 # ---- facts that a restart compares ----------------------------------------------------------------------------------
@@ -241,43 +300,7 @@ def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: O
     return to_jsonable(facts)
 
 
-def _check_facts(trainer: TrainingLoop, path: Path, now: Mapping[str, Any]) -> None:
-    """Compare the checkpoint that `trainer` has loaded with this start; the schedule keeps its length.
-
-    Raises:
-        UserError: facts differ, and the checkpoint was not named by `--resume PATH`, which only logs what differs.
-    """
-    state, resumes = trainer.state, trainer.args.resume_path() is not None
-    differing = differences(state.facts, now)
-    # The data may have moved: its fingerprint is compared when the loader's position is restored.
-    differing.pop("data_path", None)
-    if state.facts.get("WORLD_SIZE") != now["WORLD_SIZE"]:  # `resume` warns of another number of workers
-        differing.pop("global_batch_size", None)
-    on_all(trainer.backend, lambda: refuse_or_report(path.parent.parent, differing, resume=resumes), only_main=True)
-    _check_validation(trainer)
-    if change := trainer.learning_rate.keep_length(state):
-        trainer.say(change)
-
-
-def _check_validation(trainer: TrainingLoop) -> None:
-    state, valid = trainer.state, _data_identity(trainer.valid_dataloader)
-    if None not in (valid, state.valid_fingerprint) and valid != state.valid_fingerprint:
-        trainer.say("the validation data is not that of the checkpoint: best metric and patience start afresh")
-        state.best_metric, state.best_step, state.patience = None, None, 0
-
-
-def _record_facts(trainer: TrainingLoop, facts: dict[str, Any]) -> None:
-    """Put into the state what the next restart compares."""
-    state = trainer.state
-    state.facts, state.schedule_steps = facts, trainer.learning_rate.length
-    state.valid_fingerprint = _data_identity(trainer.valid_dataloader) or state.valid_fingerprint
-    state.data_order = trainer.stream and trainer.stream.order
-    state.samples_per_epoch = getattr(trainer.stream and trainer.stream.loader, "samples_per_epoch", None)
-    if trainer.phase is not None:
-        state.phase, state.first_step = trainer.phase.number, trainer.phase.first_step
-
-
-def _data_identity(loader: Any) -> str | None:
+def data_identity(loader: Any) -> str | None:
     """The loader's fingerprint; for loaders without one the number of rows, if it is known."""
     if (fingerprint := getattr(loader, "fingerprint", None)) is not None:
         return fingerprint

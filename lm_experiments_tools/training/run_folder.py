@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.backends.collective import agreed, on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import parse_step
+from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.phases import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,14 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     if backend.is_main:
         _warn_once(folder, main, hosts)
     return run
+
+
+def open_saver(args: TrainerArgs, backend: Backend, tokenizer_dir: Path | None, phase: Phase | None) -> Saver:
+    """Claim the run directory, and create the saver of its checkpoints; collective."""
+    run = args if phase is None else phase.run
+    if args.model_path:
+        claim_for_all(run, backend, once_more=True)
+    return Saver.of_run(args, backend, tokenizer_dir, run.resume_path())
 
 
 def newest_step(folder: Path) -> int:

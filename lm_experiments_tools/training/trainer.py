@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.checkpoint.train_state import TrainState, failures_located
+from lm_experiments_tools.checkpoint.train_state import failures_located
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -52,7 +52,8 @@ from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCou
 from lm_experiments_tools.training.non_finite import OutputWatch, names_line
 from lm_experiments_tools.training.phases import Phase
 from lm_experiments_tools.training.profiling import with_profile
-from lm_experiments_tools.training.resume import load_weights, set_up
+from lm_experiments_tools.training.resume import Restorer, data_identity, load_weights
+from lm_experiments_tools.training.run_folder import open_saver
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
 from lm_experiments_tools.training.validation import validate
@@ -138,7 +139,7 @@ class TrainingLoop:
         phase: Phase | None = None,
     ) -> None:
         check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
-        self.args, self.backend, self.tokenizer_dir = args, backend, tokenizer_dir
+        self.args, self.backend = args, backend
         targets = loss.targets(model)
         self.loss = loss = loss_for(model, targets, loss)
         self.phase = phase
@@ -155,15 +156,19 @@ class TrainingLoop:
         self.has_decoder = self.split.has_decoder
         self.warned_unsplit: set[str] = set()  # evaluated splits that each worker reads whole
 
-        self.state, self.interval = TrainState(), LoggingInterval()
         accumulated = partial(AccumulatedOutputs, keep_for_metrics_fn, metrics_fn)
         self.outputs, self.collect = accumulated(), collect or (lambda split: accumulated())
         self.learning_rate = LearningRate(args, optimizer, 0 if phase is None else phase.start)
         self.signals, self.tracker = StopSignals(), None
         self._in_flight: InFlightStep | None = None
         self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
-        self.saved_at: tuple[int, int] | None = None  # step and samples of the last checkpoint
-        self._set_up_model(model, optimizer)
+        self.saver = open_saver(args, backend, tokenizer_dir, phase)
+        valid_data = data_identity(valid_dataloader)
+        restorer = Restorer(args, backend, self.saver, self.learning_rate, self.stream, valid_data, phase)
+        start = restorer.restore(model, optimizer)
+        self.state, self.interval, self.outputs.data = start.state, start.interval, start.outputs
+        self.saved_at = start.saved_at  # step and samples of the last checkpoint
+        self._watch = OutputWatch(backend.unwrap()) if args.debug_non_finite else None
         self._parameters = list(backend.unwrap().parameters())
         self._trained = self._trained_parameters()
         self.meter = None if args.validate_only else FlopMeter(args, backend, self.interval, self.say)
@@ -175,10 +180,6 @@ class TrainingLoop:
             *callbacks,
         ]
         self.callbacks = with_profile(self.callbacks, args, self.state.step, self.say)
-
-    def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        set_up(self, model, optimizer)
-        self._watch = OutputWatch(self.backend.unwrap()) if self.args.debug_non_finite else None
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -544,7 +545,8 @@ class TrainingLoop:
         Args:
             source: folder of the checkpoint.
         """
-        load_weights(self, Path(source))
+        self.saver.wait()
+        load_weights(Path(source), self.args, self.backend)
 
     def save_metrics(self, save_path: str | Path | None) -> None:
         """Write the last metrics of every split to `save_path`/metrics.json."""
