@@ -55,10 +55,6 @@ class ValidSource(Protocol):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]: ...
 
 
-def _to_torch(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(values) for name, values in batch.items()}
-
-
 def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Run `function(*args)` in a daemon thread, which does not keep the process alive."""
     future: Future[Any] = Future()
@@ -89,6 +85,7 @@ class TrainSource:
     Attributes:
         fingerprint: hash of data, objective and seed, independent of the number of workers.
         samples_per_epoch: number of samples in an epoch; None if unknown.
+        global_batch: number of samples per step over all workers.
     """
 
     fingerprint: str
@@ -96,12 +93,8 @@ class TrainSource:
 
     def __init__(self, rows_per_worker: int, rank: int = 0, world_size: int = 1) -> None:
         self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
+        self.global_batch = rows_per_worker * world_size
         self._consumed = 0
-
-    @property
-    def global_batch(self) -> int:
-        """Number of samples per step over all workers."""
-        return self.rows_per_worker * self.world_size
 
     @property
     def consumed_samples(self) -> int:
@@ -123,7 +116,7 @@ class TrainSource:
         """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch."""
         batch = self._next_batch()
         self._consumed += self.global_batch
-        return _to_torch(batch)
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         """The rows at `consumed_samples`."""
@@ -258,7 +251,7 @@ class ValidLoader:
                 batch = following.result()
                 if number < len(self):
                     following = in_background(self._make, number)
-                yield _to_torch(batch)
+                yield {name: torch.from_numpy(values) for name, values in batch.items()}
         finally:
             following.exception()  # wait: batches are never made concurrently
 

@@ -128,7 +128,7 @@ def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor])
     """
     text = row["labels"][row["labels"] != IGNORED_LABEL]
     given, rest = text[: len(text) // 2], text[len(text) // 2 :]
-    if not trainer.has_decoder:
+    if not trainer.step.split.has_decoder:
         return given, rest, _generated(trainer, vocabulary, given, len(rest))[len(given) :]
     start = given.new_tensor([trainer.backend.unwrap().config.decoder_start_token_id])
     prefix = torch.cat([start, given])[None].to(trainer.backend.device)

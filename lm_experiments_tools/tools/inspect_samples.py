@@ -69,7 +69,7 @@ def training_section(
     for batch in batches:
         ranks = [
             split_batch({name: rows[rank :: args.world_size] for name, rows in batch.items()},
-                        args.batch_size, set(batch), *options).micro_batches
+                        args.batch_size, set(batch), *options)
             for rank in range(args.world_size)
         ]  # fmt: skip
         for micro_batches in zip(*ranks, strict=True):

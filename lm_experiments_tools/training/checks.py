@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.batches import is_split, num_rows_in, sampler_of
+from lm_experiments_tools.training.batches import BatchStream, is_split, num_rows_in, sampler_of
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
-    from lm_experiments_tools.training.targets import Targets
+    from lm_experiments_tools.training.losses import Targets
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +91,22 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
-    """Refuse to train if the trainer was built without optimizer or training data. Raises UserError."""
+def check_training_data(stream: BatchStream | None, optimizer: Optimizer | None, backend: Backend) -> str | None:
+    """Check that a trainer can train, and that all workers read the same training data; collective.
+
+    Warns if each of several workers reads a `DataLoader` as a single process would. A sampler that does not split the
+    rows is right only if the workers' datasets are different parts of the data.
+
+    Returns:
+        Fingerprint of the training data; None if unknown.
+
+    Raises:
+        UserError: the trainer was built without optimizer or training data, or fingerprints of two workers differ.
+    """
     missing = [name for name, part in {"train_dataloader": stream, "optimizer": optimizer}.items() if part is None]
     if missing:
         raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
-
-
-def warn_of_unsplit_data(loader: Any, backend: Backend) -> None:
-    """Warn if each of several workers reads a `DataLoader` as a single process would.
-
-    A sampler that does not split the rows is right only if the workers' datasets are different parts of the data.
-    """
+    loader = stream.loader
     if backend.is_main and backend.world_size > 1 and sampler_of(loader) is not None and not is_split(loader):
         logger.warning(
             "each of the %d workers reads its whole training DataLoader. Unless each has another part of the data, "
@@ -110,6 +114,14 @@ def warn_of_unsplit_data(loader: Any, backend: Backend) -> None:
             "num_replicas=world_size, rank=rank, shuffle=True, seed=seed)",
             backend.world_size,
         )
+    fingerprints = backend.gather(stream.fingerprint)
+    if len(set(fingerprints)) > 1:
+        other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
+        raise UserError(
+            f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
+            "train from a shared folder"
+        )
+    return stream.fingerprint
 
 
 def warn_of_batch_size(batch: Any, args: TrainerArgs) -> None:
@@ -121,22 +133,3 @@ def warn_of_batch_size(batch: Any, args: TrainerArgs) -> None:
             "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
             rows, args.batch_size, args.gradient_accumulation_steps, wanted,
         )  # fmt: skip
-
-
-def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:
-    """Check that all workers read the same training data, and return its fingerprint.
-
-    Args:
-        fingerprint: hash of this worker's training data; None if unknown.
-
-    Raises:
-        UserError: the fingerprints of two workers differ.
-    """
-    fingerprints = backend.gather(fingerprint)
-    if len(set(fingerprints)) > 1:
-        other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
-        raise UserError(
-            f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
-            "train from a shared folder"
-        )
-    return fingerprint

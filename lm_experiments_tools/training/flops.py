@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from lm_experiments_tools.attention.kernels.choice import force_backend
+from lm_experiments_tools.backends.collective import say
 from lm_experiments_tools.training.generators import preserved_random_state
 
 if TYPE_CHECKING:
@@ -99,26 +100,30 @@ def _listed_peak(name: str, dtype: torch.dtype | str) -> float | None:
     return None
 
 
+def flop_meter(args: TrainerArgs, backend: Backend, interval: LoggingInterval) -> FlopMeter | None:
+    """Create the meter of `mfu`; None where the peak is unknown: on a CPU and an unlisted GPU without `--peak_tflops`.
+
+    The peak is rank 0's, because the extra forward pass is collective.
+    """
+    listed = data_sheet_peak(backend.device, compute_dtype(backend))
+    peak = backend.broadcast(args.peak_tflops * 1e12 if args.peak_tflops else listed)
+    if peak is None:
+        return None
+    say(backend, f"mfu: the model's FLOP/s relative to {peak / 1e12:.3g} TFLOP/s")
+    return FlopMeter(backend, peak, interval)
+
+
 class FlopMeter:
     """Measures `mfu` on rank 0: FLOP/s between two log lines, divided by the device's peak.
 
-    Nothing is counted where the peak is unknown: on a CPU and an unlisted GPU without `--peak_tflops`.
-
     Args:
+        peak: FLOP/s.
         interval: metrics and times since the last log line; those of a resumed run include seconds before the restart.
-        say: f(message), which logs the peak.
     """
 
-    def __init__(
-        self, args: TrainerArgs, backend: Backend, interval: LoggingInterval, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, backend: Backend, peak: float, interval: LoggingInterval) -> None:
         self.flops, self._uncounted, self._per_token = 0.0, interval.seconds, None
-        self._backend = backend
-        listed = data_sheet_peak(backend.device, compute_dtype(backend))
-        # The extra forward pass is collective, so all workers must agree.
-        self.peak = backend.broadcast(args.peak_tflops * 1e12 if args.peak_tflops else listed)
-        if self.peak is not None:
-            say(f"mfu: the model's FLOP/s relative to {self.peak / 1e12:.3g} TFLOP/s")
+        self._backend, self.peak = backend, peak
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
         """Add the FLOPs of a step's micro-batches to the count. The first call runs an extra forward pass; collective.
@@ -130,8 +135,6 @@ class FlopMeter:
             Seconds that the extra forward pass took.
         """
         started = time.perf_counter()
-        if self.peak is None:
-            return 0.0
         if self._per_token is None:
             first = micro_batches[0].inputs
             self._per_token = count_flops(self._backend, {**first, **forward_kwargs}) / _num_tokens(first)

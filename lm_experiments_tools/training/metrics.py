@@ -55,7 +55,7 @@ class MetricSums:
     """
 
     def __init__(self, *, exact: bool = False) -> None:
-        self._rounded = _on_grid if exact else lambda value: value
+        self._exact = exact
         self.sums: dict[str, Tensor | float] = {}
         self.counts: dict[str, Tensor | float] = {}
 
@@ -70,20 +70,21 @@ class MetricSums:
             weight: number of valid target tokens, or of rows if the batch has no labels. At 0 only (sum, count) pairs
                 are added.
         """
+        pairs = {}
         for name, value in values.items():
             if isinstance(value, tuple):
-                self._add(name, *(self._rounded(_detached(part)) for part in value))
+                pairs[name] = _detached(value[0]), _detached(value[1])
             elif weight:
-                self._add(name, self._rounded(_detached(value) * weight), float(weight))
+                pairs[name] = _detached(value) * weight, float(weight)
+        if self._exact:
+            pairs = {name: (_on_grid(total), _on_grid(count)) for name, (total, count) in pairs.items()}
+        self.merge(pairs)
 
-    def merge(self, other: MetricSums) -> None:
-        for name, total in other.sums.items():
-            self._add(name, total, other.counts[name])
-
-    def _add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        if name in self.sums:
-            total, count = self.sums[name] + total, self.counts[name] + count
-        self.sums[name], self.counts[name] = total, count
+    def merge(self, pairs: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
+        """Add a sum and a count to each metric."""
+        for name, (total, count) in pairs.items():
+            self.sums[name] = total if name not in self.sums else self.sums[name] + total
+            self.counts[name] = count if name not in self.counts else self.counts[name] + count
 
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Mean of each metric over the workers that measured it."""
@@ -224,7 +225,7 @@ class LoggingInterval:
         self.data_seconds += info.data_seconds
         self.tokens += info.tokens
         if info.applied:  # a non-finite step is counted and named, never averaged into the others
-            self.sums.merge(sums)
+            self.sums.merge({name: (total, sums.counts[name]) for name, total in sums.sums.items()})
             self.grad_norm_sum += info.grad_norm
             self.steps += 1
 
@@ -251,7 +252,7 @@ class LoggingInterval:
         total = MetricSums()
         for sums in backend.gather(self.sums.state_dict()):
             if backend.is_main:
-                total.merge(MetricSums.from_state(sums))
+                total.merge({name: (sums["sums"][name], count) for name, count in sums["counts"].items()})
         return {**vars(self), "sums": total.state_dict()}
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,18 +15,19 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL, LABEL_POSITIONS
 from lm_experiments_tools.modules.devices import aligned
 from lm_experiments_tools.modules.inspection import base_of, forward_names, takes_any_name
-from lm_experiments_tools.training.targets import LABELS_MASK, NUM_ITEMS, Targets
+from lm_experiments_tools.names import is_own
+from lm_experiments_tools.training.losses import LABELS_MASK, NUM_ITEMS, Loss, Targets
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
-    from lm_experiments_tools.training.losses import Loss
 
 logger = logging.getLogger(__name__)
 
 _IDS = {"input_ids", "labels", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "token_type_ids"}
 _READ_ELSEWHERE = {"example", "prompt_ids", "prompt_mask", "input_ids_generate", "attention_mask_generate"}
 _ALL_LABELS = Targets()
+_ARRAYS = (Tensor, np.ndarray)
 
 
 class GlobalCounts(NamedTuple):
@@ -35,12 +36,14 @@ class GlobalCounts(NamedTuple):
     Attributes:
         weights: {label entry of the batch: number of valid labels}.
         num_micro_batches: maximum over workers.
+        failed: number of workers that could not write their checkpoint.
     """
 
     weights: dict[str, int]
     samples: int
     tokens: int
     num_micro_batches: int
+    failed: int
 
 
 @dataclass
@@ -52,17 +55,15 @@ class MicroBatch:
         batch: all entries of the batch, for metric functions.
         weights: {label entry: number of labels other than -100}; number of rows if the batch lacks the entry.
         num_bytes: UTF-8 bytes of the text of valid `labels`; 0 if not counted.
+        rows, tokens: numbers of rows, and of unpadded input tokens plus target tokens of a decoder.
     """
 
     inputs: dict[str, Any]
     batch: dict[str, Any]
     weights: dict[str, int]
     num_bytes: int = 0
-
-    @property
-    def weight(self) -> int:
-        """Number of valid labels of the first label entry, by which means over the micro-batch are weighted."""
-        return next(iter(self.weights.values()))
+    rows: int = 0
+    tokens: int = 0
 
     def is_padding(self) -> bool:
         """True if the micro-batch has nothing to count: no label is valid, and no row is to be predicted.
@@ -109,42 +110,10 @@ class MicroBatch:
         return replace(self, inputs=inputs, batch={**self.batch, **picked})
 
 
-@dataclass
-class StepBatch:
-    """The micro-batches of one worker for one optimizer step, with the numbers of their rows and tokens.
-
-    The list of micro-batches is empty if the worker's data has ended.
-    """
-
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    rows: int = 0
-    tokens: int = 0
-
-    def weight(self, label_name: str) -> int:
-        """Count the valid labels of all micro-batches.
-
-        Args:
-            label_name: batch entry that holds the labels.
-        """
-        return sum(micro_batch.weights[label_name] for micro_batch in self.micro_batches)
-
-    def padded(self, number: int, last: MicroBatch | None = None) -> list[MicroBatch]:
-        """Extend the list of micro-batches to `number` by padding ones, which have weight 0.
-
-        Sharded models need equally many forward passes on every worker.
-
-        Args:
-            last: micro-batch whose shapes the padding gets; None takes this worker's last one.
-        """
-        found = [micro_batch.with_a_label() for micro_batch in self.micro_batches]
-        missing = number - len(found)
-        return found + [(last or self.micro_batches[-1]).as_padding()] * missing if missing else found
-
-
 def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
     """A worker's batch split over its virtual ranks, row i to rank i % `number`; ranks without rows are left out."""
-    rows = next((len(value) for value in batch.values() if _has_dims(value)), 0)
-    if number == 1 or rows == 0:
+    rows = next((len(value) for value in batch.values() if isinstance(value, _ARRAYS) and value.ndim), 0)
+    if rows == 0:
         return [batch]
     parts = [_select_rows(batch, rows, slice(virtual, None, number)) for virtual in range(min(number, rows))]
     return [{k: v.contiguous() if isinstance(v, Tensor) else v for k, v in part.items()} for part in parts]
@@ -152,11 +121,8 @@ def _of_virtual_ranks(batch: Mapping[str, Any], number: int) -> list[Mapping[str
 
 def has_rows(value: Any, num_rows: int) -> bool:
     """True if a batch entry has one item for each of the `num_rows` rows."""
-    return (isinstance(value, (list, tuple)) or _has_dims(value)) and len(value) == num_rows
-
-
-def _has_dims(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+    is_list = isinstance(value, (list, tuple)) or (isinstance(value, _ARRAYS) and value.ndim > 0)
+    return is_list and len(value) == num_rows
 
 
 def _select_rows(batch: Mapping[str, Any], rows: int, selected: slice) -> dict[str, Any]:
@@ -173,8 +139,8 @@ def split_batch(
     trim_to: int | None = None,
     targets: Targets = _ALL_LABELS,
     token_bytes: Tensor | None = None,
-) -> StepBatch:
-    """Split a worker's batch into micro-batches of at most `batch_size` rows, and count tokens and valid labels.
+) -> list[MicroBatch]:
+    """Split a worker's batch into micro-batches of at most `batch_size` rows, and count their tokens and valid labels.
 
     Args:
         batch: tensors with equal first dimension (rows); other values are passed on unchanged.
@@ -189,34 +155,33 @@ def split_batch(
         UserError: the batch has no rows, or entries of different lengths.
     """
     tensors, num_rows = _checked(batch, names)
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if isinstance(mask, Tensor):
-        tokens = int(attended_tokens(mask).sum())
-    else:
-        tokens = 0 if ids is None else ids.numel()
-    cut = {k for k, v in batch.items() if has_rows(v, num_rows)}
-    loaded = {k: v for k, v in tensors.items() if v.dim()}  # on the host: reading it never waits for the device
+    # What is counted is read here, on the host, so that counting never waits for the device.
+    loaded = {k: v for k, v in tensors.items() if v.dim()}
     labels = {name: batch.get(name) for name in label_names}
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    attended = attended_tokens(mask) if isinstance(mask, Tensor) else None
+    is_split = {k: has_rows(v, num_rows) for k, v in batch.items()}
     batch = {k: to_device(v, device, is_ids=k in _IDS) if k in tensors else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
         span = slice(start, start + batch_size)
-        part = {k: v[span] if k in cut else v for k, v in batch.items()}
+        rows = min(batch_size, num_rows - start)
+        part = {k: v[span] if is_split[k] else v for k, v in batch.items()}
+        host = {k: v[span] for k, v in loaded.items()}
         if trim_to is not None:
-            widths = used_widths({k: v[span] for k, v in loaded.items()}, trim_to, has_decoder)
+            widths = used_widths(host, trim_to, has_decoder)
             part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
-        here = min(batch_size, num_rows - start)
+        inputs = {k: v for k, v in part.items() if k in names}
+        inputs |= {k: aligned(v) for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
         found = {k: None if v is None else v[span] for k, v in labels.items()}
-        others = [None if (v := loaded.get(k)) is None else v[span] for k in (LABELS_MASK, "segment_ids")]
-        tokens_of = (v for k in ("input_ids", "inputs_embeds") if isinstance(v := part.get(k), Tensor))
-        width = next((v.shape[:2][-1] for v in tokens_of), 0)
-        weights, num_bytes = _counts(found, here, width, targets, others, token_bytes)
-        inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
+        weights, num_bytes = targets.count(found, rows, inputs, host, token_bytes)
         if targets.takes_count:
             inputs[NUM_ITEMS] = torch.tensor(max(next(iter(weights.values())), 1), device=device)
-        micro_batches.append(MicroBatch(inputs, part, weights, num_bytes))
-    part = StepBatch(micro_batches, num_rows, tokens)
-    return replace(part, tokens=tokens + part.weight("labels")) if has_decoder else part
+        tokens = ids[span].numel() if attended is None and ids is not None else 0
+        tokens += 0 if attended is None else int(attended[span].sum())
+        tokens += weights["labels"] if has_decoder else 0
+        micro_batches.append(MicroBatch(inputs, part, weights, num_bytes, rows, tokens))
+    return micro_batches
 
 
 def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tensor], int]:
@@ -242,27 +207,6 @@ def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tenso
     if nested := [name for name, value in batch.items() if name in names and isinstance(value, Mapping)]:
         raise UserError(f"the batch entry {nested[0]} is a dict: give the model its tensors as entries of the batch")
     return tensors, num_rows
-
-
-def _counts(
-    labels: Mapping[str, Any],
-    rows: int,
-    width: int,
-    targets: Targets,
-    others: Sequence[Tensor | None],
-    token_bytes: Tensor | None,
-) -> tuple[dict[str, int], int]:
-    """Valid labels by name (rows where a label is absent), and the bytes of the valid `labels`.
-
-    Args:
-        others: `labels_mask` and `segment_ids`.
-    """
-    weights = {k: targets.count(k, v, rows, width) for k, v in labels.items()}
-    if labels.get("labels") is None or targets.mean_over in ("rows", "batch"):
-        return weights, 0
-    valid = targets.valid(labels["labels"], *others)
-    weights["labels"] = int(valid.sum())
-    return weights, 0 if token_bytes is None else int(token_bytes[labels["labels"][valid].cpu()].sum())
 
 
 def attended_tokens(mask: Tensor) -> Tensor:
@@ -337,69 +281,73 @@ class BatchSplitter:
 
     Attributes:
         names: arguments of the model's forward.
+        is_repeatable: a batch that is split again gives the same; a user's transform may draw random numbers.
     """
 
     def __init__(
         self, args: TrainerArgs, backend: Backend, model: nn.Module, loss: Loss, targets: Targets,
         transform: Callable | None,
     ) -> None:  # fmt: skip
-        self.args, self.backend, self.loss, self.targets, self.transform = args, backend, loss, targets, transform
+        self.backend, self.loss, self.transform = backend, loss, transform
+        self.is_repeatable = is_own(transform)
         self.names, self.model_name = forward_names(model), type(model).__name__
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self.takes_any_name = takes_any_name(type(base_of(model)))
+        self._counting = self.has_decoder, loss.label_names(), args.trim_to(), targets, loss.token_bytes
         self._warned: set[str] = set()
 
-    def __call__(self, batch: Any, batch_size: int, num_counted: Callable[[int], int] | None = None) -> StepBatch:
-        """Split this worker's batch.
+    def __call__(
+        self, batch: Any, batch_size: int, num_counted: Callable[[int], int] | None = None
+    ) -> list[MicroBatch]:
+        """Split this worker's batch; one label is valid, at weight 0, in micro-batches without any.
 
         Args:
             batch: None if this worker's data has ended.
             batch_size: maximum rows of a micro-batch.
             num_counted: f(rows) -> number of leading rows that count; the others repeat rows of another worker.
         """
-        batch = batch if batch is None else self._named(batch)
         if batch is None:
-            return StepBatch()
+            return []
+        batch = batch if self.transform is None else self.transform(batch)
+        names, is_padding = self._names(batch), False
         if num_counted is not None:
-            names = self._names(batch)
-            rows = next((len(v) for k, v in batch.items() if k in names and _has_dims(v)), 0)
+            rows = next((len(v) for k, v in batch.items() if k in names and isinstance(v, _ARRAYS) and v.ndim), 0)
             counted = num_counted(rows)
-            if rows and counted == 0:
-                return StepBatch([m.as_padding() for m in self._split(batch, batch_size).micro_batches])
-            batch = batch if counted >= rows else _select_rows(batch, rows, slice(counted))
-        return self._split(batch, batch_size)
-
-    def _split(self, batch: Mapping[str, Any], batch_size: int) -> StepBatch:
-        how = (batch_size, self._names(batch), self.backend.device, self.has_decoder, self.loss.label_names())
-        trim_to, targets, token_bytes = self.args.trim_to(), self.targets, self.loss.token_bytes
-        batches = _of_virtual_ranks(batch, self.backend.shares)
-        parts = [split_batch(rows, *how, trim_to, targets, token_bytes) for rows in batches]
-        micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
+            is_padding = rows > 0 and counted == 0
+            if 0 < counted < rows:
+                batch = _select_rows(batch, rows, slice(counted))
+        shares, found = self.backend.shares, []
+        for part in [batch] if shares == 1 else _of_virtual_ranks(batch, shares):
+            found += split_batch(part, batch_size, names, self.backend.device, *self._counting)
+        if is_padding:
+            return [micro_batch.as_padding() for micro_batch in found]
         if (most := self.loss.most_labels) is not None:
-            micro_batches = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in micro_batches]
-        return StepBatch(micro_batches, sum(part.rows for part in parts), sum(part.tokens for part in parts))
+            found = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in found]
+        return [m if all(m.weights.values()) else m.with_a_label() for m in found]
 
-    def _named(self, batch: Any) -> Mapping[str, Any]:
-        batch = self.transform(batch) if self.transform else batch
+    def _names(self, batch: Any) -> set[str]:
+        """Entries of a batch that forward takes: those it names; for a user's `**kwargs` all but lists and dicts.
+
+        Other tensors are named in the log once.
+
+        Raises:
+            UserError: the batch is no mapping.
+        """
         if not isinstance(batch, Mapping):
             raise UserError(
                 f"a batch is a {type(batch).__name__}, but must be a dict of the arguments of the model's forward: "
                 "return one from the data loader's collate_fn, or from batch_transform_fn"
             )
-        names = self._names(batch)
-        unread = {k for k, v in batch.items() if isinstance(v, Tensor)} - names - _READ_ELSEWHERE - self._warned
-        if unread and names & batch.keys():
+        names = self.names
+        if self.takes_any_name:
+            others = batch.keys() - _READ_ELSEWHERE
+            names = names | {k for k in others if not isinstance(batch[k], (list, tuple, Mapping))}
+        unread = batch.keys() - names - _READ_ELSEWHERE - self._warned
+        if unread and names & batch.keys() and (unread := {k for k in unread if isinstance(batch[k], Tensor)}):
             self._warned |= unread
             if self.backend.is_main:
                 logger.warning(
                     "batch entries that %s.forward does not take, and that only metrics functions see: %s",
                     self.model_name, ", ".join(sorted(unread)),
                 )  # fmt: skip
-        return batch
-
-    def _names(self, batch: Mapping[str, Any]) -> set[str]:
-        """Entries of a batch that forward takes: those it names; for a user's `**kwargs` all but lists and dicts."""
-        if not self.takes_any_name:
-            return self.names
-        others = batch.keys() - _READ_ELSEWHERE
-        return self.names | {k for k in others if not isinstance(batch[k], (list, tuple, Mapping))}
+        return names

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lm_experiments_tools.backends.collective import say
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+
+logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
+
+
+def report_skipped(step: int, names: Sequence[str], backend: Backend, module: str | None, *, is_watched: bool) -> None:
+    """Log what was not finite in a skipped step; collective if `is_watched`.
+
+    Args:
+        names: this worker's parameters whose gradient is not finite.
+        module: description of this worker's first module with a non-finite output; None if there is none.
+        is_watched: False if modules' outputs are not checked.
+    """
+    if names:
+        logger.warning("step %d: parameters whose gradient norm is not finite: %s", step, names_line(names))
+    if not is_watched:
+        return
+    bad = [(rank, found) for rank, found in enumerate(backend.gather(module)) if found is not None]
+    if bad and backend.is_main:
+        logger.warning("step %d, rank %d: first not finite: %s", step, *bad[0])
+    elif not bad:
+        say(backend, f"step {step}: the output of every module is finite; the loss, a backward pass or a sum was not")
 
 
 def names_line(names: Sequence[str]) -> str:

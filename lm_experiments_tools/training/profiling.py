@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lm_experiments_tools.backends.collective import say
 from lm_experiments_tools.modules.devices import synchronize
-from lm_experiments_tools.training.callbacks import Callback, Every
+from lm_experiments_tools.training.callbacks import Every
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
     from lm_experiments_tools.training.metrics import StepInfo
-    from lm_experiments_tools.training.trainer import TrainingLoop
 
 _WARM_UP = 5  # steps that are not typical: memory is allocated, graphs are compiled
 DATA_WAIT = "data wait"
@@ -35,12 +35,12 @@ class ProfileCallback:
         self.end = Every(None, self._end)
         self._profiler = torch.profiler.profile()
 
-    def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None:
+    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
         self.every, self.end.every = None, self.stop
         self._profiler.start()
         synchronize(trainer.backend.device)
 
-    def _end(self, trainer: TrainingLoop) -> None:
+    def _end(self, trainer: Any) -> None:
         self.end.every = None
         synchronize(trainer.backend.device)
         self._profiler.stop()
@@ -56,24 +56,21 @@ class ProfileCallback:
         trainer.say(f"{table}profile of steps {self.start + 1} to {self.stop}, on rank 0: {trace}")
 
 
-def with_profile(
-    callbacks: list[Callback], args: TrainerArgs, step: int, say: Callable[[str], None]
-) -> list[Callback]:
-    """Add the callback of `--profile`, if the flag is set, to the callbacks of a training.
+def profile_callback(args: TrainerArgs, step: int, backend: Backend) -> ProfileCallback | None:
+    """Create the callback of `--profile`; None without the flag.
 
     Args:
         step: optimizer steps applied before the training starts.
-        say: f(message), which prints the table.
     """
     number = args.profiled_steps()
     if number is None or args.validate_only or step >= args.iters:
-        return callbacks
+        return None
     start = min(step + _WARM_UP, args.iters - number) if args.profile_after is None else args.profile_after
     if start <= step or start + number > args.iters:
         say(
+            backend,
             f"--profile: updates {start + 1} to {start + number} were to be traced, which is left out: "
-            f"this start traces from its second one, {step + 2}, to {args.iters}"
+            f"this start traces from its second one, {step + 2}, to {args.iters}",
         )
-        return callbacks
-    profile = ProfileCallback(start, number, Path(args.model_path) / "profile")
-    return [profile.end, *callbacks, profile]
+        return None
+    return ProfileCallback(start, number, Path(args.model_path) / "profile")

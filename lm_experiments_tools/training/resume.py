@@ -204,7 +204,7 @@ class Restorer:
         return Start(state, self._saved_at(state, path))
 
     def _initialized_from(self, source: Path) -> TrainState:
-        """`--init_checkpoint`: another run's state without what the --reset flags drop; data is read from its start."""
+        """`--init_checkpoint`: another run's state without what the --reset flags drop; data begins at its start."""
         args, state = self.args, TrainState()
         loaded, per_rank = load_initial(
             source, self.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle
@@ -225,6 +225,22 @@ class Restorer:
                 "to train; raise --iters, or count from 0 with --reset_iteration"
             )
         return state
+
+    def load_weights(self, source: Path) -> None:
+        """Load the weights of a checkpoint into the model that the backend has wrapped; collective."""
+        args, backend = self.args, self.backend
+        self.saver.wait()
+
+        def read() -> dict[str, Tensor]:
+            model = backend.unwrap()
+            if backend.shards_model:
+                return checkpoint.read_state(model, source, args.allow_pickle)
+            allow_partial = args.allow_partial_checkpoint
+            checkpoint.load_weights(model, source, allow_partial=allow_partial, allow_pickle=args.allow_pickle)
+            return saved_state(model)
+
+        backend.load_model_state(on_all(backend, read, only_main=True))
+        say(backend, f"weights from {source}")
 
     def _check_facts(self, state: TrainState, path: Path, now: Mapping[str, Any]) -> None:
         """Compare a loaded checkpoint with this start; the schedule keeps its length.
@@ -258,21 +274,6 @@ class Restorer:
         state.samples_per_epoch = getattr(self.stream and self.stream.loader, "samples_per_epoch", None)
         if self.phase is not None:
             state.phase, state.first_step = self.phase.number, self.phase.first_step
-
-
-def load_weights(source: Path, args: TrainerArgs, backend: Backend) -> None:
-    """Load the weights of a checkpoint into a model that the backend has already wrapped; collective."""
-
-    def read() -> dict[str, Tensor]:
-        model = backend.unwrap()
-        if backend.shards_model:
-            return checkpoint.read_state(model, source, args.allow_pickle)
-        allow_partial = args.allow_partial_checkpoint
-        checkpoint.load_weights(model, source, allow_partial=allow_partial, allow_pickle=args.allow_pickle)
-        return saved_state(model)
-
-    backend.load_model_state(on_all(backend, read, only_main=True))
-    say(backend, f"weights from {source}")
 
 
 # ---- facts that a restart compares ----------------------------------------------------------------------------------

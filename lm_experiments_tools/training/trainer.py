@@ -9,6 +9,7 @@ The gradient does not depend on how the rows are split into workers, accumulatio
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,29 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.checkpoint.train_state import failures_located
-from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.names import is_own
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
-from lm_experiments_tools.training.batches import BatchStream
-from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
-from lm_experiments_tools.training.checks import (
-    check_loss,
-    check_parts,
-    check_trainable,
-    same_on_all,
-    warn_of_batch_size,
-    warn_of_unsplit_data,
-)
-from lm_experiments_tools.training.flops import FlopMeter
-from lm_experiments_tools.training.generators import seed_all
-from lm_experiments_tools.training.losses import BYTES_PER_TOKEN, MODEL_LOSS, Loss, loss_for
+from lm_experiments_tools.training.callbacks import Callback, Every
+from lm_experiments_tools.training.checks import check_training_data, warn_of_batch_size
+from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import (
     AccumulatedOutputs,
     Collector,
@@ -48,23 +35,17 @@ from lm_experiments_tools.training.metrics import (
     StepInfo,
     storable,
 )
-from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch, StepBatch
-from lm_experiments_tools.training.non_finite import OutputWatch, names_line
-from lm_experiments_tools.training.phases import Phase
-from lm_experiments_tools.training.profiling import with_profile
-from lm_experiments_tools.training.resume import Restorer, data_identity, load_weights
-from lm_experiments_tools.training.run_folder import open_saver
-from lm_experiments_tools.training.schedules import LearningRate
-from lm_experiments_tools.training.signals import StopSignals
-from lm_experiments_tools.training.validation import validate
+from lm_experiments_tools.training.non_finite import report_skipped
+from lm_experiments_tools.training.start import build_parts
+from lm_experiments_tools.training.validation import validate, warn_of_unsplit_validation
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend, PendingStep
     from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.micro_batches import GlobalCounts
+    from lm_experiments_tools.training.phases import Phase
 
 logger = logging.getLogger(__name__)
-
-_MAX_EMPTY = 10  # first steps of a run that may have no targets
 
 
 class TrainingDiverged(RunError):
@@ -138,48 +119,35 @@ class TrainingLoop:
         collect: Callable[[str], Collector] | None = None,
         phase: Phase | None = None,
     ) -> None:
-        check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
-        self.args, self.backend = args, backend
-        targets = loss.targets(model)
-        self.loss = loss = loss_for(model, targets, loss)
-        self.phase = phase
-        self.stream = None
-        if train_dataloader is not None:
-            self.stream = BatchStream(train_dataloader, train_sampler)
-        backend.reproduce(args)
-        self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
-        self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
-        self.split = BatchSplitter(args, backend, model, loss, targets, batch_transform_fn)
-        check_loss(args, backend, model, targets)
-        if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
-            self.forward_kwargs.setdefault("use_cache", False)
-        self.has_decoder = self.split.has_decoder
-        self.warned_unsplit: set[str] = set()  # evaluated splits that each worker reads whole
-
+        parts = build_parts(
+            args, backend, model, optimizer, train_dataloader, valid_dataloader, train_sampler, loss=loss, phase=phase,
+            tokenizer_dir=tokenizer_dir, batch_transform_fn=batch_transform_fn, batch_metrics_fn=batch_metrics_fn,
+            forward_kwargs=forward_kwargs,
+        )  # fmt: skip
+        self.args, self.backend, self.phase, self.valid_dataloader = args, backend, phase, valid_dataloader
+        self.stream, self.step, self.signals = parts.stream, parts.step, parts.step.signals
+        self.learning_rate, self.saver, self.meter = parts.learning_rate, parts.saver, parts.meter
+        self._watch, self._restorer = parts.watch, parts.restorer
+        self.state, self.interval = parts.start.state, parts.start.interval
+        self.saved_at = parts.start.saved_at  # step and samples of the last checkpoint
+        self.generate_kwargs = dict(generate_kwargs or {})
         accumulated = partial(AccumulatedOutputs, keep_for_metrics_fn, metrics_fn)
         self.outputs, self.collect = accumulated(), collect or (lambda split: accumulated())
-        self.learning_rate = LearningRate(args, optimizer, 0 if phase is None else phase.start)
-        self.signals, self.tracker = StopSignals(), None
+        self.outputs.data = parts.start.outputs
+        self.tracker: Tracker | None = None
         self._in_flight: InFlightStep | None = None
-        self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
-        self.saver = open_saver(args, backend, tokenizer_dir, phase)
-        valid_data = data_identity(valid_dataloader)
-        restorer = Restorer(args, backend, self.saver, self.learning_rate, self.stream, valid_data, phase)
-        start = restorer.restore(model, optimizer)
-        self.state, self.interval, self.outputs.data = start.state, start.interval, start.outputs
-        self.saved_at = start.saved_at  # step and samples of the last checkpoint
-        self._watch = OutputWatch(backend.unwrap()) if args.debug_non_finite else None
         self._parameters = list(backend.unwrap().parameters())
-        self._trained = self._trained_parameters()
-        self.meter = None if args.validate_only else FlopMeter(args, backend, self.interval, self.say)
-        self.validate_callback = ValidateCallback(args, has_data=valid_dataloader is not None)
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._splits_seen: set[str] = set()  # validated so far
+        self.valid_interval = None if valid_dataloader is None else args.effective_valid_interval()
         self.callbacks: list[Callback] = [
+            *parts.first,
             Every(args.log_interval, lambda trainer: trainer.log_train()),
-            self.validate_callback,
+            Every(self.valid_interval, lambda trainer: trainer.validate_and_judge()),
             Every(args.save_interval, lambda trainer: trainer.save(unless_last=True)),
             *callbacks,
+            *parts.last,
         ]
-        self.callbacks = with_profile(self.callbacks, args, self.state.step, self.say)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -189,9 +157,7 @@ class TrainingLoop:
             TrainingDiverged: `args.max_skipped_updates` consecutive steps had a non-finite gradient.
             SystemExit: with 128 + signal number, after a checkpoint has been saved (143 for SIGTERM).
         """
-        check_trainable(self.stream, self.backend.optimizer)
-        warn_of_unsplit_data(self.stream.loader, self.backend)
-        self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
+        self.state.data_fingerprint = check_training_data(self.stream, self.backend.optimizer, self.backend)
         if self.state.step >= self.args.iters and not (self.phase and self.phase.run.phases):
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
         # signals outermost: a launcher's SIGTERM must not end this worker while it reports the one that is lost
@@ -213,51 +179,49 @@ class TrainingLoop:
                 if is_first:  # all workers have read their data, and compiled the model
                     self.backend.limit_waiting()
                     is_first = False
-                if info is not None and info.applied:
-                    self._run_callbacks(info)
+                for callback in self._due(info.step) if info is not None and info.applied else ():
+                    callback.on_step_end(self, info)
+                    self.backend.model.train()  # the callback may have evaluated
             self._finish()
             if self.phase is not None and self.args.iters < self.phase.last_step:  # else the run ends anyway
-                self.signals.agree(self.backend.sum(torch.tensor(self.signals.pending)).tolist())
+                self.step.count(())
         self.tracker = None
         if self.signals.agreed:
             raise SystemExit(128 + self.signals.agreed)
 
     def is_over(self) -> bool:
-        return self.state.step >= self.args.iters or self._is_out_of_patience()
+        """True after the last update, or when patience has run out."""
+        state, args = self.state, self.args
+        return state.step >= args.iters or 0 < args.early_stopping_patience <= state.patience
 
-    def _is_out_of_patience(self) -> bool:
-        return 0 < self.args.early_stopping_patience <= self.state.patience
+    def _due(self, step: int) -> list[Callback]:
+        """Callbacks to call after a step."""
+        return [callback for callback in self.callbacks if callback.every and step > 0 and step % callback.every == 0]
 
     def _validate_at_start(self) -> None:
         """Validate the untrained model (`--valid_at_start`), or make up for a validation that a signal cut short."""
-        state = self.state
+        state, every = self.state, self.valid_interval
         if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
             if (values := self.validate(self.valid_dataloader)) is not None:  # else a restart does it
                 state.metrics["start"] = storable(values)
-        elif is_due(self.validate_callback, state.step) and state.last_validated_step < state.step and self.saved_at:
-            self.validate_callback.on_step_end(self)
-
-    def _run_callbacks(self, info: StepInfo) -> None:
-        for callback in self.callbacks:
-            if is_due(callback, info.step):
-                callback.on_step_end(self, info)
-                self.backend.model.train()  # the callback may have evaluated
+        elif every and state.step % every == 0 and state.last_validated_step < state.step and self.saved_at:
+            self.validate_and_judge()
 
     def _finish(self) -> None:
         """End a run with the log line of the last interval, a validation and a checkpoint."""
         state = self.state
         if not self.signals.agreed:
-            if self._is_out_of_patience():
+            if 0 < self.args.early_stopping_patience <= state.patience:
                 self.say(f"early stopping at step {state.step}: no better validation for {state.patience} evaluations")
             if self.interval.steps:
                 self.log_train()
                 self.saved_at = None  # a checkpoint of this step would lack the log line
-            if self.validate_callback.every and state.last_validated_step < state.step:
-                self.validate_callback.run(self)
+            if self.valid_interval and state.last_validated_step < state.step:
+                self.validate_and_judge()
                 self.saved_at = None
         self.save()
         self.saver.wait()
-        self.tracker.hparams(telling_settings(self.args))
+        self.tracker.hparams(self.args.telling_settings())
 
     # ---- one step ---------------------------------------------------------------------------------------------------
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo | None:
@@ -269,132 +233,38 @@ class TrainingLoop:
         Returns:
             The result; None if the step is still in flight, or was not run because a signal stops the run.
         """
-        started, args, backend = time.perf_counter(), self.args, self.backend
-        if (trained := self._trained_parameters()) != self._trained:  # a callback has frozen or unfrozen some
+        started, args, backend, step = time.perf_counter(), self.args, self.backend, self.step
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:  # a callback has frozen or unfrozen some
             self._finalize_step()
             backend.follow_frozen()
             self._trained = trained
-        part = self.split(batch, args.batch_size)
-        counts = self.global_counts(part)
+        micro_batches = step.split(batch, args.batch_size)
+        counts = step.count(micro_batches, self.saver.failed)
+        if counts.failed:
+            self.saver.wait()  # raises why the checkpoint could not be written
         # A launcher kills a few seconds after its signal, so the step is left out if a restart reads the same batch
         # again: the position of a loader with `seek` is the samples of finished steps. Another loader, or a transform
         # that is not of this package, may have drawn random numbers, so that step is finished.
-        if self.signals.agreed and self.stream.seeks and is_own(self.split.transform):
+        if self.signals.agreed and self.stream.seeks and step.split.is_repeatable:
             self._finalize_step()
             return None
-        self._check_targets(counts.weights)
-        micro_batches = part.padded(counts.num_micro_batches)
-        started += self.meter.add(micro_batches, self.forward_kwargs)
-        metrics = self._forward_backward(micro_batches, counts.weights)
+        if missing := counts.num_micro_batches - len(micro_batches):  # of a worker whose batch is shorter
+            micro_batches += [micro_batches[-1].as_padding()] * missing
+        if self.meter is not None:
+            started += self.meter.add(micro_batches, step.forward_kwargs)
+        metrics = step.forward_backward(micro_batches, counts, self.outputs, self.state.consumed_samples)
         non_finite = None if self._watch is None else self._watch.take()
         self._finalize_step()  # the step before: the learning rate depends on whether it was applied
-        self._set_lr()
-        wait = self._is_waited_for(self.state.step + 1)
+        self.learning_rate.set(backend.optimizer, self.state.step - self.state.schedule_start)
+        is_last = self.state.step + 1 >= args.iters or bool(self.signals.agreed)
+        wait = is_last or bool(self._due(self.state.step + 1))
         before_update = time.perf_counter()
         pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
         now = time.perf_counter()
         seconds, self.interval.update_seconds = now - started, self.interval.update_seconds + now - before_update
         self._in_flight = InFlightStep(pending, non_finite, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None
-
-    def _trained_parameters(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
-
-    def global_counts(self, part: StepBatch) -> GlobalCounts:
-        """Add up the counts of a step and the pending signals over all workers.
-
-        This is the only collective of a step besides the gradients'.
-
-        Args:
-            part: this worker's micro-batches of the step.
-        """
-        backend, names = self.backend, self.loss.label_names()
-        num_micro_batches = [0] * backend.world_size  # of each worker: their sum is a gather
-        num_micro_batches[backend.rank] = len(part.micro_batches)
-        counts = [part.rows, part.tokens, *self.signals.pending, self.saver.failed]
-        local = [*counts, *map(part.weight, names), *num_micro_batches]
-        totals = backend.sum(torch.tensor(local)).tolist()
-        samples, tokens, *events, has_failed = totals[: len(counts)]
-        self.signals.agree(events)
-        if has_failed:
-            self.saver.wait()  # raises why the checkpoint could not be written
-        weights = dict(zip(names, totals[len(counts) :], strict=False))
-        return GlobalCounts(weights, samples, tokens, max(totals[-backend.world_size :]))
-
-    def _check_targets(self, weights: Mapping[str, int]) -> None:
-        """Raise UserError if the first steps of a run have no targets over all workers: it would learn nothing."""
-        if self._num_empty is None or not weights or weights.get("labels", sum(weights.values())):
-            self._num_empty = None
-            return
-        self._num_empty += 1
-        if self._num_empty == min(_MAX_EMPTY, self.args.iters):
-            raise UserError(
-                f"the first {self._num_empty} steps have nothing to predict: all their labels are ignored "
-                f"({IGNORED_LABEL}). Look at the data by `lmtools inspect`; are all of its tokens unknown?"
-            )
-
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
-        """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.
-
-        Args:
-            weights: valid entries of the global step, by label name.
-
-        Returns:
-            Losses and metrics of this worker's micro-batches.
-        """
-        backend, loss, before = self.backend, self.loss, self.outputs.copy()
-        metrics, divisors = (MetricSums(exact=backend.exact is not None) for _ in range(2))
-        for i, micro_batch in enumerate(micro_batches):
-            if backend.exact is not None:
-                self._seed_noise(i)
-            with backend.accumulate(sync=i == len(micro_batches) - 1):
-                with backend.autocast():
-                    outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
-                means = loss.means(micro_batch.inputs, outputs)
-                self.add_metrics(micro_batch, means, outputs, metrics, self.outputs)
-                divisors.add(
-                    {k: (v[1] * (micro_batch.weight > 0), 1) for k, v in means.items() if isinstance(v, tuple)}, 0
-                )
-                scaled = loss.part(means, micro_batch.weights, weights) * backend.averaged_over
-                del outputs, means  # logits would otherwise live on through the backward pass and the update
-                backend.backward(scaled)
-        if backend.must_repeat():  # an exact sum of gradients had too few bits
-            self.outputs.data = before
-            return self._forward_backward(micro_batches, weights)
-        for divisor in divisors.sums.values():  # of a model that returns `loss_sum` and `num_labels`
-            total = backend.sum(torch.tensor([float(divisor)], dtype=torch.float64)).item()
-            backend.scale_gradients(next(iter(weights.values())) / total if total else 0.0)
-        return metrics
-
-    def add_metrics(
-        self, part: MicroBatch, means: Mapping[str, Tensor], outputs: Any, sums: MetricSums, collector: Collector
-    ) -> None:
-        """Add a micro-batch's losses and metrics to `sums` and its outputs to `collector`, unless it is padding."""
-        if part.is_padding():
-            return
-        values = self.batch_metrics_fn(part.batch, outputs)
-        for term in self.loss.labels.keys() - values.keys():
-            if weight := part.weights[self.loss.labels[term]]:
-                sums.add({term: means[term]}, weight)
-        sums.add(values, part.weight)
-        if self.loss.token_bytes is not None:
-            sums.add({BYTES_PER_TOKEN: (part.num_bytes, part.weights["labels"])}, 0)
-        collector.add(part.batch, outputs)
-
-    def _seed_noise(self, i: int) -> None:
-        """Seed dropout for this worker's i-th micro-batch by its position in the data, for `--reproducible`."""
-        # the virtual ranks of a worker are `rank`, `rank` + workers, ...; each has `accumulated` micro-batches
-        accumulated = self.args.gradient_accumulation_steps
-        virtual, k = divmod(i, accumulated)
-        number = (virtual * self.backend.world_size + self.backend.rank) * accumulated + k
-        seed_all(self.args.seed, self.state.consumed_samples, number)
-
-    def _is_waited_for(self, step: int) -> bool:
-        is_last = step >= self.args.iters or bool(self.signals.agreed)
-        return is_last or any(is_due(callback, step) for callback in self.callbacks)
-
-    def _set_lr(self) -> None:
-        self.learning_rate.set(self.backend.optimizer, self.state.step - self.state.schedule_start)
 
     def _finalize_step(self) -> StepInfo | None:
         """Add the last step, applied or skipped, to the state and metrics, unless that has been done.
@@ -408,7 +278,7 @@ class TrainingLoop:
         grad_norm, applied = step.pending.result()
         state, counts = self.state, step.counts
         state.step += int(applied)
-        has_labels, is_declared = any(counts.weights.values()), self.split.targets.is_declared
+        has_labels, is_declared = any(counts.weights.values()), self.step.targets.is_declared
         if state.step == 1 and applied and grad_norm == 0.0 and has_labels and not is_declared:
             raise UserError(
                 "the gradient of the first step is 0: the loss does not depend on what is trained, or compares the "
@@ -436,25 +306,13 @@ class TrainingLoop:
             "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
             info.grad_norm, info.step, position, position + info.samples - 1, state.skipped_updates,
         )  # fmt: skip
-        if names := step.pending.non_finite():
-            step_number = state.step + 1
-            logger.warning("step %d: parameters whose gradient norm is not finite: %s", step_number, names_line(names))
-        if self._watch is not None:
-            self._report_module(step.non_finite)
+        names, is_watched = step.pending.non_finite(), self._watch is not None
+        report_skipped(state.step + 1, names, self.backend, step.non_finite, is_watched=is_watched)
         if state.skipped_in_a_row >= self.args.max_skipped_updates:
             raise TrainingDiverged(
                 f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "
                 "weights are those of the last applied one; lower --lr, set --clip_grad_norm, or use --bf16 not --fp16"
             )
-
-    def _report_module(self, found: str | None) -> None:
-        """Log the first module with a non-finite output in a skipped step, of the first worker that has one."""
-        step = self.state.step + 1
-        bad = [(rank, found) for rank, found in enumerate(self.backend.gather(found)) if found is not None]
-        if bad and self.backend.is_main:
-            logger.warning("step %d, rank %d: first not finite: %s", step, *bad[0])
-        elif not bad:
-            self.say(f"step {step}: the output of every module is finite; the loss, a backward pass or a sum was not")
 
     # ---- validation, logs, checkpoints ------------------------------------------------------------------------------
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
@@ -463,11 +321,49 @@ class TrainingLoop:
         Returns:
             {metric: value} (no loss without labels), or None if a signal stopped it.
         """
-        values = validate(self, dataloader, split)
+        if split not in self._splits_seen:
+            self._splits_seen.add(split)
+            warn_of_unsplit_validation(dataloader, split, self.backend)
+        values = validate(self.step, dataloader, split, self.collect(split), self.generate_kwargs)
         if values is not None:
             self.state.metrics[split] = storable(values)
             self.log(split, values, write_tb=write_tb)
         return values
+
+    def validate_and_judge(self) -> None:
+        """Validate, and update best metric, patience, drops of the learning rate and the best checkpoint; collective.
+
+        Raises:
+            UserError: validation does not give `--optimize_metric`, or not as a number; a checkpoint is saved first.
+        """
+        args, state, metric = self.args, self.state, self.args.optimize_metric
+        values = self.validate(self.valid_dataloader)
+        if values is None:  # cut short by a signal; the restarted run makes up for it
+            return
+        if metric not in values:
+            self.save()  # a mistyped name must not cost the updates made so far
+            raise UserError(
+                f"--optimize_metric {metric} is not produced by validation, which gives {', '.join(sorted(values))}; "
+                "choose one of these (metrics of generated text need --use_generate_on_valid)"
+            )
+        try:
+            value = float(values[metric])
+        except (TypeError, ValueError) as error:
+            self.save()
+            raise UserError(f"--optimize_metric {metric} is not a number: {values[metric]!s:.40}") from error
+        state.last_validated_step = state.step
+        sign = -1 if args.optimize_mode == "max" else 1
+        improved = not math.isnan(value) and (state.best_metric is None or sign * value < sign * state.best_metric)
+        if improved:
+            state.best_metric, state.best_step, state.patience = value, state.step, 0
+            self.say(f"step {state.step}: best {metric} on validation so far: {value:.4f}")
+        else:
+            state.patience += 1
+        self.log("valid", {}, patience=state.patience)
+        if self.learning_rate.plateau is not None:
+            self.learning_rate.plateau.update(value)
+        if improved and args.save_best:
+            self.save(is_best=True, unless_last=True)
 
     def say(self, message: str) -> None:
         """Log a message, on rank 0 only."""
@@ -487,7 +383,7 @@ class TrainingLoop:
     def log_train(self) -> None:
         """Reduce and write the metrics since the last log line; collective."""
         backend, (interval, self.interval) = self.backend, (self.interval, LoggingInterval())
-        values = self.loss.with_total({**interval.sums.reduce(backend), **self.outputs.reduce(backend)})
+        values = self.step.loss.with_total({**interval.sums.reduce(backend), **self.outputs.reduce(backend)})
         self.state.metrics["train"] = storable(values)
         if backend.device.type == "cpu" and interval.steps == self.state.step:  # a GPU's update is asynchronous
             self.say(f"time of the first {interval.steps} steps: {interval.shares()}")
@@ -498,7 +394,7 @@ class TrainingLoop:
             values,
             **interval.means(),
             weights_global_norm=backend.weights_norm(),
-            **self.meter.utilization(interval),
+            **({} if self.meter is None else self.meter.utilization(interval)),
             memory_mib=backend.peak_memory_mib(),
             skipped_updates=self.state.skipped_updates,
             param_groups=rates,
@@ -545,8 +441,7 @@ class TrainingLoop:
         Args:
             source: folder of the checkpoint.
         """
-        self.saver.wait()
-        load_weights(Path(source), self.args, self.backend)
+        self._restorer.load_weights(Path(source))
 
     def save_metrics(self, save_path: str | Path | None) -> None:
         """Write the last metrics of every split to `save_path`/metrics.json."""

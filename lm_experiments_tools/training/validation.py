@@ -16,12 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.batches import is_split, num_rows_of, sampler_of
 from lm_experiments_tools.training.generators import preserved_random_state, seed_all
-from lm_experiments_tools.training.metrics import MetricSums
+from lm_experiments_tools.training.metrics import Collector, MetricSums
 from lm_experiments_tools.training.micro_batches import MicroBatch
+from lm_experiments_tools.training.step import Step
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.training.trainer import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -29,35 +29,38 @@ NumCounted = Callable[[int], int]
 _LENGTHS = {"max_length", "max_new_tokens"}
 
 
-def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[str, float] | None:
+def validate(
+    step: Step, dataloader: Iterable, split: str, collector: Collector, generate_kwargs: Mapping[str, Any]
+) -> dict[str, float] | None:
     """Compute metrics over `dataloader` on all workers; returns None if a signal stopped the validation.
 
     Args:
         dataloader: batches of this worker.
         split: name of the data in logs, such as "valid".
+        collector: collects the model's outputs.
+        generate_kwargs: passed to `generate` with `--use_generate_on_valid`.
     """
-    backend, loss = trainer.backend, trainer.loss
+    backend, loss, args = step.backend, step.loss, step.args
     backend.model.eval()
-    sums, collector = MetricSums(exact=backend.sums_exactly), trainer.collect(split)
-    seed = trainer.args.seed if backend.sums_exactly else None
+    sums, seed = MetricSums(exact=backend.sums_exactly), args.seed if backend.sums_exactly else None
     with torch.no_grad(), preserved_random_state():
-        for micro_batch in evaluation_micro_batches(trainer, dataloader, split):
+        for micro_batch in evaluation_micro_batches(step, dataloader, split):
             with backend.autocast():
                 texts = None
-                if trainer.args.use_generate_on_valid:
-                    options, synced = trainer.generate_kwargs, backend.shards_model
-                    texts = generate(backend.unwrap(), micro_batch, options, synced=synced, seed=seed)
-                outputs = backend.model(**micro_batch.inputs, **trainer.forward_kwargs)
+                if args.use_generate_on_valid:
+                    synced = backend.shards_model
+                    texts = generate(backend.unwrap(), micro_batch, generate_kwargs, synced=synced, seed=seed)
+                outputs = backend.model(**micro_batch.inputs, **step.forward_kwargs)
             if texts is not None:
                 outputs["generation_outputs"] = texts
-            trainer.add_metrics(micro_batch, loss.means(micro_batch.inputs, outputs), outputs, sums, collector)
+            step.add_metrics(micro_batch, loss.means(micro_batch.inputs, outputs), outputs, sums, collector)
             del outputs  # logits would otherwise live on while the next texts are generated
-    if trainer.signals.agreed:
+    if step.signals.agreed:
         return None
     return loss.with_total({**sums.reduce(backend), **collector.reduce(backend)})
 
 
-def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
+def evaluation_micro_batches(step: Step, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
     """Yield the micro-batches of each validation batch.
 
     A worker whose data has ended yields padding micro-batches of weight 0.
@@ -65,33 +68,38 @@ def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split:
     Raises:
         UserError: a worker has no batch at all.
     """
-    backend, last = trainer.backend, None
-    if backend.is_main and backend.world_size > 1 and not is_split(dataloader) and split not in trainer.warned_unsplit:
-        trainer.warned_unsplit.add(split)
+    backend, last = step.backend, None
+    batches = counted(dataloader, backend)
+    while True:
+        batch, num_counted = next(batches, (None, None))
+        micro_batches = step.split(batch, step.args.valid_batch_size(), num_counted)
+        counts = step.count(micro_batches)
+        if last is None and step.args.validate_only:
+            backend.limit_waiting()
+        if step.signals.agreed or (counts.samples == 0 and last is not None):
+            return
+        if counts.samples == 0:
+            raise UserError(f"the {split} data gave no batch to evaluate; check its path")
+        last = micro_batches[-1] if micro_batches else last
+        if last is None:
+            raise UserError(
+                f"worker {backend.rank} has no validation batch while others have: the validation set is "
+                f"smaller than the number of workers ({backend.world_size})"
+            )
+        yield from micro_batches
+        # Sharded models need equally many forward passes on every worker.
+        yield from (last.as_padding() for _ in range(counts.num_micro_batches - len(micro_batches)))
+
+
+def warn_of_unsplit_validation(dataloader: Iterable, split: str, backend: Backend) -> None:
+    """Warn if each of several workers reads the whole validation data, of which the rows of rank 0 count."""
+    if backend.is_main and backend.world_size > 1 and not is_split(dataloader):
         logger.warning(
             "each of the %d workers reads all %s data, of which the rows of rank 0 count: give the DataLoader a "
             "DistributedSampler(dataset, shuffle=False), so that each evaluates a part. If the workers' loaders yield "
             "different parts, give them an attribute world_size, and the rows of all count.",
             backend.world_size, split,
         )  # fmt: skip
-    batches = counted(dataloader, backend)
-    while True:
-        batch, num_counted = next(batches, (None, None))
-        part = trainer.split(batch, trainer.args.valid_batch_size(), num_counted)
-        counts = trainer.global_counts(part)
-        if last is None and trainer.args.validate_only:
-            backend.limit_waiting()
-        if trainer.signals.agreed or (counts.samples == 0 and last is not None):
-            return
-        if counts.samples == 0:
-            raise UserError(f"the {split} data gave no batch to evaluate; check its path")
-        last = part.micro_batches[-1] if part.micro_batches else last
-        if last is None:
-            raise UserError(
-                f"worker {backend.rank} has no validation batch while others have: the validation set is "
-                f"smaller than the number of workers ({backend.world_size})"
-            )
-        yield from part.padded(counts.num_micro_batches, last)
 
 
 def counted(dataloader: Iterable, backend: Backend) -> Iterator[tuple[Any, NumCounted]]:

@@ -106,25 +106,26 @@ def install(watch: Watch, rank: int) -> None:
     import torch.distributed
 
     from lm_experiments_tools.checkpoint.saving import Saver
-    from lm_experiments_tools.training import resume
+    from lm_experiments_tools.training.resume import Restorer
+    from lm_experiments_tools.training.step import Step
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     _around(torch.distributed, "init_process_group", watch, "rendezvous", before=True, after=True)
     if "horovod.torch" in sys.modules:
         _around(sys.modules["horovod.torch"], "init", watch, "rendezvous", before=True, after=True)
-    _around(resume, "resume", watch, "loading", before=True, after=True)
+    _around(Restorer, "_resume", watch, "loading", before=True, after=True)
     _around(TrainingLoop, "train_step", watch, "training", before=True)
     _around(TrainingLoop, "validate", watch, "evaluating", before=True, after=True)
     _around(Saver, "save", watch, "saving", before=True, after=True)
-    global_counts = TrainingLoop.global_counts
+    count = Step.count
 
-    @functools.wraps(global_counts)
-    def counted(trainer: Any, *args: Any) -> Any:
-        if not trainer.backend.model.training:  # each batch of an evaluation begins so
+    @functools.wraps(count)
+    def counted(step: Any, *args: Any) -> Any:
+        if not step.backend.model.training:  # each batch of an evaluation begins so
             watch.tick("evaluating")
-        return global_counts(trainer, *args)
+        return count(step, *args)
 
-    TrainingLoop.global_counts = counted
+    Step.count = counted
 
 
 def _around(owner: Any, name: str, watch: Watch, phase: str, *, before: bool = False, after: bool = False) -> None:

@@ -233,9 +233,9 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     for step in range(8):
         own = [next(loader) for loader in loaders]
         steps = [split_batch(b, 3, set(b), torch.device("cpu"), has_decoder, ("labels",), args.trim_to()) for b in own]
-        passes += [[worker.micro_batches[m] for worker in steps] for m in range(2)]
+        passes += [[worker[m] for worker in steps] for m in range(2)]
         for rank in range(4 if step == 0 else 0):
-            first |= {4 * row + rank: (rank, steps[rank].micro_batches[0].batch, row) for row in range(3)}
+            first |= {4 * row + rank: (rank, steps[rank][0].batch, row) for row in range(3)}
     wanted = min(64, -(-len(dataset) // 3))
     for micro_batch in [m for workers in passes for m in workers][:wanted]:
         batch = micro_batch.batch

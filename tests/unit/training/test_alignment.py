@@ -34,6 +34,6 @@ def test_set_up_gives_parameters_and_buffers_aligned_memory():
 def test_each_micro_batch_has_aligned_features():
     """A row of 5 floats of a larger batch begins at a multiple of 20 bytes."""
     features = torch.arange(30.0).view(6, 5)
-    parts = split_batch({"features": features}, 1, {"features"}, torch.device("cpu"), label_names=()).micro_batches
+    parts = split_batch({"features": features}, 1, {"features"}, torch.device("cpu"), label_names=())
     assert [part.inputs["features"].tolist() for part in parts] == features[:, None].tolist()
     assert not any(part.inputs["features"].data_ptr() % 64 for part in parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.training.targets import targets_of
+from lm_experiments_tools.training.losses import targets_of
 from tests.helpers.loops import make_loop
 from tests.helpers.toys import gradients_at_steps
 

@@ -25,7 +25,7 @@ def make_loop(model=None, **args):
 
 
 def rate(loop):
-    loop._set_lr()
+    loop.learning_rate.set(loop.backend.optimizer, loop.state.step - loop.state.schedule_start)
     return loop.backend.optimizer.param_groups[0]["lr"]
 
 

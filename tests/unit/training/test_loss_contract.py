@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.losses import Loss
-from lm_experiments_tools.training.targets import targets_of
+from lm_experiments_tools.training.losses import Loss, targets_of
 from tests.helpers.loops import make_loop
 from tests.helpers.toys import gradients_at_steps
 

@@ -351,8 +351,8 @@ def run(
     optimizer = OURS[name](model) if name in OURS else fused
     args = {**SCHEDULE, "model_path": str(tmp_path), **args}
     loop = make_loop(args, model, backend=backend, optimizer=optimizer, **(options or {}))
-    set_rate = loop._set_lr
-    loop._set_lr = lambda: set_rate() or rates.append(optimizer.param_groups[0]["lr"])
+    set_rate = loop.learning_rate.set
+    loop.learning_rate.set = lambda *step: set_rate(*step) or rates.append(optimizer.param_groups[0]["lr"])
     loop.train()
     return loop, rates
 

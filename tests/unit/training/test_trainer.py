@@ -279,7 +279,7 @@ def test_init_checkpoint_takes_what_the_reset_flags_leave(tmp_path):
     loop = start(skip_used_data=True)
     assert loop.state.consumed_samples == 16 and loop.stream.loader.consumed == 16
     loop = start(reset_lr=True, lr_scheduler="linear", num_warmup_steps=0)
-    loop._set_lr()
+    loop.learning_rate.set(loop.backend.optimizer, loop.state.step - loop.state.schedule_start)
     assert loop.state.schedule_start == 4 and loop.backend.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
 
 

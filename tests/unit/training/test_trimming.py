@@ -52,11 +52,11 @@ def test_each_micro_batch_is_cut_by_its_own_rows_and_keeps_its_weights():
     names = set(batch)
     whole = split_batch(batch, 2, names, torch.device("cpu"), True)
     cut = split_batch(batch, 2, names, torch.device("cpu"), True, trim_to=8)
-    assert [m.inputs["input_ids"].shape[1] for m in cut.micro_batches] == [8, 20]
-    assert [m.inputs["labels"].shape[1] for m in cut.micro_batches] == [16, 8]
-    assert [m.weights for m in cut.micro_batches] == [m.weights for m in whole.micro_batches]
-    assert (cut.tokens, cut.rows) == (whole.tokens, whole.rows)
-    assert all(value.is_contiguous() for m in cut.micro_batches for value in m.inputs.values())
+    assert [m.inputs["input_ids"].shape[1] for m in cut] == [8, 20]
+    assert [m.inputs["labels"].shape[1] for m in cut] == [16, 8]
+    assert [m.weights for m in cut] == [m.weights for m in whole]
+    assert [(m.tokens, m.rows) for m in cut] == [(m.tokens, m.rows) for m in whole]
+    assert all(value.is_contiguous() for m in cut for value in m.inputs.values())
 
 
 def test_losses_and_gradients_do_not_change():
@@ -69,7 +69,7 @@ def test_losses_and_gradients_do_not_change():
     results = []
     for trim_to in (None, 4):
         model.zero_grad()
-        part = split_batch(batch, 3, set(batch), torch.device("cpu"), True, trim_to=trim_to).micro_batches[0]
+        part = split_batch(batch, 3, set(batch), torch.device("cpu"), True, trim_to=trim_to)[0]
         loss = model(**part.inputs).loss
         loss.backward()
         results.append((part.inputs["input_ids"].shape[1], loss, model.shared.weight.grad.clone()))
