@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import Backend, PendingStep, check_not_trained_again, check_whole
-from lm_experiments_tools.backends.collective import STALL_SECONDS, START_SECONDS
+from lm_experiments_tools.backends.collective import STALL_SECONDS, START_SECONDS, Reduction
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
 from lm_experiments_tools.backends.process_groups import (
     host_group,
@@ -52,6 +52,75 @@ if TYPE_CHECKING:
 CLIPS_BY_NORM = "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
 
 
+class DDPReduction(Reduction):
+    """Reduction by torch's DistributedDataParallel, which averages gradients during the last backward pass of a step.
+
+    Args:
+        trains: False to evaluate only.
+        as_fp16: send gradients between workers as fp16.
+    """
+
+    def __init__(self, accelerator: Accelerator, reproducible: list[Any], *, trains: bool, as_fp16: bool) -> None:
+        super().__init__(accelerator.num_processes, reproducible)
+        self.accelerator, self.as_fp16 = accelerator, as_fp16 and trains and accelerator.num_processes > 1
+        self.trains, kwargs = trains, accelerator.gradient_state.plugin_kwargs
+        self._sync_always = accelerator.num_processes == 1 or kwargs.get("sync_each_batch", False)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self._inner = model
+        self.model = self.accelerator.prepare_model(model, evaluation_mode=not self.trains)
+        if self.as_fp16:
+            self.model.register_comm_hook(self.averaged_over, send_as_fp16)
+        self._is_checked = not self.trains or self.averaged_over == 1
+        return self.model
+
+    def passes(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last or self._sync_always else self.model.no_sync()
+
+    def after_backward(self, last: bool) -> None:
+        """At the first step, refuse what DDP would only report at the second, after an update without reduction."""
+        if not last or self._is_checked:
+            return
+        self._is_checked, handler = True, self.accelerator.ddp_handler
+        unused = [n for n, p in self._inner.named_parameters() if p.requires_grad and p.grad is None]
+        if unused and not (handler is not None and handler.find_unused_parameters):
+            raise UserError(
+                f"{len(unused)} parameters take no part in the loss ({', '.join(unused[:3])}, ...), which DDP cannot "
+                "reduce: freeze them, or pass an Accelerator with find_unused_parameters=True"
+            )
+
+    def release(self) -> None:
+        self.model = None
+        self.accelerator.free_memory()  # with its reference to DDP, whose hooks would reduce gradients once more
+        vars(self._inner).pop("_is_accelerate_prepared", None)
+
+
+class FSDPReduction(Reduction):
+    """Reduction by FSDP2, which scatters averaged gradients to their shards."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, reproducible: list[Any]) -> None:
+        super().__init__(accelerator.num_processes, reproducible)
+        kwargs = accelerator.gradient_state.plugin_kwargs
+        self._model = model
+        self._sync_always = accelerator.num_processes == 1 or kwargs.get("sync_each_batch", False)
+
+    def passes(self, last: bool) -> AbstractContextManager[None]:
+        self._model.set_requires_gradient_sync(last or self._sync_always)
+        return nullcontext()
+
+
+class ZeROReduction(Reduction):
+    """Reduction by DeepSpeed's engine."""
+
+    def __init__(self, engine: Any, world_size: int, reproducible: list[Any]) -> None:
+        super().__init__(world_size, reproducible)
+        self._engine = engine
+
+    def passes(self, last: bool) -> AbstractContextManager[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+
 class AccelerateBackend(Backend):
     """One worker of an Accelerate job with DDP, or a single process; base class of FSDP and DeepSpeed.
 
@@ -63,7 +132,6 @@ class AccelerateBackend(Backend):
     name = "accelerate"
     wrapping = "DDP"
     stall_seconds: float | None = None  # to wait for a worker from the first step on; None leaves the groups' timeouts
-    _unused_checked = True  # but with DDP at work
 
     def __init__(
         self, accelerator: Accelerator, precision: Precision | None = None, *, fp16_allreduce: bool = False
@@ -76,8 +144,6 @@ class AccelerateBackend(Backend):
         if self.world_size > 1:
             atexit.register(leave_group, weakref.WeakMethod(self._drop_wrapper))
         self._host_group = host_group(self.world_size, self.device, STALL_SECONDS)
-        kwargs = accelerator.gradient_state.plugin_kwargs
-        self._sync_always = self.world_size == 1 or kwargs.get("sync_each_batch", False)
 
     @staticmethod
     def from_args(args: TrainerArgs) -> AccelerateBackend:
@@ -113,54 +179,25 @@ class AccelerateBackend(Backend):
         _check_unprepared(model, optimizer)
         check_whole(model, "Accelerate")
         super().setup(model, optimizer)
-        if self.exact is not None:  # which takes DDP's place
-            self._sync_always = self._unused_checked = True
-            return self.broadcast_tensors([*model.parameters(), *model.buffers()])
-        self._wrap(trains=optimizer is not None)
+        if self.reduction.is_exact:  # DDP would send rank 0's weights
+            self.broadcast_tensors([*model.parameters(), *model.buffers()])
 
-    def _wrap(self, *, trains: bool) -> None:
-        self.model = self.accelerator.prepare_model(self.model, evaluation_mode=not trains)
-        if self.fp16_allreduce and trains and self.world_size > 1:
-            self.model.register_comm_hook(self.world_size, send_as_fp16)
-        self._unused_checked = not trains or self.world_size == 1
+    def _make_reduction(self, optimizer: Optimizer | None) -> Reduction:
+        if self._addends is not None:
+            return super()._make_reduction(optimizer)
+        trains = optimizer is not None
+        return DDPReduction(self.accelerator, self._reproducible, trains=trains, as_fp16=self.fp16_allreduce)
 
     def follow_frozen(self) -> None:
-        if self.world_size > 1 and self.exact is None:  # DDP reduces what it was made for
+        if self.world_size > 1 and not self.reduction.is_exact:  # DDP reduces what it was made for
             self.release()
-            self._wrap(trains=True)
+            self.model = self.reduction.wrap(self.model)
 
-    def release(self) -> None:
-        super().release()
-        self.accelerator.free_memory()  # with its reference to DDP, whose hooks would reduce gradients once more
-        vars(self.model).pop("_is_accelerate_prepared", None)
-
-    def forget(self) -> None:
-        super().forget()
-        self.accelerator.free_memory()
-        self.wait_long()
-
-    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
-        self._sync = sync
-        return nullcontext() if sync or self._sync_always else self.model.no_sync()
-
-    def clip_and_step(
-        self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True
-    ) -> PendingStep:
-        if not self._unused_checked:
-            self._check_unused()
-            wait = True
-        return super().clip_and_step(max_norm, max_value, wait=wait)
-
-    def _check_unused(self) -> None:
-        """At the first step, refuse what DDP would only report at the second, after an update without reduction."""
-        self._unused_checked = True
-        handler = self.accelerator.ddp_handler
-        unused = [n for n, p in self.unwrap().named_parameters() if p.requires_grad and p.grad is None]
-        if unused and not (handler is not None and handler.find_unused_parameters):
-            raise UserError(
-                f"{len(unused)} parameters take no part in the loss ({', '.join(unused[:3])}, ...), which DDP cannot "
-                "reduce: freeze them, or pass an Accelerator with find_unused_parameters=True"
-            )
+    def release(self, *, forget: bool = False) -> None:
+        super().release(forget=forget)
+        if forget:
+            self.accelerator.free_memory()
+            self.wait_long()
 
     # ---- collectives
     def sum(self, values: Tensor) -> Tensor:
@@ -206,7 +243,8 @@ class AccelerateBackend(Backend):
         PartialState().destroy_process_group()
 
     def _drop_wrapper(self) -> None:
-        self.model, self._host_group = getattr(self, "_inner", None), None
+        self.model, self._host_group = self._inner, None
+        self.reduction = Reduction()  # one of DDP holds the wrapper
         self.accelerator.free_memory()
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
@@ -237,7 +275,7 @@ class FullyShardedBackend(AccelerateBackend):
             raise UserError(f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2")
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        if self.holds(model):
+        if self._inner is model:
             check_not_trained_again("FSDP", optimizer)
             return
         _check_unprepared(model, optimizer)
@@ -258,18 +296,15 @@ class FullyShardedBackend(AccelerateBackend):
         if hasattr(model, "generate"):  # it calls parts of the model, whose weights only the root gathers
             register_fsdp_forward_method(model, "generate")
         self._inner = model
+        self.reduction = FSDPReduction(self.accelerator, self.model, self._reproducible)
         _, self.optimizer = self.precision.initialize(model, optimizer, self.device)
 
-    def release(self) -> None:
-        pass
+    def release(self, *, forget: bool = False) -> None:
+        if forget:
+            super().release(forget=True)
 
     def follow_frozen(self) -> None:
         pass  # it reduces all gradients that there are
-
-    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
-        self._sync = sync
-        self.model.set_requires_gradient_sync(sync or self._sync_always)
-        return nullcontext()
 
     def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         fsdp.reshard(self.unwrap())
@@ -310,7 +345,7 @@ class DeepSpeedBackend(AccelerateBackend):
 
     def __init__(self, accelerator: Accelerator, args: TrainerArgs) -> None:
         super().__init__(accelerator, Precision())  # the engine casts the model, so forward passes need no autocast
-        self.runs_ahead = False  # its step waits for the device
+        self._runs_ahead = False  # its step waits for the device
         from deepspeed.accelerator import get_accelerator
 
         if args.fp16 and not get_accelerator().is_fp16_supported():
@@ -322,7 +357,7 @@ class DeepSpeedBackend(AccelerateBackend):
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        if self.holds(model) and self.model is not model:  # but an engine
+        if self._inner is model and self.model is not model:  # but an engine
             check_not_trained_again("DeepSpeed", optimizer)
             return
         _check_unprepared(model, optimizer)
@@ -336,6 +371,7 @@ class DeepSpeedBackend(AccelerateBackend):
             is_full = self.stage < 3
             with deepspeed_config.refusals():
                 self.model = model.to(self.device, self.dtype) if is_full else self.accelerator.prepare(model)
+            self.reduction = Reduction(self.world_size, self._reproducible)
             return
         deepspeed_config.check_optimizer(optimizer, self.stage)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -346,6 +382,7 @@ class DeepSpeedBackend(AccelerateBackend):
         groups = take_groups(optimizer)
         with deepspeed_config.refusals():
             self.model, _ = self.accelerator.prepare(model, optimizer)
+        self.reduction = ZeROReduction(self.model, self.world_size, self._reproducible)
         self.wait_long()  # also in the groups that the engine has made
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
@@ -354,8 +391,9 @@ class DeepSpeedBackend(AccelerateBackend):
         if cast:  # and the engine has made its fp32 weights of that
             self.load_model_state(given)
 
-    def release(self) -> None:
-        pass
+    def release(self, *, forget: bool = False) -> None:
+        if forget:
+            super().release(forget=True)
 
     def follow_frozen(self) -> None:
         raise UserError(
@@ -363,31 +401,33 @@ class DeepSpeedBackend(AccelerateBackend):
             "training, or use DDP, FSDP or Horovod"
         )
 
-    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
-        self.model.set_gradient_accumulation_boundary(sync)
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        self.model.backward(loss, scale_wrt_gas=False)  # the loss is a share of the step's already
-
-    def scale_gradients(self, factor: float) -> None:
-        raise UserError(
-            "DeepSpeed holds gradients in buffers of its own, so a model cannot return loss_sum and num_labels: let "
-            "its forward take num_items_in_batch and divide by it"
-        )
+    def backward(self, loss: Tensor, last: bool = True) -> None:
+        # The loss is a share of the step's already.
+        self.model.backward(loss * self.reduction.averaged_over, scale_wrt_gas=False)
 
     def clip_and_step(
-        self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True
+        self,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        *,
+        scale: float = 1.0,
+        wait: bool = True,
     ) -> PendingStep:
         if max_value:
             raise UserError(CLIPS_BY_NORM)
+        if scale != 1.0:
+            raise UserError(
+                "DeepSpeed holds gradients in buffers of its own, so a model cannot return loss_sum and num_labels: "
+                "let its forward take num_items_in_batch and divide by it"
+            )
         self.optimizer.clip_grad = max_norm or 0.0
         self.model.step()
         applied = self.model.was_step_applied()
-        scale = min(max(self.optimizer.loss_scale, self.scales[0]), self.scales[1])
-        if self.model.fp16_enabled() and scale != self.optimizer.loss_scale:
-            self.optimizer.loss_scale = scale
-        return PendingStep.done(float(self.model.get_global_grad_norm()), applied)
+        loss_scale = min(max(self.optimizer.loss_scale, self.scales[0]), self.scales[1])
+        if self.model.fp16_enabled() and loss_scale != self.optimizer.loss_scale:
+            self.optimizer.loss_scale = loss_scale
+        grad_norm = float(self.model.get_global_grad_norm())
+        return PendingStep(lambda: (grad_norm, applied), is_done=True)
 
     # ---- state
     @property

@@ -4,23 +4,21 @@ A backend wraps the model, averages gradients over workers, and sets precision. 
 differ from those of one process. One training step of M micro-batches calls::
 
     for m in range(M):
-        with backend.accumulate(sync=m == M - 1):
+        is_last = m == M - 1
+        with backend.reduction.passes(is_last):
             with backend.autocast():
                 loss = backend.model(**micro_batch)["loss"]
-            backend.backward(loss)
+            backend.backward(loss, is_last)
     grad_norm, applied = backend.clip_and_step(max_norm).result()
 
-Gradients are averaged over `averaged_over` workers: multiply a loss by this number to sum it over workers.
+The gradient is that of the sum of all these losses, over micro-batches and workers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import resource
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.collective import Collectives
+from lm_experiments_tools.backends.collective import Reduction, Workers
 from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.slices import SlicedTensor, full
@@ -58,18 +56,8 @@ class PendingStep:
     is_done: bool
     non_finite: Callable[[], list[str]] = list
 
-    @classmethod
-    def done(cls, grad_norm: float, applied: bool, non_finite: Callable[[], list[str]] = list) -> PendingStep:
-        return cls(lambda: (grad_norm, applied), is_done=True, non_finite=non_finite)
 
-
-def peak_process_bytes() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
-    # The kernel reports KiB, except on macOS, where it reports bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-class Backend(Collectives):
+class Backend(Workers):
     """Base class of the backends; itself the backend for one process on one device.
 
     Args:
@@ -81,25 +69,21 @@ class Backend(Collectives):
         optimizer: the wrapped optimizer, whose `param_groups` hold the learning rates.
         shards_model: True for FSDP and ZeRO-3, where all workers must run the same number of forward passes.
         shards_state: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).
-        shares: number of virtual data-parallel ranks of this worker; 1 unless `--reproducible elastic` is set.
-        reproducible: [value of --reproducible, number of virtual ranks]; a resumed run must have the same.
-        exact: order-independent sum of gradients for `--reproducible`; None without it.
-        runs_ahead: True if an optimizer step may be launched asynchronously (see `clip_and_step`).
+        reduction: how gradients are reduced, from `setup` on.
     """
 
     name: str
     model: nn.Module
     optimizer: Optimizer
     shards_model = shards_state = False
-    shares = 1
-    reproducible: list[Any] = ["off", None]
-    exact: ExactSum | None = None
 
     def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.runs_ahead = self.device.type == "cuda"
+        self._runs_ahead = self.device.type == "cuda"  # a step may be launched asynchronously
         self.precision = precision or Precision()
-        self._sync = True
+        self.autocast = partial(self.precision.autocast, self.device)
+        self.reduction, self._inner = Reduction(), None
+        self._reproducible: list[Any] = ["off", None]
         self._addends: int | None = None  # micro-batches of an update over all workers, where they are summed exactly
 
     def reproduce(self, args: TrainerArgs) -> None:
@@ -115,14 +99,13 @@ class Backend(Collectives):
         shards = self.shards_state
         check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
         use_ordered_kernels(self.device)
-        args.check_shares(self.world_size)
+        args.shares(self.world_size)
         if self.device.type == "mps":
             raise UserError("--reproducible sums in float64, which Apple's GPUs lack: add --backend local.")
         virtual = args.virtual_size(self.world_size)
-        self.shares = virtual // self.world_size
-        self.reproducible = [args.reproducible, virtual]
+        self._reproducible = [args.reproducible, virtual]
         if not shards:
-            self._addends, self.runs_ahead = virtual * args.gradient_accumulation_steps, False
+            self._addends, self._runs_ahead = virtual * args.gradient_accumulation_steps, False
 
     # ---- training step
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -132,65 +115,52 @@ class Backend(Collectives):
             optimizer: None to evaluate only.
         """
         self._inner = model if is_spread(model) else model.to(self.device)
-        self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
-        self.exact = None
-        if self._addends is not None and optimizer is not None:
-            check_buffers(self._inner, self.reproducible[0])
-            self.exact = ExactSum(self.precision.parameters(self.optimizer), self._addends, self)
+        self.reduction = self._make_reduction(optimizer)  # before apex takes fp32 copies of the parameters
+        model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
+        self.model = self.reduction.wrap(model)
 
-    def release(self) -> None:
+    def _make_reduction(self, optimizer: Optimizer | None) -> Reduction:
+        """The object that reduces the gradients of `setup`'s model."""
+        if self._addends is None:
+            return Reduction(self.world_size, self._reproducible)
+        if optimizer is not None:
+            check_buffers(self._inner, self._reproducible[0])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+        return ExactSum(parameters, self._addends, self, self._reproducible)
+
+    def release(self, *, forget: bool = False) -> None:
         """Unwrap the model after training, so that `setup` can be called with it again.
 
         A sharded model stays sharded: it can be set up again for evaluation, not for training.
+
+        Args:
+            forget: drop model and optimizer and undo `reproduce`, so that another model can be set up.
         """
         self.model = self._inner
-
-    def forget(self) -> None:
-        """Drop the model and the optimizer and undo `reproduce`, so that another model can be set up."""
-        self.release()
-        self.model = self._inner = self.optimizer = self.exact = self._addends = None
+        self.reduction.release()
+        if forget:
+            self.model = self._inner = self.optimizer = self._addends = None
+            self.reduction = Reduction()
 
     def follow_frozen(self) -> None:
         """Reduce the gradients of the parameters that require one now, after some were frozen or unfrozen."""
 
-    def holds(self, model: nn.Module) -> bool:
-        """True if `model` is the one that `setup` was last called with."""
-        return getattr(self, "_inner", None) is model
-
-    def autocast(self) -> AbstractContextManager[None]:
-        """The mixed-precision context of a forward pass."""
-        return self.precision.autocast(self.device)
-
-    @contextmanager
-    def accumulate(self, sync: bool) -> Iterator[None]:
-        """Context for the forward and backward pass of one micro-batch.
+    def backward(self, loss: Tensor, last: bool = True) -> None:
+        """Accumulate the gradient of a scalar loss, a summand of the step's; call inside `reduction.passes`.
 
         Args:
-            sync: True for the last micro-batch of a step, after which gradients are reduced over workers.
+            last: True for the last micro-batch of a step.
         """
-        self._sync = sync
-        yield
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a scalar loss; call inside `accumulate`."""
-        if self.exact is None:
-            self.precision.backward(loss, self.optimizer, last=self._sync, reduce=self._reduce_gradients)
-            return
-        loss.backward()
-        self.exact.add()
-        if self._sync:
-            self.exact.finish()
-
-    def must_repeat(self) -> bool:
-        """True, on all workers, if gradients overflowed the integers of `ExactSum`; the step must then be repeated."""
-        return self.exact is not None and self.exact.must_repeat()
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the reduced gradients, before `clip_and_step`."""
-        torch._foreach_mul_([p.grad for p in self.precision.parameters(self.optimizer) if p.grad is not None], factor)
+        scaled = loss * self.reduction.averaged_over
+        self.precision.backward(scaled, self.optimizer, last=last, reduce=self.reduction.after_backward)
 
     def clip_and_step(
-        self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True
+        self,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        *,
+        scale: float = 1.0,
+        wait: bool = True,
     ) -> PendingStep:
         """Clip the gradients, step the optimizer and clear the gradients.
 
@@ -199,34 +169,41 @@ class Backend(Collectives):
         Args:
             max_norm: largest global L2 norm of the gradient; None does not clip the norm.
             max_value: largest magnitude of a gradient's entries; None does not clip them.
+            scale: factor of the gradients, before they are clipped.
             wait: True to wait for the result. With False a GPU launches the step asynchronously and decides by itself
                 whether to skip it. This needs an optimizer that supports `found_inf` like torch's fused ones and has
                 `_step_supports_amp_scaling`; for any other optimizer the result is waited for.
         """
-        if not wait and self._can_skip_on_device():
-            return self._launch_step(max_norm, max_value)
         parameters = [p for p in self.precision.parameters(self.optimizer) if p.grad is not None]
-        norms = tensor_norms(p.grad for p in parameters)
-        norm = norm_of_norms(norms)
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in parameters], scale)
+        norms, norm = norms_of(p.grad for p in parameters)
+        names = partial(self._non_finite_names, parameters, norms)
+        if not wait and self._can_skip_on_device():
+            return self._launch_step(parameters, norm, max_norm, max_value, names)
         grad_norm = norm.item()  # waits for the device, once a step
         finite = math.isfinite(grad_norm)
         if finite and not (max_norm and max_norm >= grad_norm + 1e-6):  # torch would multiply all gradients by 1
             _clip(parameters, norm, max_norm, max_value)
         self.precision.step(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return PendingStep.done(grad_norm, finite, partial(self._non_finite_names, parameters, norms))
+        return PendingStep(lambda: (grad_norm, finite), is_done=True, non_finite=names)
 
     def _can_skip_on_device(self) -> bool:
-        if not (self.runs_ahead and self.precision.skips_on_device):
+        if not (self._runs_ahead and self.precision.skips_on_device):
             return False
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return False
         return all(p.device.type == self.device.type for p in self.precision.parameters(self.optimizer))
 
-    def _launch_step(self, max_norm: float | None, max_value: float | None) -> PendingStep:
-        parameters = [p for p in self.precision.parameters(self.optimizer) if p.grad is not None]
-        norms = tensor_norms(p.grad for p in parameters)
-        norm = norm_of_norms(norms)
+    def _launch_step(
+        self,
+        parameters: list[nn.Parameter],
+        norm: Tensor,
+        max_norm: float | None,
+        max_value: float | None,
+        names: Callable[[], list[str]],
+    ) -> PendingStep:
         _clip(parameters, norm, max_norm, max_value)
         self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
         try:
@@ -235,7 +212,6 @@ class Backend(Collectives):
             del self.optimizer.found_inf, self.optimizer.grad_scale
         self.optimizer.zero_grad(set_to_none=True)
         read = read_later(norm)
-        names = partial(self._non_finite_names, parameters, norms)
         return PendingStep(lambda: (read(), math.isfinite(read())), is_done=False, non_finite=names)
 
     def _non_finite_names(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[str]:
@@ -247,9 +223,6 @@ class Backend(Collectives):
             for number, (parameter, norm) in enumerate(zip(parameters, local, strict=True))
             if not math.isfinite(norm.item())
         ]
-
-    def _reduce_gradients(self) -> None:
-        """Average gradients over workers; nothing to do for one process."""
 
     # ---- workers
     def close(self) -> None:
@@ -306,7 +279,7 @@ class Backend(Collectives):
         """State of optimizer and loss scaler. Where a backend shards it, each worker's tensors are its slices."""
         state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
         state["names"], state["shapes"] = self._optimized()
-        return state if self.exact is None else {**state, "exponents": self.exact.exponents}
+        return {**state, "exponents": self.reduction.exponents} if self.reduction.is_exact else state
 
     def _optimizer_tree(self) -> dict[str, Any]:
         """The optimizer's `state_dict`, with each sharded tensor as a `SlicedTensor`."""
@@ -354,8 +327,8 @@ class Backend(Collectives):
         load_optimizer_tree(optimizer, tree.get("optimizer"), self, self.place_state, is_shared=is_shared)
         self.precision.load_state_dict(saved["precision"])
         exponents = saved.get("exponents", [])
-        if self.exact is not None and len(exponents) == len(self.exact.exponents):  # else of a run without
-            self.exact.exponents = exponents
+        if self.reduction.is_exact and len(exponents) == len(self.reduction.exponents):  # else of a run without
+            self.reduction.exponents = exponents
 
     def load_optimizer_state_by_name(self, tree: Any, *, same_kind: bool) -> int:
         """Load saved optimizer state only for parameters that have the same name and shape as in the saving run.
@@ -403,26 +376,10 @@ class Backend(Collectives):
         parameters = self.unwrap().parameters()
         return float(total_norm(p.detach() for p in parameters if p.is_floating_point()))  # others are quantised
 
-    def peak_memory_mib(self) -> float:
-        """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**20
-        return peak_process_bytes() / 2**20
-
     def describe(self) -> str:
         """Describe the parallelism that is in use in one line, for the log."""
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
         return f"backend {self.name}, {self.world_size} worker(s), device {self.device}, model wrapped as {kind}"
-
-    @property
-    def averaged_over(self) -> int:
-        """Number of workers that gradients are averaged over; 1 with `--reproducible`, which sums them."""
-        return self.world_size if self.exact is None else 1
-
-    @property
-    def sums_exactly(self) -> bool:
-        """True if sums do not depend on the order of their summands (`--reproducible`)."""
-        return self._addends is not None
 
 
 class LocalBackend(Backend):
@@ -485,18 +442,17 @@ def _clip(parameters: list[nn.Parameter], norm: Tensor, max_norm: float | None, 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Global L2 norm over all tensors, a plain scalar; 0 without tensors. Collective for DTensors."""
-    return norm_of_norms(tensor_norms(tensors))
+    return norms_of(tensors)[1]
 
 
-def tensor_norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """L2 norm of each tensor. That of a DTensor is a DTensor, whose local part is the norm of the local shard."""
+def norms_of(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """L2 norm of each tensor, and the global norm over all of them, a plain scalar; collective for DTensors.
+
+    The norm of a DTensor is a DTensor, whose local part is the norm of the local shard.
+    """
     tensors = list(tensors)
-    return list(torch._foreach_norm(tensors)) if tensors else []
-
-
-def norm_of_norms(norms: list[Tensor]) -> Tensor:
-    """Global L2 norm from the result of `tensor_norms`."""
-    if not norms:
-        return torch.tensor(0.0)
+    if not tensors:
+        return [], torch.tensor(0.0)
+    norms = list(torch._foreach_norm(tensors))
     norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return norms, norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,13 +1,14 @@
-"""Collectives between the workers of a job, and functions whose errors reach every worker."""
+"""Workers of a job: their collectives, the reduction of gradients, and functions whose errors reach every worker."""
 
 from __future__ import annotations
 
 import logging
 import platform
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
@@ -23,7 +24,7 @@ START_SECONDS = 24 * 3600
 STALL_SECONDS = 1800
 
 
-class Collectives:
+class Workers:
     """Communication of one worker with the other workers of its job; this base class is for a single process.
 
     Attributes:
@@ -63,7 +64,43 @@ class Collectives:
         """
 
 
-def on_all(workers: Collectives, function: Callable[[], T], *, only_main: bool = False) -> T | None:
+class Reduction:
+    """Reduction of the gradients of one optimizer step over micro-batches and workers.
+
+    A backend has one object for it. This class is for one process, and where the model's wrapper needs no more; others
+    are those of DDP, FSDP, ZeRO and Horovod, and `ExactSum`.
+
+    Attributes:
+        averaged_over: number of workers that gradients are averaged over; a loss is multiplied by it, to sum them.
+        reproducible: [value of --reproducible, number of virtual ranks]; a resumed run must have the same.
+        is_exact: True if sums do not depend on the order of their summands.
+    """
+
+    is_exact = False
+
+    def __init__(self, averaged_over: int = 1, reproducible: list[Any] | None = None) -> None:
+        self.averaged_over, self.reproducible = averaged_over, reproducible or ["off", None]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model whose backward passes reduce gradients."""
+        return model
+
+    def passes(self, last: bool) -> AbstractContextManager[None]:
+        """Context for the forward and backward pass of one micro-batch.
+
+        Args:
+            last: True for the last micro-batch of a step, after which gradients are reduced.
+        """
+        return nullcontext()
+
+    def after_backward(self, last: bool) -> None:
+        """Take a micro-batch's gradients; after the last one leave the reduced gradients in the parameters."""
+
+    def release(self) -> None:
+        """Leave the model's parameters alone from now on."""
+
+
+def on_all(workers: Workers, function: Callable[[], T], *, only_main: bool = False) -> T | None:
     """Run `function` on every worker, or on rank 0 alone, and raise its error on all of them.
 
     Without this, the other workers would wait forever for one that failed alone.
@@ -100,12 +137,12 @@ def agreed(error: E) -> E:
     return error
 
 
-def on_main(workers: Collectives, function: Callable[[], T]) -> T:
+def on_main(workers: Workers, function: Callable[[], T]) -> T:
     """Run `function` on rank 0; every worker gets its result or raises its error."""
     return workers.broadcast(on_all(workers, function, only_main=True))
 
 
-def say(workers: Collectives, message: str) -> None:
+def say(workers: Workers, message: str) -> None:
     """Log a message, on rank 0 only."""
     if workers.is_main:
         logger.info(message)

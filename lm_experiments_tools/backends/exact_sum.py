@@ -13,12 +13,12 @@ import math
 import os
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lm_experiments_tools.backends.collective import Collectives
+from lm_experiments_tools.backends.collective import Reduction, Workers
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ _CHUNK = 1 << 17  # elements converted at a time on a CPU, so that temporaries s
 _SENT_AT_ONCE = 1 << 23  # elements of one collective: 64 MiB
 
 
-class ExactSum:
+class ExactSum(Reduction):
     """Sums gradients of one optimizer step in int64, independent of order and number of workers.
 
     Args:
-        parameters: trained parameters, in the same order on all workers.
+        parameters: trained parameters, in the same order on all workers; none to evaluate only.
         addends: number of micro-batches per optimizer step, over all workers.
 
     Attributes:
@@ -45,7 +45,16 @@ class ExactSum:
         UserError: the parameters are on more than one device.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], addends: int, workers: Collectives) -> None:
+    is_exact = True
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        addends: int,
+        workers: Workers,
+        reproducible: list[Any] | None = None,
+    ) -> None:
+        super().__init__(1, reproducible)
         self.parameters = [p for p in parameters if p.requires_grad]
         if len(devices := {str(p.device) for p in self.parameters}) > 1:
             raise UserError(
@@ -113,6 +122,11 @@ class ExactSum:
         if not any(not_finite):
             self._fit_grids()
         self._started = False
+
+    def after_backward(self, last: bool) -> None:
+        self.add()
+        if last:
+            self.finish()
 
     def must_repeat(self) -> bool:
         """True, on all workers, if a gradient reached the limit 2^exponent of its parameter.

@@ -7,6 +7,7 @@ and loses some of its arguments, so it wraps a placeholder SGD whose `step` is n
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lm_experiments_tools.backends.backend import Backend, check_whole
-from lm_experiments_tools.backends.collective import START_SECONDS
+from lm_experiments_tools.backends.collective import START_SECONDS, Reduction
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, fp16_scales, put_back
@@ -34,6 +35,73 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 _NEVER = 1 << 30  # backward passes: more than any step has
+
+
+class HorovodReduction(Reduction):
+    """Reduction by Horovod, which averages each gradient as soon as the last backward pass of a step has computed it.
+
+    Args:
+        as_fp16: send gradients between workers as fp16, after the last backward pass.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, as_fp16: bool, reproducible: list[Any]) -> None:
+        super().__init__(hvd.size(), reproducible)
+        self._model, self._as_fp16 = model, as_fp16
+        self._of_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
+        self._reducer: Any = None
+        self.follow_frozen()
+
+    def follow_frozen(self) -> None:
+        """Make Horovod's optimizer for the parameters that require a gradient now."""
+        self.release()
+        # Not the optimizer's alone: a callback may add what it unfreezes to the optimizer later.
+        used = dict.fromkeys([*self._of_optimizer, *self._model.parameters()] if self._of_optimizer else [])
+        self._reduced = [p for p in used if p.requires_grad]
+        if self._as_fp16 or not self._reduced:
+            return
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(self._reduced)]
+        self._reducer = hvd.DistributedOptimizer(torch.optim.SGD(self._reduced, lr=0.0), named_parameters=named)
+
+    def release(self) -> None:
+        if self._reducer is not None:
+            self._reducer._grad_accs.clear()  # its hooks live on these, and would send each gradient a second time
+            self._reducer = None
+
+    def passes(self, last: bool) -> AbstractContextManager[None]:
+        # Horovod sends a gradient after its n-th backward pass: never, until the last micro-batch makes it the next.
+        if self._reducer is not None:
+            self._reducer.set_backward_passes_per_step(1 if last else _NEVER)
+        return nullcontext()
+
+    def after_backward(self, last: bool) -> None:
+        if last and self._reduced:
+            self._reduce()
+
+    @record_function("communication")
+    def _reduce(self) -> None:
+        """Average gradients; one that no worker has stays None, where Horovod gives zeros and AdamW would decay."""
+        present = torch.tensor([p.grad is not None for p in self._reduced], dtype=torch.float32)
+        handle = hvd.allreduce_async_(present, op=hvd.Sum, name="gradient_present")
+        if self._reducer is None:
+            self._average_as_fp16()
+        else:
+            self._reducer.synchronize()
+        hvd.synchronize(handle)
+        for parameter, count in zip(self._reduced, present.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+    def _average_as_fp16(self) -> None:
+        """Average gradients in fp16, scaled by one factor for each parameter; Horovod's compression has no scale."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._reduced]
+        largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf).float() for gradient in gradients])
+        scales = fp16_scales(hvd.allreduce(largest, op=hvd.Max, name="largest_gradients"), self.averaged_over)
+        sent = [(gradient * scale).half() for gradient, scale in zip(gradients, scales, strict=True)]
+        handles = [hvd.allreduce_async_(half, op=hvd.Sum, name=f"gradient.{i}") for i, half in enumerate(sent)]
+        for i, (parameter, gradient) in enumerate(zip(self._reduced, gradients, strict=True)):
+            average = hvd.synchronize(handles[i]).float().div_(scales[i] * self.averaged_over)
+            parameter.grad = gradient.copy_(average)
 
 
 class HorovodBackend(Backend):
@@ -96,70 +164,19 @@ class HorovodBackend(Backend):
         for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
             parameter.data = parameter.data.contiguous()
         self.broadcast_tensors([*model.parameters(), *model.buffers()])
-        reduces = optimizer is not None and self._addends is None and self.world_size > 1
-        self._of_optimizer = [p for group in optimizer.param_groups for p in group["params"]] if reduces else []
-        self._reducer = self._make_reducer(model)
         super().setup(model, optimizer)
 
+    def _make_reduction(self, optimizer: Optimizer | None) -> Reduction:
+        if self._addends is not None or optimizer is None or self.world_size == 1:
+            return super()._make_reduction(optimizer)
+        return HorovodReduction(self._inner, optimizer, self.fp16_allreduce, self._reproducible)
+
     def follow_frozen(self) -> None:
-        self._drop_reducer()
-        self._reducer = self._make_reducer(self._inner)
+        if isinstance(self.reduction, HorovodReduction):
+            self.reduction.follow_frozen()
 
     def share_weights(self, model: nn.Module) -> None:
         pass  # `setup` does
-
-    def _make_reducer(self, model: nn.Module) -> Any:
-        """Horovod's optimizer around the parameters to reduce, made before apex takes fp32 copies; None without it."""
-        # Not the optimizer's alone: a callback may add what it unfreezes to the optimizer later.
-        used = dict.fromkeys([*self._of_optimizer, *model.parameters()] if self._of_optimizer else [])
-        self._reduced = [p for p in used if p.requires_grad]
-        if self.fp16_allreduce or not self._reduced:
-            return None
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(self._reduced)]
-        return hvd.DistributedOptimizer(torch.optim.SGD(self._reduced, lr=0.0), named_parameters=named)
-
-    def release(self) -> None:
-        super().release()
-        self._drop_reducer()
-
-    def _drop_reducer(self) -> None:
-        if self._reducer is not None:
-            self._reducer._grad_accs.clear()  # its hooks live on these, and would send each gradient a second time
-            self._reducer = None
-
-    def backward(self, loss: Tensor) -> None:
-        # Horovod sends a gradient after its n-th backward pass: never, until the last micro-batch makes it the next.
-        if self._reducer is not None:
-            self._reducer.set_backward_passes_per_step(1 if self._sync else _NEVER)
-        super().backward(loss)
-
-    @record_function("communication")
-    def _reduce_gradients(self) -> None:
-        """Average gradients; one that no worker has stays None, where Horovod gives zeros and AdamW would decay."""
-        if not self._reduced:
-            return
-        present = torch.tensor([p.grad is not None for p in self._reduced], dtype=torch.float32)
-        handle = hvd.allreduce_async_(present, op=hvd.Sum, name="gradient_present")
-        if self._reducer is None:
-            self._average_as_fp16()
-        else:
-            self._reducer.synchronize()
-        hvd.synchronize(handle)
-        for parameter, count in zip(self._reduced, present.tolist(), strict=True):
-            if not count:
-                parameter.grad = None
-
-    def _average_as_fp16(self) -> None:
-        """Average gradients in fp16, scaled by one factor for each parameter; Horovod's compression has no scale."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._reduced]
-        largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf).float() for gradient in gradients])
-        scales = fp16_scales(hvd.allreduce(largest, op=hvd.Max, name="largest_gradients"), self.world_size)
-        sent = [(gradient * scale).half() for gradient, scale in zip(gradients, scales, strict=True)]
-        handles = [hvd.allreduce_async_(half, op=hvd.Sum, name=f"gradient.{i}") for i, half in enumerate(sent)]
-        for i, (parameter, gradient) in enumerate(zip(self._reduced, gradients, strict=True)):
-            average = hvd.synchronize(handles[i]).float().div_(scales[i] * self.world_size)
-            parameter.grad = gradient.copy_(average)
 
     @record_function("communication")
     def sum(self, values: Tensor) -> Tensor:

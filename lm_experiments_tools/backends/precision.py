@@ -31,10 +31,9 @@ class Precision:
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype=self.dtype) if self.dtype else nullcontext()
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[], None]) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[bool], None]) -> None:
         loss.backward()
-        if last:
-            reduce()
+        reduce(last)
 
     def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Parameters whose gradients (`.grad`) are clipped."""
@@ -72,10 +71,10 @@ class LossScaledFp16(Precision):
         self.scaler = torch.amp.GradScaler(device.type, init_scale=initial)
         return model, optimizer
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[], None]) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[bool], None]) -> None:
         self.scaler.scale(loss).backward()
+        reduce(last)
         if last:
-            reduce()
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, finite: bool) -> None:
@@ -112,11 +111,10 @@ class ApexAmp(Precision):
             return self.amp.initialize(model, opt_level=self.opt_level, verbosity=0), None
         return self.amp.initialize(model, optimizer, opt_level=self.opt_level, verbosity=0, **scales)
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[], None]) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[bool], None]) -> None:
         with self.amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
             scaled.backward()
-            if last:
-                reduce()
+            reduce(last)
 
     def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return list(self.amp.master_params(optimizer))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lm_experiments_tools.backends.collective import Collectives
+from lm_experiments_tools.backends.collective import Workers
 from lm_experiments_tools.backends.slices import SlicedTensor, full
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted, trained_parameters
@@ -81,7 +81,7 @@ def put_back(carrier: Tensor, tensor: Tensor) -> None:
 def load_optimizer_tree(
     optimizer: Optimizer,
     tree: dict[str, Any] | None,
-    workers: Collectives,
+    workers: Workers,
     place_state: Callable[[Tensor, Tensor | SlicedTensor], Tensor],
     *,
     is_shared: bool,

@@ -228,7 +228,7 @@ class Saver:
         return {
             "state": asdict(state),
             "world_size": self.backend.world_size,
-            "reproducible": self.backend.reproducible,
+            "reproducible": self.backend.reduction.reproducible,
             "threads": torch.get_num_threads(),
             "optimizer": self.backend.optimizer_kind,
             "workers": workers,

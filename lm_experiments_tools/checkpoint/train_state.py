@@ -163,7 +163,7 @@ def load_state(
     if with_optimizer and backend.optimizer is not None:
         _load_optimizer(path, backend, tree["optimizer"], by_name=by_name)
     # Rank 0 has saved the sums and outputs of all workers, so only rank 0 gets them back.
-    if backend.reproducible[0] == "elastic" and not initial:
+    if backend.reduction.reproducible[0] == "elastic" and not initial:
         empty = {"window": {**workers[0]["window"], "sums": {"sums": {}, "counts": {}}}, "kept": {}}
         return state, workers[0] if backend.is_main else {**workers[0], **empty}
     return state, workers[backend.rank] if len(workers) == backend.world_size else None
@@ -183,8 +183,9 @@ def _state(path: Path, tree: dict[str, Any]) -> TrainState:
 def _check_reproducible(path: Path, backend: Backend, tree: dict[str, Any]) -> None:
     """A run keeps `--reproducible` and its number of virtual ranks (fixed: of workers)."""
     then, threads = tree.get("reproducible", ["off", None]), tree.get("threads", torch.get_num_threads())
-    if then != backend.reproducible:
-        was, now = (f"{how} with {ranks} ranks" if ranks else how for how, ranks in (then, backend.reproducible))
+    now = backend.reduction.reproducible
+    if then != now:
+        was, now = (f"{how} with {ranks} ranks" if ranks else how for how, ranks in (then, now))
         raise UserError(
             f"{path} was saved under --reproducible {was}, and this start has {now}: start it as it was, or start a "
             "new run from it by --init_checkpoint."

@@ -169,10 +169,15 @@ class RunArgs:
         """
         return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
-    def check_shares(self, world_size: int) -> None:
-        """Check that `world_size` workers can divide the virtual ranks equally. Raises UserError."""
+    def shares(self, world_size: int) -> int:
+        """Number of virtual ranks of each of `world_size` workers; 1 unless `--reproducible elastic` is set.
+
+        Raises:
+            UserError: the workers do not divide the virtual ranks.
+        """
         if (virtual := self.virtual_size(world_size)) % world_size:
             raise UserError(f"--virtual_ranks {virtual} is not a multiple of the {world_size} workers that run.")
+        return virtual // world_size
 
     def resume_path(self) -> str | None:
         """The checkpoint that `--resume` names; None for "auto" and "never"."""
@@ -248,6 +253,10 @@ class BatchArgs:
     def rows_per_worker(self) -> int:
         """Examples that one worker reads for one optimizer update."""
         return self.batch_size * self.gradient_accumulation_steps
+
+    def rows_on_worker(self, world_size: int) -> int:
+        """Examples that each of `world_size` workers reads for one update, for all of its virtual ranks."""
+        return self.rows_per_worker() * self.shares(world_size)
 
     def global_batch_size(self, world_size: int) -> int:
         """Examples in one optimizer update of `world_size` workers."""

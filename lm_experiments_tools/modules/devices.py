@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -54,6 +56,17 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work queued on a GPU, for example before reading a clock; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_process_bytes() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    # The kernel reports KiB, except on macOS, where it reports bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
+    return (torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_process_bytes()) / 2**20
 
 
 def read_later(value: Tensor) -> Callable[[], float | bool | list]:

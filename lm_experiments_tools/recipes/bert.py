@@ -150,7 +150,7 @@ def bert_pretraining_data(
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None)
     train, valid = on_all(backend, lambda: opened or make(args, tokenizer))
-    where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
+    where = (args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
         tokenizer.vocab_size,

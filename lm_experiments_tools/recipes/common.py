@@ -143,7 +143,8 @@ def show_run(
     count = num_parameters(model)
     rows = args.global_batch_size(backend.world_size)
     epoch = None if data.train is None else data.train.samples_per_epoch
-    workers = f"{args.virtual_size(backend.world_size)} {'virtual ranks' if backend.shares > 1 else 'worker(s)'}"
+    kind = "virtual ranks" if args.shares(backend.world_size) > 1 else "worker(s)"
+    workers = f"{args.virtual_size(backend.world_size)} {kind}"
     updates = args.iters - (0 if phase is None else phase.start)
     panel: dict[str, Any] = {
         "model": f"{args.model_cls or type(model).__name__}, {count.total:,} parameters ({count.embedding:,} in "

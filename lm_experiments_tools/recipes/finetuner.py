@@ -324,7 +324,7 @@ class FineTuner:
         self._check_rows()
         self._refuse_few_bits("save")
         folder = Path(path)
-        state = self.backend.model_state() if self.backend.holds(self.model) else None
+        state = self.backend.model_state() if self.backend.unwrap() is self.model else None
         task = self._saved_task()
 
         def write() -> None:
@@ -388,7 +388,7 @@ class FineTuner:
         inputs = {name: values.to(device) for name, values in batch.items() if name in known}
         if self.args.model_type == "encoder":
             return answer(self.model(**inputs).logits)
-        synced = self.backend.shards_model and self.backend.holds(self.model)
+        synced = self.backend.shards_model and self.backend.unwrap() is self.model
         part, options = MicroBatch(inputs, batch, {}), {**self.args.generation_options(), **options}
         return TextDecoder(self.tokenizer)(generate(self.model, part, options, synced=synced))
 

@@ -135,7 +135,7 @@ class _Reader:
         if not args.validate_only:
             dataset = self._train_dataset()
             where = (self.backend.rank, self.backend.world_size)
-            data.train = TrainLoader(dataset, args.rows_per_worker() * self.backend.shares, *where)
+            data.train = TrainLoader(dataset, args.rows_on_worker(self.backend.world_size), *where)
             data.objective = dataset.describe()
         for split, path, limit in (
             ("valid", args.valid_data_path, args.valid_samples),
@@ -312,7 +312,8 @@ class _Reader:
         return BucketedDataset(dataset, rows, args.seed, TARGET_STEP, WINDOW if rows > 1 else 0)
 
     def _eval_split(self, split: str, path: str, limit: int | None) -> EvalSplit:
-        rows, where = self.args.valid_batch_size() * self.backend.shares, (self.backend.rank, self.backend.world_size)
+        where = self.backend.rank, self.backend.world_size
+        rows = self.args.valid_batch_size() * self.args.shares(self.backend.world_size)
         if self.args.task == "causal_lm":
             path = path if os.path.exists(path) else with_split(path, split)
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])

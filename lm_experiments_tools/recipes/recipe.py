@@ -130,7 +130,7 @@ class Pretraining(Recipe):
             self.train_or_validate()
             if phase is not phases[-1]:
                 self.data.train.close()
-                self.backend.forget()
+                self.backend.release(forget=True)
                 del self.trainer, self.data  # freed before the next ones are built
                 run = None  # its start is recorded
 

@@ -226,12 +226,12 @@ def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Source
     tokens = [sources.tokens(path) for path in args.data_path]
     cold = read_at_random(tokens)
     dataset = mixed_dataset(context, tokens, backend.world_size)
-    return TrainLoader(dataset, args.rows_per_worker() * backend.shares, backend.rank, backend.world_size, ahead=cold)
+    return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size, ahead=cold)
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:
     args, dataset = context.args, mixed_dataset(replace(context, quiet=True), [tokens])  # training's is the same
     if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
-    rows = args.rows_per_worker() * backend.shares
+    rows = args.rows_on_worker(backend.world_size)
     return ValidLoader(dataset, rows, backend.rank, backend.world_size, num_samples=args.valid_samples)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.files import to_jsonable
-from lm_experiments_tools.modules.devices import synchronize
+from lm_experiments_tools.modules.devices import peak_memory_mib, synchronize
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -229,14 +229,18 @@ class LoggingInterval:
             self.grad_norm_sum += info.grad_norm
             self.steps += 1
 
-    def means(self) -> dict[str, float]:
-        """Compute the means for the log line; they are equal on all workers, except for the times."""
+    def means(self, device: torch.device) -> dict[str, float]:
+        """Compute the means for the log line, and this worker's largest memory.
+
+        They are equal on all workers, except for times and memory.
+        """
         steps, seconds = max(self.steps, 1), max(self.seconds, 1e-9)
         return {
             "gradients_global_norm": self.grad_norm_sum / steps,
             "seconds_per_step": seconds / steps,
             "tokens_per_second": self.tokens / seconds,
             "data_wait_fraction": self.data_seconds / seconds,
+            "memory_mib": peak_memory_mib(device),
         }
 
     def shares(self) -> str:

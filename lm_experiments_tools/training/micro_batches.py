@@ -294,6 +294,7 @@ class BatchSplitter:
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self.takes_any_name = takes_any_name(type(base_of(model)))
         self._counting = self.has_decoder, loss.label_names(), args.trim_to(), targets, loss.token_bytes
+        self._shares = args.shares(backend.world_size)
         self._warned: set[str] = set()
 
     def __call__(
@@ -316,8 +317,8 @@ class BatchSplitter:
             is_padding = rows > 0 and counted == 0
             if 0 < counted < rows:
                 batch = _select_rows(batch, rows, slice(counted))
-        shares, found = self.backend.shares, []
-        for part in [batch] if shares == 1 else _of_virtual_ranks(batch, shares):
+        found = []
+        for part in [batch] if self._shares == 1 else _of_virtual_ranks(batch, self._shares):
             found += split_batch(part, batch_size, names, self.backend.device, *self._counting)
         if is_padding:
             return [micro_batch.as_padding() for micro_batch in found]

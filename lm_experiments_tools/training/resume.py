@@ -112,7 +112,7 @@ class Restorer:
                 "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
                 "the weights would be random"
             )
-        if not backend.holds(model):  # DeepSpeed makes parameters views of its own buffers
+        if backend.unwrap() is not model:  # DeepSpeed makes parameters views of its own buffers
             align_model(model)
         facts = run_facts(args, args.virtual_size(backend.world_size), model, optimizer)
         backend.setup(model, optimizer)

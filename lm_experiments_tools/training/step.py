@@ -84,7 +84,7 @@ class Step:
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], counts: GlobalCounts, collector: Collector, position: int
-    ) -> MetricSums:
+    ) -> tuple[MetricSums, float]:
         """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.
 
         Args:
@@ -92,9 +92,9 @@ class Step:
             position: samples consumed before this step, which seed dropout under `--reproducible`.
 
         Returns:
-            Losses and metrics of this worker's micro-batches.
+            Losses and metrics of this worker's micro-batches, and a factor that the gradient lacks.
         """
-        backend, loss, weights, is_exact = self.backend, self.loss, counts.weights, self.backend.exact is not None
+        backend, loss, weights, is_exact = self.backend, self.loss, counts.weights, self.backend.reduction.is_exact
         if self._num_empty is not None:
             self._check_targets(weights)
         metrics, divisors = MetricSums(exact=is_exact), MetricSums(exact=is_exact)
@@ -102,23 +102,25 @@ class Step:
         for i, micro_batch in enumerate(micro_batches):
             if is_exact:
                 self._seed_noise(position, i)
-            with backend.accumulate(sync=i == len(micro_batches) - 1):
+            is_last = i == len(micro_batches) - 1
+            with backend.reduction.passes(is_last):
                 with backend.autocast():
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
                 means = loss.means(micro_batch.inputs, outputs)
                 self.add_metrics(micro_batch, means, outputs, metrics, collector)
                 has_label = any(micro_batch.weights.values())
                 divisors.add({k: (v[1] * has_label, 1) for k, v in means.items() if isinstance(v, tuple)}, 0)
-                scaled = loss.part(means, micro_batch.weights, weights) * backend.averaged_over
+                part = loss.part(means, micro_batch.weights, weights)
                 del outputs, means  # logits would otherwise live on through the backward pass and the update
-                backend.backward(scaled)
-        if backend.must_repeat():  # an exact sum of gradients had too few bits
+                backend.backward(part, is_last)
+        if is_exact and backend.reduction.must_repeat():  # an exact sum of gradients had too few bits
             collector.data = before
             return self.forward_backward(micro_batches, counts, collector, position)
+        scale = 1.0
         for divisor in divisors.sums.values():  # of a model that returns `loss_sum` and `num_labels`
             total = backend.sum(torch.tensor([float(divisor)], dtype=torch.float64)).item()
-            backend.scale_gradients(next(iter(weights.values())) / total if total else 0.0)
-        return metrics
+            scale = next(iter(weights.values())) / total if total else 0.0
+        return metrics, scale
 
     def _check_targets(self, weights: Mapping[str, int]) -> None:
         """Raise UserError if the first steps of a run have no targets over all workers: it would learn nothing."""

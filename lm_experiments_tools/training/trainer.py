@@ -253,14 +253,14 @@ class TrainingLoop:
             micro_batches += [micro_batches[-1].as_padding()] * missing
         if self.meter is not None:
             started += self.meter.add(micro_batches, step.forward_kwargs)
-        metrics = step.forward_backward(micro_batches, counts, self.outputs, self.state.consumed_samples)
+        metrics, scale = step.forward_backward(micro_batches, counts, self.outputs, self.state.consumed_samples)
         non_finite = None if self._watch is None else self._watch.take()
         self._finalize_step()  # the step before: the learning rate depends on whether it was applied
         self.learning_rate.set(backend.optimizer, self.state.step - self.state.schedule_start)
         is_last = self.state.step + 1 >= args.iters or bool(self.signals.agreed)
         wait = is_last or bool(self._due(self.state.step + 1))
         before_update = time.perf_counter()
-        pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
+        pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, scale=scale, wait=wait)
         now = time.perf_counter()
         seconds, self.interval.update_seconds = now - started, self.interval.update_seconds + now - before_update
         self._in_flight = InFlightStep(pending, non_finite, counts, metrics, seconds, data_seconds)
@@ -392,10 +392,9 @@ class TrainingLoop:
         self.log(
             "train",
             values,
-            **interval.means(),
+            **interval.means(backend.device),
             weights_global_norm=backend.weights_norm(),
             **({} if self.meter is None else self.meter.utilization(interval)),
-            memory_mib=backend.peak_memory_mib(),
             skipped_updates=self.state.skipped_updates,
             param_groups=rates,
         )
@@ -427,7 +426,7 @@ class TrainingLoop:
 
     def _rank_state(self) -> dict[str, Any]:
         """What a checkpoint holds of each worker; with `--reproducible`, rank 0 has the sums and outputs of all."""
-        backend, is_exact = self.backend, self.backend.exact is not None
+        backend, is_exact = self.backend, self.backend.reduction.is_exact
         return {
             "random_state": self.stream.random_state(),
             "stream": self.stream.state_dict(),

@@ -42,7 +42,8 @@ def validate(
     """
     backend, loss, args = step.backend, step.loss, step.args
     backend.model.eval()
-    sums, seed = MetricSums(exact=backend.sums_exactly), args.seed if backend.sums_exactly else None
+    is_exact = backend.reduction.is_exact
+    sums, seed = MetricSums(exact=is_exact), args.seed if is_exact else None
     with torch.no_grad(), preserved_random_state():
         for micro_batch in evaluation_micro_batches(step, dataloader, split):
             with backend.autocast():

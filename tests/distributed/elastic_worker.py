@@ -54,7 +54,7 @@ def digest(loop: TrainingLoop) -> str:
     state = {**loop.backend.model_state(), **_tensors("optimizer", loop.backend.optimizer_state())}
     for name in sorted(state):
         whole.update(name.encode() + state[name].numpy().tobytes())
-    told = asdict(loop.state) | {"exponents": loop.backend.exact and loop.backend.exact.exponents}
+    told = asdict(loop.state) | {"exponents": getattr(loop.backend.reduction, "exponents", None)}
     whole.update(json.dumps(told, sort_keys=True).encode())
     return whole.hexdigest()
 
@@ -72,7 +72,7 @@ def main() -> None:
     backend = get_backend(args)
     model = tiny_t5(dropout=0.3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
+    where = (args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     loop = TrainingLoop(
         args, backend, model, optimizer, TrainLoader(Numbered(SAMPLES), *where), ValidLoader(Numbered(17), *where)
     )

@@ -106,7 +106,7 @@ def main():
     backend = get_backend(args)
     setup_logging(folder, backend.rank)
     model = TinyLabeller()
-    loader = Noted(RaggedPairs(24), 4 * backend.shares, backend.rank, backend.world_size)
+    loader = Noted(RaggedPairs(24), args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     events = Events(folder, backend)
     events.after(0)
     callbacks = [Diary(folder, backend, loader), events]

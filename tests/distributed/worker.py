@@ -66,15 +66,15 @@ def train_step(
     total = torch.zeros((), dtype=torch.float64)
     backend.model.train()
     for m, (piece, batch) in enumerate(mine):
-        with backend.accumulate(sync=m == len(mine) - 1):
+        last = m == len(mine) - 1
+        with backend.reduction.passes(last):
             with backend.autocast():
                 loss = backend.model(**batch)["loss"] * (batch["labels"] != -100).sum() / tokens
             total += loss.detach().double().cpu() * counts
             scale = float("inf") if broken and piece == 1 else 1.0
-            backend.backward(loss * backend.world_size * scale * counts * (tokens / divisor if divisor else 1.0))
-    if divisor:
-        backend.scale_gradients(divisor / tokens)
-    norm, applied = backend.clip_and_step(**clip).result()
+            backend.backward(loss * scale * counts * (tokens / divisor if divisor else 1.0), last)
+    scale = divisor / tokens if divisor else 1.0
+    norm, applied = backend.clip_and_step(**clip, scale=scale).result()
     return {"loss": backend.sum(total).item(), "norm": norm, "applied": applied}
 
 
@@ -307,10 +307,11 @@ def scenario_partial(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     backend.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
     for _ in range(3):
         for m, piece in enumerate([backend.rank] if backend.world_size > 1 else range(SLICES)):
-            with backend.accumulate(sync=backend.world_size > 1 or m == SLICES - 1):
+            last = backend.world_size > 1 or m == SLICES - 1
+            with backend.reduction.passes(last):
                 names = ["used", "sometimes"] if piece == 1 else ["used"]
                 loss = sum(model[name](torch.full((2, 3), piece + 1.0)).sum() for name in names) / SLICES
-                backend.backward(loss * backend.world_size)
+                backend.backward(loss, last)
         backend.clip_and_step()
     save_weights(backend, out, "partial")
     return {}
@@ -329,9 +330,8 @@ def scenario_unused(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
     model = Net()
     backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with backend.accumulate(sync=True):
-        backend.backward(backend.model(torch.ones(2, 3)))
-    return {"error": refusal(backend.clip_and_step)}
+    with backend.reduction.passes(last=True):
+        return {"error": refusal(lambda: backend.backward(backend.model(torch.ones(2, 3))))}
 
 
 def scenario_evaluated(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -356,17 +356,18 @@ def with_precision(backend: Backend, **options: Any) -> Backend:
 
 def reductions_begun(backend: Backend) -> list[bool]:
     """Filled at each reduction by Horovod with whether all gradients had been sent by then, by the backward pass."""
-    sent, wait = [], backend._reduce_gradients
+    sent, reduction, wait = [], backend.reduction, backend.reduction.after_backward
 
-    def noted() -> None:
-        handles = backend._reducer._handles
-        sent.append(
-            len(handles) == len(backend._reduced) and all(handle is not None for handle, _ in handles.values())
-        )
-        wait()
+    def noted(last: bool) -> None:
+        if last:
+            handles = reduction._reducer._handles
+            sent.append(
+                len(handles) == len(reduction._reduced) and all(handle is not None for handle, _ in handles.values())
+            )
+        wait(last)
 
     if backend.name == "horovod":
-        backend._reduce_gradients = noted
+        reduction.after_backward = noted
     return sent
 
 
@@ -376,7 +377,7 @@ def scenario_ahead(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     if result["host_group"]:  # as beside NCCL
         backend._host_group = host_group(backend.world_size, torch.device("cuda"), 60.0)
     for name in ("at_once", "late"):
-        backend.runs_ahead, queued = name == "late", []
+        backend._runs_ahead, queued = name == "late", []
 
         def ahead(max_norm: float, queued: list[bool] = queued) -> PendingStep:
             step = clip_and_step(max_norm, wait=False)
@@ -436,10 +437,10 @@ def scenario_wide_range(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     slope = torch.logspace(0, -11, 1024)
     for _ in range(2):  # DDP makes its buckets anew after the first step
         model.weight.grad = None
-        with compressed.accumulate(sync=True), compressed.autocast():
+        with compressed.reduction.passes(last=True), compressed.autocast():
             compressed.backward(compressed.model(slope * (backend.rank + 1)).sum())
-    mean = slope.double() * (backend.world_size + 1) / 2
-    error = ((model.weight.grad[0] - mean) / mean).abs()
+    total = slope.double() * backend.world_size * (backend.world_size + 1) / 2
+    error = ((model.weight.grad[0] - total) / total).abs()
     first = slope > 2e-8
     return {"lost": (model.weight.grad == 0).float().mean().item(), "worst": error[first].max().item()}
 
@@ -495,7 +496,7 @@ def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, An
         "value": lambda: backend.clip_and_step(max_value=0.1),
         "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
         "unfrozen": backend.follow_frozen,
-        "scaled": lambda: backend.scale_gradients(2.0),
+        "scaled": lambda: backend.clip_and_step(scale=2.0),
         "keys": lambda: backend.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
     }
     return {name: refusal(attempt) for name, attempt in attempts.items()}

@@ -78,7 +78,7 @@ def seqio_data(
     worker = on_all(backend, start)
     folder, answer = backend.gather((worker.job.folder, worker.answer) if worker else None)[ranks[0]]
     lengths = (args.input_seq_len, targets_length)
-    fingerprint, rows = answer["fingerprint"], args.rows_per_worker() * backend.shares
+    fingerprint, rows = answer["fingerprint"], args.rows_on_worker(backend.world_size)
     train = SeqioLoader(
         folder, fingerprint, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size, worker=worker
     )

@@ -228,4 +228,4 @@ def _open(
         except (UserError, OSError):
             feed.close()
             raise
-    return StreamLoader(dataset, args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
+    return StreamLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)

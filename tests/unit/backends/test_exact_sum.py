@@ -156,8 +156,7 @@ def test_an_evaluation_alone_sums_exactly_too():
     backend = LocalBackend()
     backend.reproduce(TrainerArgs(reproducible="elastic"))
     backend.setup(nn.Linear(2, 2), None)
-    assert backend.exact is None and backend.sums_exactly
-    assert not LocalBackend().sums_exactly
+    assert backend.reduction.is_exact and not LocalBackend().reduction.is_exact
 
 
 def test_an_unused_parameter_has_no_gradient():
@@ -173,7 +172,7 @@ def test_an_unused_parameter_has_no_gradient():
     [
         ({}, {"fp16": True}, "--fp16"),
         ({}, {"fp16_allreduce": True, "backend": "horovod"}, "rounds them"),
-        ({"shards_optimizer": True}, {}, "--reproducible fixed"),
+        ({"shards_state": True}, {}, "--reproducible fixed"),
         ({"world_size": 5}, {}, "--virtual_ranks 12 is not a multiple of the 5 workers"),
     ],
 )
@@ -205,9 +204,9 @@ def test_grids_of_other_parameters_are_not_taken_over():
     backend.reproduce(TrainerArgs(reproducible="fixed"))
     model = nn.Linear(2, 2)
     backend.setup(model, torch.optim.SGD(model.parameters()))
-    state, before = backend.optimizer_state(), list(backend.exact.exponents)
+    state, before = backend.optimizer_state(), list(backend.reduction.exponents)
     for exponents in ([9], []):
         backend.load_optimizer_state({**state, "exponents": exponents})
-        assert backend.exact.exponents == before
+        assert backend.reduction.exponents == before
     backend.load_optimizer_state({**state, "exponents": [9, 8]})
-    assert backend.exact.exponents == [9, 8]
+    assert backend.reduction.exponents == [9, 8]

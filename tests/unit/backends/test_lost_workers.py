@@ -90,7 +90,7 @@ found.append(limit())
 ours.limit_waiting()
 found.append(limit())
 ours.setup(TinyLabeller(), None)
-ours.forget()  # as between two phases
+ours.release(forget=True)  # as between two phases
 found.append(limit())
 print(found)
 dist.destroy_process_group()

@@ -7,10 +7,11 @@ import psutil
 import pytest
 import torch
 
-from lm_experiments_tools.backends import backend as backends
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules import devices
+from lm_experiments_tools.modules.devices import peak_memory_mib
 from lm_experiments_tools.training.metrics import MetricSums
 
 
@@ -50,8 +51,8 @@ def test_exact_sums_on_an_apple_gpu_are_refused():
 
 def test_memory_is_that_of_the_process_on_linux_and_macos(monkeypatch):
     resident = psutil.Process().memory_info().rss / 2**20
-    assert 0.9 * resident <= LocalBackend().peak_memory_mib() < 20 * resident
+    assert 0.9 * resident <= peak_memory_mib(LocalBackend().device) < 20 * resident
     usage = SimpleNamespace(ru_maxrss=3 * 2**30)
-    monkeypatch.setattr(backends.resource, "getrusage", lambda who: usage)
+    monkeypatch.setattr(devices.resource, "getrusage", lambda who: usage)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert LocalBackend().peak_memory_mib() == 3 * 1024
+    assert peak_memory_mib(LocalBackend().device) == 3 * 1024

@@ -90,15 +90,14 @@ def test_the_parameters_with_a_non_finite_gradient_are_named(is_ahead, caplog):
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_gradient_that_overflows_in_the_sum_is_named_alone(is_ahead, caplog):
     loop = make_loop({"iters": 3, "log_interval": 3}, Stack(), backend=None if is_ahead else cpu())
-    reduce, calls = loop.backend._reduce_gradients, []
+    calls = []
 
-    def overflow() -> None:
-        reduce()
+    def overflow(last: bool) -> None:
         calls.append(loop)
         if len(calls) == 2:
             loop.backend.unwrap().head.weight.grad[0, 0] = torch.inf
 
-    loop.backend._reduce_gradients = overflow
+    loop.backend.reduction.after_backward = overflow
     loop.train()
     assert "step 2: parameters whose gradient norm is not finite: head.weight" in caplog.messages
     assert loop.state.skipped_updates == 1

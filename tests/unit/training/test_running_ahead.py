@@ -70,7 +70,7 @@ class AheadBackend(LocalBackend):
 
     def __init__(self) -> None:
         super().__init__(device=QUEUE)
-        self.runs_ahead = True
+        self._runs_ahead = True
 
 
 class Queue(TorchDispatchMode):
@@ -299,12 +299,12 @@ def test_an_update_is_asked_about_only_after_the_next_sum_of_counts_and_backward
         events.append("sum")
         return values
 
-    def noted_backward(loss: Tensor) -> None:
-        backward(loss)
+    def noted_backward(loss: Tensor, last: bool) -> None:
+        backward(loss, last)
         events.append("backward")
 
-    def noted_step(*clip: float | None, wait: bool) -> PendingStep:
-        step, number = clip_and_step(*clip, wait=wait), events.count("backward") // 2
+    def noted_step(*clip: float | None, scale: float, wait: bool) -> PendingStep:
+        step, number = clip_and_step(*clip, scale=scale, wait=wait), events.count("backward") // 2
         if step.is_done:
             return step
         events.append(f"update {number}")
@@ -324,9 +324,9 @@ def poison(model: nn.Module, backend: LocalBackend, when: set[int]) -> None:
     """Makes the gradient of these steps, each of two backward passes, not finite."""
     calls, backward = [], backend.backward
 
-    def counted(loss: Tensor) -> None:
+    def counted(loss: Tensor, last: bool) -> None:
         calls.append(1)
-        backward(loss)
+        backward(loss, last)
 
     backend.backward = counted
 
