@@ -106,7 +106,7 @@ def test_workers_wait_a_day_until_limited_and_a_users_accelerator_keeps_its_time
 @pytest.mark.parametrize("validate_only", [False, True])
 def test_waiting_is_limited_once_after_the_first_step_or_validation_batch(validate_only):
     loop, found = make_loop(iters=3, log_interval=3), []
-    loop.args = replace(loop.args, validate_only=validate_only)
+    loop.args = loop.step.args = replace(loop.args, validate_only=validate_only)
     loop.backend.limit_waiting = lambda: found.append(loop.state.step)
     if validate_only:
         loop.validate(DataLoader(RaggedPairs(8), batch_size=4))
