@@ -35,9 +35,10 @@ from lm_experiments_tools.backends.process_groups import (
     set_timeouts,
 )
 from lm_experiments_tools.backends.slices import SlicedTensor
-from lm_experiments_tools.backends.trees import as_carrier, put_back, saved_state, send_as_fp16
+from lm_experiments_tools.backends.trees import as_carrier, put_back, send_as_fp16
 from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, take_groups
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.inspection import saved_state
 
 try:
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs

@@ -31,10 +31,10 @@ from lm_experiments_tools.backends.collective import Reduction, Workers
 from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.slices import SlicedTensor, full
-from lm_experiments_tools.backends.trees import check_keys, load_optimizer_tree, saved_state, untied
+from lm_experiments_tools.backends.trees import check_keys, load_optimizer_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.devices import HostEmbedding, read_later
-from lm_experiments_tools.modules.inspection import is_spread
+from lm_experiments_tools.modules.inspection import is_spread, saved_state, untied
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs

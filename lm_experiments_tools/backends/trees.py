@@ -9,35 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lm_experiments_tools.backends.collective import Workers
 from lm_experiments_tools.backends.slices import SlicedTensor, full
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules.inspection import is_adapted, trained_parameters
 
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # settings of torch's optimizers
 _CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the same width; some libraries need them
-
-
-def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """Select the tensors of a model that a checkpoint stores, as {name: tensor}.
-
-    These are the tensors of the state dict. For a model with an adapter they are only the trained ones.
-    """
-    if is_adapted(model):
-        return dict(trained_parameters(model))
-    return model.state_dict(keep_vars=True)
-
-
-def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the further names of tied weights, which are one tensor under several names; the first name stays."""
-    first: dict[int, str] = {}
-    for name, tensor in names.items():
-        first.setdefault(id(tensor), name)
-    return {name: names[name] for name in first.values()}
 
 
 def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:

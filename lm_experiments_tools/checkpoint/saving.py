@@ -17,14 +17,13 @@ import torch
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.backends.process_groups import last_to_report
 from lm_experiments_tools.backends.slices import assign
-from lm_experiments_tools.backends.trees import saved_state, untied
 from lm_experiments_tools.checkpoint.manifest import describe_files, list_files
 from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.checkpoint.tree import WorkersFiles, WriteTensors, save_tree, sharded_name, slice_ranges
 from lm_experiments_tools.checkpoint.weights import is_converted, save_all_but_weights, save_model, write_index
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.modules.inspection import is_adapted
+from lm_experiments_tools.modules.inspection import is_adapted, saved_state, untied
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend

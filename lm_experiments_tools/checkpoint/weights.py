@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lm_experiments_tools.backends.trees import saved_state
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.conversion import conversions_of, to_model_names, without_progress_bars
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
@@ -26,7 +25,7 @@ from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tree import WriteTensors, as_os_error, load_tensors, sharded_name, write_now
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, naming
-from lm_experiments_tools.modules.inspection import is_adapted
+from lm_experiments_tools.modules.inspection import is_adapted, saved_state
 
 Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")

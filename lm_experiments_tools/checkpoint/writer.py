@@ -17,7 +17,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,20 +32,13 @@ from lm_experiments_tools.checkpoint.manifest import (
     build_manifest,
     describe_files,
     list_files,
-    named_checkpoint,
-    or_replaced,
     parse_step,
     read_manifest,
     step_directory_name,
-    verify,
 )
 from lm_experiments_tools.checkpoint.tree import as_os_error
-from lm_experiments_tools.checkpoint.weights import load_weights, read_state, save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import fsync_path, human_bytes, write_atomic
-
-__all__ = ["CheckpointWriteError", "CheckpointWriter", "behind_link", "find_newest_valid", "find_resume"]
-__all__ += ["load_weights", "read_state", "save_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -244,110 +236,6 @@ class CheckpointWriter:
             f"the checkpoint of step {step} was not written to {self.root}: {reason} ({free} free); earlier "
             f"checkpoints are untouched: {advice}",
         )
-
-
-def find_resume(
-    resume: str, model_path: Path | str | None, flag: str = "resume", *, continues: bool = True
-) -> Path | None:
-    """Find the checkpoint from which a run continues; None for a new run. Writes nothing.
-
-    A job that is started again by the same command continues from its newest checkpoint, whatever `resume` names.
-
-    Args:
-        resume: "auto" (newest valid checkpoint of the run), "never", or the folder of a checkpoint or run.
-        model_path: run directory, if there is one.
-        flag: name of the flag that set `resume`, for messages.
-        continues: False to take the named checkpoint in any case, to validate it.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or "never" would mix two runs in one folder.
-    """
-    root = Path(model_path) / "checkpoints" if model_path else None
-    if resume in ("auto", "never"):
-        if resume == "never" and root is not None and any(root.glob("step_*")):
-            raise UserError(
-                f"{model_path} already holds checkpoints and --resume never would mix two runs in it; choose another "
-                "--model_path, or remove the folder"
-            )
-        return None if root is None else find_newest_valid(root)
-    path = named_checkpoint(Path(os.path.realpath(resume)))
-    # A folder without a manifest is a run directory, which stands for its newest checkpoint.
-    if not (path / MANIFEST).exists():
-        path = newest if (newest := named_checkpoint(Path(os.path.realpath(path / "last")))).exists() else path
-    if not path.exists():
-        raise UserError(
-            f"--{flag} {resume}: no such checkpoint; name an existing one, or a run (auto: --model_path's)"
-        )
-    verify(path)
-    newest = find_newest_valid(root) if continues and root is not None and root.is_dir() else None
-    if newest is None or _step_of(newest) <= _step_of(path):
-        return path
-    # The run's own earlier checkpoint may be named to go back to it, but only by the first start of this command.
-    if path.parent.resolve() == root.resolve() and read_manifest(newest)["extra"].get("resume") != resume:
-        return path
-    logger.info("--%s %s: this command has saved later checkpoints, and continues from %s", flag, resume, newest)
-    return newest
-
-
-def _step_of(path: Path) -> int:
-    """The step of a checkpoint's folder; -1 if it was renamed."""
-    step = parse_step(path.name.removeprefix(REPLACED))
-    return -1 if step is None else step
-
-
-def behind_link(path: Path) -> Path:
-    """Resolve a link `last` or `best` to the checkpoint that it names now; a running job changes the link."""
-    return or_replaced(path.parent / os.readlink(path)) if path.is_symlink() else named_checkpoint(path)
-
-
-def find_newest_valid(root: Path | str) -> Path | None:
-    """Newest checkpoint under `root` that passes `verify`; None if there are no checkpoints. Writes nothing.
-
-    Damaged newer ones are named in warnings.
-
-    Raises:
-        UserError: all checkpoints are damaged, or `root` is not a folder.
-    """
-    root = Path(root)
-    if os.path.lexists(root) and not root.is_dir():
-        raise UserError(
-            f"{root}, where checkpoints belong, is no folder but a {'link to none' if root.is_symlink() else 'file'}: "
-            "put the folder there, or give another --model_path."
-        )
-    reasons = []
-    for candidate in _candidates(root) if root.is_dir() else []:
-        try:
-            _verify_candidate(candidate)
-            return candidate
-        except (CheckpointDamaged, OSError) as error:
-            reason = error.reason if isinstance(error, CheckpointDamaged) else f"cannot be read ({error.strerror})"
-            logger.warning("checkpoint %s is damaged: %s; trying the one before it", candidate, reason)
-            reasons.append(f"{candidate.name}: {reason}")
-    if not reasons:
-        return None
-    raise UserError(
-        f"none of the {len(reasons)} checkpoints in {root} can be used ({'; '.join(reasons)}): restore one from "
-        "a copy, or start afresh with another --model_path."
-    )
-
-
-def _candidates(root: Path) -> list[Path]:
-    """Everything named like a checkpoint, newest first; a misnamed one is listed so that it is reported."""
-
-    def age(entry: Path) -> tuple[int, bool]:
-        digits = re.search(r"\d{1,18}", entry.name)
-        return (int(digits[0]) if digits else -1, not entry.name.startswith(REPLACED))
-
-    names = ("step_", f"{REPLACED}step_")
-    return sorted((entry for entry in root.iterdir() if entry.name.startswith(names)), key=age, reverse=True)
-
-
-def _verify_candidate(candidate: Path) -> None:
-    if candidate.is_symlink():
-        raise CheckpointDamaged(candidate, "it is a symbolic link")
-    if candidate.is_dir() and not candidate.name.startswith(REPLACED) and parse_step(candidate.name) is None:
-        raise CheckpointDamaged(candidate, "its name is not step_NNNNNN")
-    verify(candidate)
 
 
 def _set_aside(path: Path, reason: str) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from lm_experiments_tools.names import is_of_user
 
@@ -24,6 +24,24 @@ def is_adapted(model: nn.Module) -> bool:
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Map the names of the parameters that require a gradient to these parameters."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """Select the tensors of a model that a checkpoint stores, as {name: tensor}.
+
+    These are the tensors of the state dict. For a model with an adapter they are only the trained ones.
+    """
+    if is_adapted(model):
+        return dict(trained_parameters(model))
+    return model.state_dict(keep_vars=True)
+
+
+def untied(names: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop the further names of tied weights, which are one tensor under several names; the first name stays."""
+    first: dict[int, str] = {}
+    for name, tensor in names.items():
+        first.setdefault(id(tensor), name)
+    return {name: names[name] for name in first.values()}
 
 
 def forward_names(model: nn.Module) -> set[str]:

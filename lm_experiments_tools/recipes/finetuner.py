@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
-from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint import weights as checkpoint
 from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.finetuning import (

@@ -12,8 +12,8 @@ import torch
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint.finding import find_resume
 from lm_experiments_tools.checkpoint.train_state import read_state_file
-from lm_experiments_tools.checkpoint.writer import find_resume
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.errors import UserError

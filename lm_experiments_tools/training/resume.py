@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all, on_main, say
-from lm_experiments_tools.backends.trees import saved_state
-from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.finding import behind_link, find_resume
 from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.checkpoint.train_state import (
     TrainState,
@@ -33,11 +32,13 @@ from lm_experiments_tools.checkpoint.train_state import (
     load_weights_for_all,
     read_state_file,
 )
+from lm_experiments_tools.checkpoint.weights import load_weights, read_state
 from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.config.phases import may_change
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.modules.devices import align_model
+from lm_experiments_tools.modules.inspection import saved_state
 from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
 from lm_experiments_tools.training.batches import BatchStream, num_rows_of
@@ -97,13 +98,13 @@ class Restorer:
     def restore(self, model: nn.Module, optimizer: Optimizer | None) -> Start:
         """Load weights, wrap the model for the backend, and restore a checkpoint's state; collective."""
         args, backend, phase = self.args, self.backend, self.phase
-        find = partial(checkpoint.find_resume, args.resume, args.model_path, continues=not args.validate_only)
+        find = partial(find_resume, args.resume, args.model_path, continues=not args.validate_only)
         resume_from = on_main(backend, find)
         if resume_from is None and phase is not None:
             resume_from = phase.branch
         source = resume_from
         if source is None and args.init_checkpoint:
-            source = on_main(backend, lambda: checkpoint.behind_link(Path(args.init_checkpoint)))
+            source = on_main(backend, lambda: behind_link(Path(args.init_checkpoint)))
         if source is not None:
             report = load_weights_for_all(model, source, args, backend, resumes=resume_from is not None)
             say(backend, f"weights from {source}: {report}")
@@ -234,9 +235,9 @@ class Restorer:
         def read() -> dict[str, Tensor]:
             model = backend.unwrap()
             if backend.shards_model:
-                return checkpoint.read_state(model, source, args.allow_pickle)
+                return read_state(model, source, args.allow_pickle)
             allow_partial = args.allow_partial_checkpoint
-            checkpoint.load_weights(model, source, allow_partial=allow_partial, allow_pickle=args.allow_pickle)
+            load_weights(model, source, allow_partial=allow_partial, allow_pickle=args.allow_pickle)
             return saved_state(model)
 
         backend.load_model_state(on_all(backend, read, only_main=True))

@@ -4,7 +4,7 @@ import json
 import sys
 
 from lm_experiments_tools import FineTuner
-from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint import weights as checkpoint
 from lm_experiments_tools.errors import UserError
 
 model, data, folder, batch_size, *steps = sys.argv[1:]

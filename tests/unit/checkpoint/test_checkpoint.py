@@ -18,15 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from lm_experiments_tools.checkpoint.finding import find_newest_valid, find_resume
 from lm_experiments_tools.checkpoint.manifest import named_checkpoint, read_manifest, verify
 from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
-from lm_experiments_tools.checkpoint.writer import (
-    CheckpointWriteError,
-    CheckpointWriter,
-    find_newest_valid,
-    find_resume,
-)
+from lm_experiments_tools.checkpoint.writer import CheckpointWriteError, CheckpointWriter
 from lm_experiments_tools.errors import UserError
 from tests.helpers.checkpoint_toys import flip, write
 from tests.helpers.damage import remove
@@ -288,7 +284,8 @@ def test_real_write_errors_of_safetensors_become_one_sentence(tmp_path):
 import resource, signal, torch
 from pathlib import Path
 from lm_experiments_tools.checkpoint.tree import save_tree
-from lm_experiments_tools.checkpoint.writer import *
+from lm_experiments_tools.checkpoint.weights import save_model
+from lm_experiments_tools.checkpoint.writer import CheckpointWriteError, CheckpointWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 for save in (lambda d: save_tree(d / "s", torch.zeros(10**6)), lambda d: save_model(d, torch.nn.Linear(1000, 1000))):

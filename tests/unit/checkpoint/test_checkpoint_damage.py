@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lm_experiments_tools.checkpoint import manifest, saving
+from lm_experiments_tools.checkpoint.finding import find_newest_valid, find_resume
 from lm_experiments_tools.checkpoint.manifest import CheckpointDamaged, verify
 from lm_experiments_tools.checkpoint.source import find_source, on_newest
-from lm_experiments_tools.checkpoint.writer import find_newest_valid, find_resume
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.saved import open_saved
 from tests.helpers.checkpoint_toys import random_t5, write
@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_bit_for_bit(copy, runs, 
     loop = make_run(copy, iters=8)
     assert loop.state.step == (4, 2)[number - 1]
     said = [
-        r.getMessage() for r in caplog.records if r.name.endswith("checkpoint.writer") and r.levelname == "WARNING"
+        r.getMessage() for r in caplog.records if r.name.endswith("checkpoint.finding") and r.levelname == "WARNING"
     ]
     assert len(said) == number and all(re.search(reason, sentence) for sentence in said), said
     loop.train()

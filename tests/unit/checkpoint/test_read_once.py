@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from lm_experiments_tools.backends.backend import LocalBackend, saved_state
+from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint import manifest, tree
+from lm_experiments_tools.modules.inspection import saved_state
 from lm_experiments_tools.optimizers import build_optimizer
 from tests.helpers import loops
 from tests.helpers.thread_workers import Workers

@@ -9,9 +9,10 @@ import shutil
 
 import pytest
 
+from lm_experiments_tools.checkpoint.finding import find_newest_valid
 from lm_experiments_tools.checkpoint.manifest import verify
 from lm_experiments_tools.checkpoint.saving import Saver
-from lm_experiments_tools.checkpoint.writer import CheckpointWriteError, CheckpointWriter, find_newest_valid
+from lm_experiments_tools.checkpoint.writer import CheckpointWriteError, CheckpointWriter
 from lm_experiments_tools.errors import RunError
 from tests.helpers.checkpoint_toys import flip, write
 from tests.helpers.faulty_disk import FAULTS, FaultyDisk

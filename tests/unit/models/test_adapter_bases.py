@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.checkpoint.source import Source
-from lm_experiments_tools.checkpoint.writer import save_model
+from lm_experiments_tools.checkpoint.weights import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.saved import merged

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from lm_experiments_tools.backends.backend import LocalBackend, saved_state
-from lm_experiments_tools.checkpoint.writer import load_weights, save_model
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.checkpoint.weights import load_weights, save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.models.tokenizers import load_tokenizer
+from lm_experiments_tools.modules.inspection import saved_state
 from lm_experiments_tools.optimizers import build_optimizer
 from tests.helpers.damage import truncate
 from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch

@@ -8,7 +8,7 @@ import torch
 from transformers import BartConfig, BertForSequenceClassification, LlamaConfig, T5GemmaConfig, T5GemmaModuleConfig
 
 from lm_experiments_tools.checkpoint.source import find_source
-from lm_experiments_tools.checkpoint.writer import save_model
+from lm_experiments_tools.checkpoint.weights import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions, set_dropout
 from lm_experiments_tools.models.saved import merged, open_saved

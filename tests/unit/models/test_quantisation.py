@@ -7,7 +7,7 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.backends.backend import LocalBackend, check_whole
-from lm_experiments_tools.checkpoint.writer import save_model
+from lm_experiments_tools.checkpoint.weights import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.optimizers import build_optimizer

@@ -14,7 +14,7 @@ from transformers import (
 
 import modeling_bert
 import modeling_t5
-from lm_experiments_tools.checkpoint.writer import save_model
+from lm_experiments_tools.checkpoint.weights import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.models.pretrained import pretrained_model
