@@ -146,12 +146,13 @@ class Saver:
             del tree
             tree = self._trainer_tree(state, workers)
             self._write(step, lambda: _save_trainer(path, tree, write), only_main=True)
+            # Listed before any worker writes postponed files.
+            own: set[Path] = set()
+            self._write(step, lambda: own.update(list_files(path).values()), only_main=True)
         except (RunError, UserError):
             if backend.is_main:
                 writer.discard(step)
             raise
-        # Listed before any worker writes postponed files: this also waits for all workers to be here.
-        own = set(list_files(path).values() if backend.is_main else ())
         own.difference_update(*backend.gather(files.written)[1:])
         self._number += 1
         complete = partial(self._complete, path, step, files, own.union(files.written), is_best=is_best)
