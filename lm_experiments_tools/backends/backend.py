@@ -69,6 +69,7 @@ class Backend(Workers):
         optimizer: the wrapped optimizer, whose `param_groups` hold the learning rates.
         shards_model: True for FSDP and ZeRO-3, where all workers must run the same number of forward passes.
         shards_state: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).
+        autocast: f() -> the mixed-precision context of a forward pass.
         reduction: how gradients are reduced, from `setup` on.
     """
 

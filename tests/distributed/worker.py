@@ -379,8 +379,8 @@ def scenario_ahead(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     for name in ("at_once", "late"):
         backend._runs_ahead, queued = name == "late", []
 
-        def ahead(max_norm: float, queued: list[bool] = queued) -> PendingStep:
-            step = clip_and_step(max_norm, wait=False)
+        def ahead(max_norm: float, scale: float, queued: list[bool] = queued) -> PendingStep:
+            step = clip_and_step(max_norm, scale=scale, wait=False)
             queued.append(not step.is_done)
             return step
 
