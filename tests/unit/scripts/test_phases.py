@@ -235,7 +235,7 @@ def test_bert_keeps_its_place_under_another_mask_rate_and_over_a_kill_at_the_bor
     pretrain_bert(words(**{**flags, "phases": None}, iters=4, model_path="run_plain"))
     assert seen[:4] == seen[4:] and max(masked[:2]) < 0.2 < min(masked[2:4])
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, "_set_up_model", 2)
+        kill_after(patch, "__init__", 2)
         pretrain_bert(words(**flags, model_path="run"))
     pretrain_bert(words(**flags, model_path="run"))
     ours, theirs = (load_file(f"{run}/last/model.safetensors") for run in ("run", "run_whole"))
