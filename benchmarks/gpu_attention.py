@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from lm_experiments_tools.attention import T5Bias, attention_probabilities, block_sparse_attention
+from lm_experiments_tools.attention import AttentionSpec, T5Bias, attend, block_sparse_attention
 from lm_experiments_tools.attention.kernels import tiles
 from lm_experiments_tools.attention.kernels import triton as triton_backend
 from lm_experiments_tools.attention.kernels.bias import dense_bias
@@ -102,9 +102,8 @@ def contenders(layout_name: str, heads: int, tuned: bool = False) -> dict[str, t
     if tuned:
         return found
     found["flex"] = flex(layout), 0.0, True
-    for backend in ("sdpa", "gather"):
-        found[backend] = ours(backend, layout), 0.0, True
-        found[f"{backend}, dropout"] = ours(backend, layout, DROPOUT), DROPOUT, True
+    found["sdpa"] = ours("sdpa", layout), 0.0, True
+    found["sdpa, dropout"] = ours("sdpa", layout, DROPOUT), DROPOUT, True
     if layout is None:
         found["sdpa, one matrix for all layers"] = (lambda x: sdpa(x.q, x.k, x.v, attn_mask=x.matrix)), 0.0, False
         found["sdpa, no bias"] = (lambda x: sdpa(x.q, x.k, x.v)), 0.0, False
@@ -127,8 +126,9 @@ def errors(call: Call, dropout_p: float, layout_name: str, length: int, device: 
     output = call(x)
     grad = torch.randn_like(output)
     exact = [leaf.detach().double().requires_grad_() for leaf in x.leaves]
-    weights = attention_probabilities(exact[0], exact[1], layout, T5Bias(exact[3])) * dropout_mask
-    expected = weights @ exact[2]
+    spec = AttentionSpec(layout=layout, bias=T5Bias(exact[3]))
+    weights = attend(exact[0], exact[1], exact[2], spec, output_attentions=True)[1]
+    expected = weights * dropout_mask @ exact[2]
     found = [output, *torch.autograd.grad(output, x.leaves, grad)]
     wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     relative = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)]
@@ -173,10 +173,9 @@ def attention(settings: dict[str, Any], emit: Emit) -> None:
     grad, running = torch.randn_like(x.q), {}
     for name, (call, dropout_p, trains) in found.items():
         needs_cuda = device == "cpu" and name.startswith(("triton", "flex"))
-        takes_minutes = device == "cuda" and name.startswith("gather") and length > 2048
-        if needs_cuda or takes_minutes:
-            emit({"name": name, "skipped": "needs CUDA" if needs_cuda else "takes minutes"})
-        if needs_cuda or takes_minutes or name in settings["skip"]:
+        if needs_cuda:
+            emit({"name": name, "skipped": "needs CUDA"})
+        if needs_cuda or name in settings["skip"]:
             continue
         emit({"begin": name})
         is_checked = settings.get("warm") or device == "cpu"

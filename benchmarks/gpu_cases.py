@@ -330,8 +330,7 @@ BERT_LOOPS = ["ours", "transformers Trainer", "transformers, bare loop", "transf
               "ours, --speed off"]  # fmt: skip
 TESTS = {  # file: expressions of -k, each a process
     "tests/unit/attention/test_attention_triton.py": (
-        "exact and float32", "exact and float16 and not bfloat16", "exact and bfloat16", "long and triton",
-        "long and gather or two_runs or auto", "long and flex",
+        "exact and float32", "exact and float16 and not bfloat16", "exact and bfloat16", "long", "two_runs or auto",
     ),
     "tests/unit/modeling_t5/test_modeling_t5.py": ("gpu",),
     "tests/unit/training/test_running_ahead.py": ("gpu",),

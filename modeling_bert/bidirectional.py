@@ -11,11 +11,18 @@ from typing import Any, ClassVar
 
 import transformers
 from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma3TextConfig, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    Gemma2PreTrainedModel,
+    Gemma3PreTrainedModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    Qwen3Config,
+    Qwen3Model,
+    Qwen3PreTrainedModel,
+)
 from transformers.modeling_outputs import MaskedLMOutput
-from transformers.models.gemma2.modeling_gemma2 import Gemma2Model, Gemma2PreTrainedModel
-from transformers.models.gemma3.modeling_gemma3 import Gemma3PreTrainedModel, Gemma3TextModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3PreTrainedModel
 
 
 class BidirectionalGemma2Config(Gemma2Config):

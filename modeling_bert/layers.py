@@ -11,8 +11,7 @@ from transformers import GradientCheckpointingLayer, apply_chunking_to_forward
 from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.huggingface import layer_layout
-from lm_experiments_tools.attention.kernels.bias import Bias
-from lm_experiments_tools.attention.kernels.choice import shared_bias
+from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import SparsityConfig
@@ -126,7 +125,7 @@ class BertSelfAttention(CanBeFast):
             v,
             spec._replace(bias=bias, layout=self.layout or spec.layout, dropout_p=dropout_p),
             backend,
-            prefers_products=self.is_fast and backend == "sdpa",
+            is_fast=self.is_fast and backend == "sdpa",
             output_attentions=output_attentions,
         )
         return output.transpose(1, 2).flatten(2), weights
@@ -262,7 +261,7 @@ class BertEncoder(nn.Module):
         length, backend = x.shape[1], self._backend(x)
         bias_backend = backend if spec.mask is None else "sdpa"  # under a mask of queries by keys all is dense
         is_dense = self.config.sparse_config_cls is None and not is_local
-        bias = shared_bias(bias, length, length, bias_backend, x.device, is_dense, self.training)
+        bias = shared_bias(bias, length, length, bias_backend, x.device, is_dense)
         if spec.segment_ids is not None and backend != "auto":  # documents separated by the bias, for all layers
             queries, keys = spec.segment_ids
             same = queries[:, None, :, None] == keys[:, None, None, :]

@@ -17,11 +17,9 @@ from transformers import Cache, EncoderDecoderCache, GradientCheckpointingLayer
 from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.huggingface import layer_layout
-from lm_experiments_tools.attention.kernels.bias import Bias
-from lm_experiments_tools.attention.kernels.choice import shared_bias
+from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
-from lm_experiments_tools.attention.kernels.eager import limit_float16
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec, limit_float16
 from lm_experiments_tools.attention.positions import (
     NoPosition,
     PositionScheme,
@@ -328,7 +326,7 @@ class T5Attention(nn.Module):
         scale, softcap = float(self.config.attention_scale), self.config.attention_softcap
         spec = spec._replace(bias=bias, layout=self.layout, dropout_p=self.dropout if self.training else 0.0)
         spec = spec._replace(scale=scale, softcap=softcap)
-        return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
+        return attend(q, k, v, spec, self.backend, is_fast=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
         """Project x to queries, and `states` to keys and values: [batch, length, heads * d_kv] each."""
@@ -407,7 +405,7 @@ class T5Attention(nn.Module):
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
-        return shared_bias(bias, query_length, key_length, self.backend, device, is_dense, self.training)
+        return shared_bias(bias, query_length, key_length, self.backend, device, is_dense)
 
 
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:

@@ -9,7 +9,6 @@ from lm_experiments_tools.attention.kernels.dispatch import attend as attend
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention as block_sparse_attention
 from lm_experiments_tools.attention.kernels.dispatch import explain as explain
 from lm_experiments_tools.attention.kernels.layout_cache import Layout as Layout
-from lm_experiments_tools.attention.kernels.reference import attention_probabilities as attention_probabilities
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec as AttentionSpec
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig as BigBirdSparsityConfig
 from lm_experiments_tools.attention.layouts import BSLongformerSparsityConfig as BSLongformerSparsityConfig

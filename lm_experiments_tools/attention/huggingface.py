@@ -9,17 +9,14 @@ configuration under the names of t5-experiments, `sparse_config_cls` and `sparse
 self-attention of encoders and of decoder-only models. Decoders of encoder-decoder models and cross-attention stay
 exact; so does everything where no layout is configured. Padding is respected.
 
-A learned T5 bias is passed to the layers as its weights [num_buckets, heads]. On a CPU, layers with short inputs share
-a matrix instead.
+transformers' T5 passes its learned bias as a matrix of queries by keys, which Triton's kernels do not read. On a GPU
+use `modeling_t5`, which loads the same checkpoints.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import json
-import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,8 +24,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias
-from lm_experiments_tools.attention.kernels.choice import shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, block_sparse_attention
 from lm_experiments_tools.attention.kernels.operator import number_of_layout
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
@@ -49,21 +44,6 @@ def register() -> None:
     # Both interfaces are needed: an attention without a mask function gets no mask, and padding would be ignored.
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    if not hasattr(PreTrainedConfig.to_dict, "__wrapped__"):
-        PreTrainedConfig.to_dict = _with_name(PreTrainedConfig.to_dict)
-
-
-def _with_name(to_dict: Any) -> Any:
-    """Save the attention implementation with a layout, because the model is not the same without it."""
-
-    @functools.wraps(to_dict)
-    def to_dict_with_name(self: PreTrainedConfig) -> dict[str, Any]:
-        values = to_dict(self)
-        if self._attn_implementation == NAME and values.get(TYPE_KEY) is not None:
-            values["attn_implementation"] = NAME
-        return values
-
-    return to_dict_with_name
 
 
 def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, **settings: Any) -> PreTrainedModel:
@@ -108,8 +88,8 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
         values = layout.to_dict()
         config.sparse_config_cls = values.pop(TYPE_KEY)
         config.sparse_attention = values
-    for name in {type(module).__module__ for module in model.modules()}:
-        _pass_tables(sys.modules[name])
+        # Saved as an attribute: transformers loads it as the attention implementation, but does not save that itself.
+        config.attn_implementation = NAME
     return model
 
 
@@ -167,9 +147,6 @@ def attention_mask(
         The padding mask, bool [batch, keys], or None if nothing is masked. Cached keys, packed documents and sliding
         windows give bool [batch, 1, queries, keys].
     """
-    modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
-    if modeling is not None:
-        _pass_tables(modeling)
     from_the_start = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
     if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and from_the_start):
         if attention_mask is None or attention_mask.shape[1] == kv_length:
@@ -214,8 +191,7 @@ def attention_forward(
         query: [batch, heads, queries, head_dim].
         key, value: [batch, key-value heads, keys, head_dim]; there may be fewer key-value heads than query heads.
         attention_mask: the result of `attention_mask`, or a user's mask [batch, 1 or heads, queries, keys].
-        position_bias: a T5 bias, [num_buckets, heads] or expanded [1, heads, queries, keys]; None or an empty tensor
-            for none.
+        position_bias: a T5 bias as a matrix [1, heads, queries, keys]; None for none.
 
     Returns:
         The output [batch, queries, heads, head_dim], and None in the position of the attention weights.
@@ -230,15 +206,15 @@ def attention_forward(
                 f'Block-sparse attention has no {option}. Load the model with attn_implementation="eager".'
             )
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
-    bias, layout = _bias(module, position_bias), _layout(module, query.shape[1])
+    layout = _layout(module, query.shape[1])
     if attention_mask is not None and attention_mask.dim() == 4:
         lengths = query.shape[2], key.shape[2]
-        spec = _with_matrix(attention_mask.expand(-1, -1, *lengths), bias, layout)
+        spec = _with_matrix(attention_mask.expand(-1, -1, *lengths), position_bias, layout)
         output, _ = attend(query, key, value, spec._replace(scale=scaling, dropout_p=dropout))
     else:
         options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling, "dropout_p": dropout}
         output = block_sparse_attention(
-            query, key, value, layout, bias=bias, key_padding_mask=attention_mask, **options
+            query, key, value, layout, bias=position_bias, key_padding_mask=attention_mask, **options
         )
     return output.transpose(1, 2).contiguous(), None
 
@@ -251,19 +227,6 @@ def _for_all_heads(x: Tensor, num_heads: int) -> Tensor:
 def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor, key: Tensor) -> bool:
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return causal and query.shape[2] > 1 and query.shape[2] == key.shape[2]
-
-
-def _bias(module: nn.Module, position_bias: Tensor | None) -> Bias | None:
-    if position_bias is None or position_bias.numel() == 0:
-        return None
-    if position_bias.dim() == 4:
-        return position_bias
-    return T5Bias(
-        position_bias,
-        bidirectional=not module.is_decoder,
-        num_buckets=module.relative_attention_num_buckets,
-        max_distance=module.relative_attention_max_distance,
-    )
 
 
 def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | int | None:
@@ -306,63 +269,13 @@ def _sparsity_config(name: str, settings: str, num_heads: int, layer_idx: int) -
     return config
 
 
-def _with_matrix(mask: Tensor, bias: Bias | None, layout: SparsityConfig | int | None) -> AttentionSpec:
+def _with_matrix(mask: Tensor, bias: Tensor | None, layout: SparsityConfig | int | None) -> AttentionSpec:
     """The spec of a mask of queries by keys: True where allowed, or floats that are added to scores."""
     if mask.dtype == torch.bool:
         return AttentionSpec(mask=mask, bias=bias, layout=layout)
-    if bias is not None:
-        mask = mask + shared_bias(bias, mask.shape[2], mask.shape[3], "sdpa")
+    mask = mask if bias is None else mask + bias
     allowed = mask.new_ones(1, 1, 1, 1, dtype=torch.bool)  # selects a dense backend
     return AttentionSpec(mask=allowed, bias=mask, layout=layout)
-
-
-def _pass_tables(modeling: ModuleType) -> None:
-    """Patch T5-like attention classes of a module once, so that layers share biases as tables."""
-    if getattr(modeling, "_biases_are_tables", False):
-        return
-    for attention_cls in vars(modeling).values():
-        if isinstance(attention_cls, type) and attention_cls.__module__ == modeling.__name__:
-            if _takes(attention_cls, "compute_bias", "query_length", "key_length"):
-                attention_cls.compute_bias = _table_bias(attention_cls.compute_bias)
-                if _takes(attention_cls, "forward", "key_value_states", "position_bias"):
-                    attention_cls.forward = _without_zeros(attention_cls.forward)
-    modeling._biases_are_tables = True
-
-
-def _takes(cls: type, method: str, *names: str) -> bool:
-    function = vars(cls).get(method)
-    return function is not None and set(names) <= set(inspect.signature(function).parameters)
-
-
-def _table_bias(compute_bias: Any) -> Any:
-    @functools.wraps(compute_bias)
-    def table_bias(
-        self: nn.Module, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int | Tensor = 0
-    ) -> Tensor:
-        cached = isinstance(past_seen_tokens, Tensor) or past_seen_tokens > 0 or query_length != key_length
-        if self.config._attn_implementation != NAME or cached:
-            return compute_bias(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
-        # Through the embedding because weights may be sharded. Gradients of all layers meet in its output, whichever
-        # layers checkpoint activations.
-        table = self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
-        is_dense = _layout(self, table.shape[1]) is None
-        bias = shared_bias(_bias(self, table), query_length, key_length, "auto", table.device, is_dense, self.training)
-        return bias if isinstance(bias, Tensor) else table
-
-    return table_bias
-
-
-def _without_zeros(forward: Any) -> Any:
-    """Pass an empty bias to T5's cross-attention, for which transformers makes zeros [1, heads, queries, keys]."""
-
-    @functools.wraps(forward)
-    def forward_without_zeros(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_cross = kwargs.get("key_value_states") is not None and not self.has_relative_attention_bias
-        if is_cross and kwargs.get("position_bias") is None and self.config._attn_implementation == NAME:
-            kwargs["position_bias"] = hidden_states.new_empty(0)
-        return forward(self, hidden_states, *args, **kwargs)
-
-    return forward_without_zeros
 
 
 register()

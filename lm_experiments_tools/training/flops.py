@@ -39,7 +39,7 @@ def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
     """Count the FLOPs of a forward and backward pass over `inputs`, by an extra forward pass; collective."""
     buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
     counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-    with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("gather"):
+    with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("blocks"):
         with backend.autocast(), counter:
             backend.model(**inputs)
         for buffer, value in buffers:

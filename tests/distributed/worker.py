@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lm_experiments_tools.attention.kernels import bias as biases
 from lm_experiments_tools.attention.kernels import choice as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
@@ -234,8 +235,8 @@ def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     SDPA, so the sparse backend is asked for."""
     from lm_experiments_tools.attention import huggingface
 
-    huggingface.block_sparse_attention = partial(huggingface.block_sparse_attention, backend="gather")
-    functional._SHORT = functional._SHORT_DENSE = 0  # so that layers share the bias's table, as for long inputs
+    huggingface.block_sparse_attention = partial(huggingface.block_sparse_attention, backend="blocks")
+    biases.SHORT = biases.SHORT_DENSE = 0  # so that layers share the bias's table, as for long inputs
     model = huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", **SPARSE)
     setup(backend, model=model)
     return trained_for(4, backend, out, "sparse")
@@ -246,8 +247,8 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     when the second layer adds it."""
     from modeling_t5 import T5Config, T5ForConditionalGeneration
 
-    functional.forced = "gather"
-    functional._SHORT = functional._SHORT_DENSE = 0
+    functional.forced = "blocks"
+    biases.SHORT = biases.SHORT_DENSE = 0
     model = tiny_t5(seed=backend.rank)
     own = T5ForConditionalGeneration(T5Config(**{**model.config.to_dict(), **BIGBIRD}))
     own.load_state_dict(model.state_dict())
@@ -284,7 +285,7 @@ def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
             return super().forward(input_ids, attention_mask, labels=input_ids)
 
-    functional.forced = "gather"
+    functional.forced = "blocks"
     result: dict[str, Any] = {"before": {}, "steps": {}}
     for name, settings in {"dense": {}, "sparse": BIGBIRD}.items():
         torch.manual_seed(backend.rank)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, attention_probabilities, block_sparse_attention
+from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention
 from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
+from tests.helpers.attention_reference import attention_probabilities
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from lm_experiments_tools.attention.kernels import choice, gather
+from lm_experiments_tools.attention.kernels import blocks, choice
 from lm_experiments_tools.attention.kernels.choice import choose, force_backend
 from lm_experiments_tools.errors import UserError
 from modeling_bert import BertConfig, BertForMaskedLM
@@ -109,7 +109,7 @@ def test_logits_and_gradients_are_the_originals(family, name, attention, fast):
     compare_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "gather"])
+@pytest.mark.parametrize("attention", ["sdpa", "blocks"])
 @pytest.mark.parametrize(("family", "name"), [("ModernBert", "published"), ("EuroBert", "grouped queries")])
 def test_documents_of_packed_rows_are_as_the_original_has_them_alone(family, name, attention):
     theirs = original(family, name)
@@ -118,7 +118,7 @@ def test_documents_of_packed_rows_are_as_the_original_has_them_alone(family, nam
     rows, documents = packed_rows(lowest=3)
     segments = rows["segment_ids"]
     labels = labels_of(rows["input_ids"]).masked_fill(segments == 0, -100)
-    with force_backend("gather") if attention == "gather" else contextlib.nullcontext():
+    with force_backend("blocks") if attention == "blocks" else contextlib.nullcontext():
         found = ours(input_ids=rows["input_ids"], segment_ids=segments, labels=labels)
         (found.loss * (labels != -100).sum()).backward()
     for row, number, document in documents:
@@ -151,7 +151,7 @@ def test_a_layout_of_blocks_holds_the_window(window, is_decoder, monkeypatch):
         q, k, v = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (layer.query, layer.key, layer.value))
         expected = nn.functional.scaled_dot_product_attention(q, k, v, allowed).transpose(1, 2).flatten(2)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    assert [module for module, _ in chosen] == [gather]
+    assert [module for module, _ in chosen] == [blocks]
 
 
 @pytest.mark.parametrize(("family", "name"), ORIGINALS)

@@ -1,1 +1,1 @@
-"""Attention functions and their implementations (backends): SDPA, gather, FlexAttention, Triton; imports modules."""
+"""Attention functions and their implementations (backends): eager, SDPA, blocks of a CPU, Triton; imports modules."""

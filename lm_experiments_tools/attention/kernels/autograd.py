@@ -1,4 +1,4 @@
-"""Autograd support for the attention backends "gather" and "triton", which have their own backward pass.
+"""Autograd support for the attention backends "blocks" and "triton", which have their own backward pass.
 
 The module of such a backend has four functions:
 
@@ -48,7 +48,7 @@ def backward_without_autograd(
     """Compute the gradients of q, k, v and the bias; the custom attention operator for torch.compile calls it.
 
     Args:
-        module: the backend's module, "gather" or "triton".
+        module: the backend's module, "blocks" or "triton".
         inputs: the same inputs as in the forward pass.
         seed: the dropout seed of the forward pass.
         output, lse: results of `run_forward`; lse is the log-sum-exp of each query's scores.
@@ -60,7 +60,7 @@ def backward_without_autograd(
     if d_bias is None:
         return *gradients, None
     bias = inputs.spec.bias
-    if isinstance(bias, T5Table) and d_bias.shape == bias.values.shape:  # gather has the gradient of tiles
+    if isinstance(bias, T5Table) and d_bias.shape == bias.values.shape:  # "blocks" has the gradient of tiles
         return *gradients, d_bias.to(bias.values.dtype)
     pull = torch.func.vjp(lambda values: module.kernel_bias(inputs, with_values(bias, values)), values_of(bias))[1]
     return *gradients, *pull(d_bias)

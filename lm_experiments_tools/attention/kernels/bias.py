@@ -334,3 +334,38 @@ def distance_tiles(table: Tensor, block: int) -> Tensor:
     reach = -(-(table.shape[-1] // 2 + block - 1) // block)
     vector = extend(table, -reach * block - block + 1, reach * block + block - 1)
     return toeplitz(vector.unfold(-1, 2 * block - 1, block), block, block)  # from the tile's 2 * block - 1 values
+
+
+# Tokens up to which the backend "auto" takes SDPA on a CPU: a short call costs less than splitting it into chunks.
+# SDPA has no fused loop for a trained bias, so a longer dense call with one is split too.
+SHORT, SHORT_DENSE = 256, 1024
+
+
+def shared_bias(
+    bias: Bias | None,
+    query_length: int,
+    key_length: int,
+    backend: str,
+    device: torch.device | None = None,
+    is_dense: bool = False,
+) -> Bias | None:
+    """Expand a position bias to a matrix once for all layers, if each layer would otherwise expand it again.
+
+    The bias is returned unchanged for backends that read it by distance. The result does not depend on whether
+    gradients are enabled, because reentrant checkpoints run each layer with and without them.
+
+    Args:
+        query_length, key_length: rows and columns of the matrix.
+        backend: name of the layers' attention backend.
+        device: the model's device, for the backend "auto"; None returns the bias unchanged.
+        is_dense: True if no layer has a block-sparse layout.
+    """
+    if bias is None or isinstance(bias, Tensor):
+        return bias
+    if backend == "auto":
+        # In a graph the answer must not depend on the length: it would be compiled once for short and once for long.
+        if device is None or device.type != "cpu" or torch.compiler.is_compiling():
+            return bias
+        if max(query_length, key_length) > (SHORT_DENSE if is_dense else SHORT):
+            return bias
+    return dense_bias(bias, query_length, key_length)

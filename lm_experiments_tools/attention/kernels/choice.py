@@ -18,25 +18,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lm_experiments_tools.attention.kernels import gather, sdpa
-from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias, wants_gradient
+from lm_experiments_tools.attention.kernels import blocks, sdpa
+from lm_experiments_tools.attention.kernels.bias import SHORT, SHORT_DENSE
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, validate
 from lm_experiments_tools.errors import UserError
 
 _logger = logging.getLogger(__name__)
 
-_BACKENDS = "reference", "gather", "sdpa", "triton", "eager", "products"
-_SOFTCAP = "reference", "eager"  # backends that do it
+_BACKENDS = "eager", "sdpa", "blocks", "triton"
 
-# Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
-_SHORT = 256  # up to here a dense call costs less than splitting it into chunks
-_DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fused loop does
-# SDPA has no fused loop for a trained bias: dense calls are overtaken at some length, sparse ones from _SHORT on.
-_SHORT_DENSE = 768
-_NEARLY_DENSE = 0.75
-_MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may materialize
-# Instead of a layout, SDPA's matrices may take 1 / 8 of a GPU's memory: gather launches thousands of kernels there.
-_MEMORY_FRACTION = 8
+_DENSE = 0.5  # share of the blocks from which on skipping the others gains less than SDPA's fused loop
+_MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may materialize on a CPU
 
 
 def select(inputs: AttentionInputs, backend: str) -> tuple[AttentionInputs, ModuleType]:
@@ -65,7 +57,7 @@ forced: str | None = None
 def force_backend(backend: str) -> Iterator[None]:
     """Inside a `with` block, make "auto" choose this attention backend for every call that it supports.
 
-    For example, a FLOP counter sees only PyTorch's own operators, so it needs "gather" instead of "triton".
+    For example, a FLOP counter sees only PyTorch's own operators, so it needs "blocks" instead of "triton".
     """
     global forced
     before, forced = forced, backend
@@ -103,7 +95,7 @@ def _module(backend: str) -> ModuleType:
 
 
 def _refusal(module: ModuleType, inputs: AttentionInputs) -> str | None:
-    if inputs.spec.softcap is not None and module.__name__.rpartition(".")[2] not in _SOFTCAP:
+    if inputs.spec.softcap is not None and not module.__name__.endswith(".eager"):
         return "it has no softcap"
     return module.refusal(inputs) if hasattr(module, "refusal") else None
 
@@ -111,19 +103,16 @@ def _refusal(module: ModuleType, inputs: AttentionInputs) -> str | None:
 def _choose_on_cpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:
     if inputs.spec.mask is not None:
         return sdpa, "the mask is a matrix already"
-    length = max(inputs.scores_shape[2:])
-    size = sdpa.matrix_bytes(inputs)
+    length, size = max(inputs.scores_shape[2:]), sdpa.matrix_bytes(inputs)
     if size > _MATRIX_BYTES:
-        return gather, f"masks, bias and scores of a dense call would take {size / 2**30:.1f} GiB"
-    if length <= _SHORT:
-        return sdpa, f"{length} tokens are few (at most {_SHORT})"
-    if inputs.trains_bias:
-        if length <= _SHORT_DENSE and inputs.density > _NEARLY_DENSE:
-            return sdpa, f"{length} tokens at density {inputs.density:.2f} are few (at most {_SHORT_DENSE})"
-        return gather, "the bias is trained, and a dense call would write its gradient out as a matrix"
-    if inputs.density > _DENSE:
-        return sdpa, f"density {inputs.density:.2f} is above {_DENSE}"
-    return gather, f"density {inputs.density:.2f} is at most {_DENSE}"
+        return blocks, f"masks, bias and scores of a dense call would take {size / 2**30:.1f} GiB"
+    if length <= SHORT:
+        return sdpa, f"{length} tokens are few (at most {SHORT})"
+    if inputs.density <= _DENSE:
+        return blocks, f"density {inputs.density:.2f} is at most {_DENSE}"
+    if inputs.trains_bias and length > SHORT_DENSE:
+        return blocks, "the bias is trained, and a dense call would write its gradient out as a matrix"
+    return sdpa, f"density {inputs.density:.2f} is above {_DENSE}"
 
 
 def _choose_on_gpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:
@@ -136,56 +125,10 @@ def _choose_on_gpu(inputs: AttentionInputs) -> tuple[ModuleType, str]:
     if refused is None:
         return triton, "its kernels skip blocks and train the bias without atomics"
     if triton.refusal_of_device(inputs) == refused:
-        _warn_once(f"attention takes SDPA or gather instead of Triton's kernels, which is slower: {refused}.")
-    size = sdpa.matrix_bytes(inputs)
-    if inputs.is_dense or size <= _memory_of(inputs.q.device) // _MEMORY_FRACTION:
-        return sdpa, f"Triton's kernels cannot: {refused}; a dense call takes {size / 2**30:.1f} GiB at most"
-    return gather, f"Triton's kernels cannot: {refused}; a dense call would take {size / 2**30:.1f} GiB"
+        _warn_once(f"attention takes SDPA instead of Triton's kernels, which is slower: {refused}.")
+    return sdpa, f"Triton's kernels cannot: {refused}"
 
 
 @lru_cache(maxsize=64)
 def _warn_once(message: str) -> None:
     _logger.warning(message)
-
-
-@lru_cache(maxsize=64)
-def _memory_of(device: torch.device) -> int:
-    """Bytes of a GPU."""
-    return torch.cuda.get_device_properties(device).total_memory
-
-
-def shared_bias(
-    bias: Bias | None,
-    query_length: int,
-    key_length: int,
-    backend: str,
-    device: torch.device | None = None,
-    is_dense: bool = False,
-    training: bool = True,
-) -> Bias | None:
-    """Expand a position bias to a matrix once for all layers, if each layer would otherwise expand it again.
-
-    The bias is returned unchanged for backends that read it by distance. In training the result does not depend on
-    whether gradients are enabled, because reentrant checkpoints run each layer with and without them.
-
-    Args:
-        query_length, key_length: rows and columns of the matrix.
-        backend: name of the layers' attention backend.
-        device: the model's device, for the backend "auto"; None returns the bias unchanged.
-        is_dense: True if no layer has a block-sparse layout.
-        training: True if the model is in training mode.
-    """
-    if bias is None or isinstance(bias, Tensor):
-        return bias
-    if backend == "auto":
-        # In a graph the answer must not depend on the length: it would be compiled once for short and once for long.
-        if device is None or device.type != "cpu" or torch.compiler.is_compiling():
-            return bias
-        length = max(query_length, key_length)
-        if training or wants_gradient(bias):
-            is_short = is_dense and length <= _SHORT_DENSE
-        else:
-            is_short = is_dense and bias.num_heads * query_length * key_length * 4 <= _MATRIX_BYTES // 8
-        if not is_short and length > _SHORT:
-            return bias
-    return dense_bias(bias, query_length, key_length)

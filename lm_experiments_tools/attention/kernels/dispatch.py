@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lm_experiments_tools.attention.kernels import choice, eager, products, sdpa
-from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, wants_gradient
+from lm_experiments_tools.attention.kernels import eager, sdpa
+from lm_experiments_tools.attention.kernels.bias import Bias
+from lm_experiments_tools.attention.kernels.choice import choose, select
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.operator import attend_in_graph
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
@@ -45,7 +46,7 @@ def attend(
     spec: AttentionSpec,
     backend: str = "auto",
     *,
-    prefers_products: bool = False,
+    is_fast: bool = False,
     output_attentions: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a layer by the chosen backend. Queries without an allowed key give zeros.
@@ -56,7 +57,7 @@ def attend(
         spec: masks, bias, layout and settings. They are not checked if the backend is "eager" or "sdpa" without a
             layout.
         backend: a name as in `block_sparse_attention`; `backend_of` gives it for transformers' names.
-        prefers_products: use the backend "products" (fast training on a CPU) if it supports this call.
+        is_fast: use eager's variant for training on a CPU if it supports this call.
         output_attentions: also return attention weights; uses the backend "eager".
 
     Returns:
@@ -69,12 +70,13 @@ def attend(
     inputs = AttentionInputs(q, k, v, spec)
     if output_attentions:
         return eager.attend_with_weights(inputs if spec.layout is None else validate(inputs))
-    if spec.softcap is not None and spec.layout is None:
-        return eager.attend(inputs), None
-    if prefers_products and spec.layout is None and products.refusal(inputs) is None:
-        return products.attend(inputs), None
-    if spec.layout is None and backend in _TRACEABLE:
-        return _TRACEABLE[backend].attend(inputs), None
+    if spec.layout is None:
+        if spec.softcap is not None:
+            return eager.attend(inputs), None
+        if is_fast and eager.has_fast(inputs):
+            return eager.attend_fast(inputs), None
+        if backend in _TRACEABLE:
+            return _TRACEABLE[backend].attend(inputs), None
     return _attend(inputs, backend), None
 
 
@@ -112,11 +114,11 @@ def block_sparse_attention(
             within their document.
         causal: query i attends to keys 0..i, token by token, in addition to the layout.
         scale: head_dim ** -0.5 if None; 1.0 in T5.
-        dropout_p: probability of dropping an attention weight. "gather" rounds it to a multiple of 2 ** -16. "triton"
+        dropout_p: probability of dropping an attention weight. "blocks" rounds it to a multiple of 2 ** -16. "triton"
             rounds it up or down to a multiple of 2 ** -8 at random, so that it is exact on average. Both draw a seed
             from torch's CPU generator; dense backends use the device's generator.
-        backend: "auto", "gather" (PyTorch, any device), "triton" (GPU, deterministic), or the dense "sdpa", "eager",
-            "products" (CPU) and "reference" (float64). `explain` reports the choice of "auto".
+        backend: "auto", "blocks" (for a CPU), "triton" (for a GPU, deterministic), or the dense "sdpa" and "eager".
+            `explain` reports the choice of "auto".
 
     Returns:
         [batch, heads, query_length, v's last dimension] in q's dtype.
@@ -132,49 +134,11 @@ def _attend(inputs: AttentionInputs, backend: str) -> Tensor:
     # one operator in a compiled graph, and in a memory estimate, which has FakeTensors outside of any graph
     if torch.compiler.is_compiling() != isinstance(inputs.q, FakeTensor):
         return attend_in_graph(inputs, backend)
-    signature = _signature(inputs) if backend == "auto" and choice.forced is None else None
-    if signature in _sdpa_signatures:
-        return sdpa.attend(inputs)
-    selected, module = choice.select(inputs, backend)
-    if module is sdpa and signature is not None and len(_sdpa_signatures) < _MAX_SIGNATURES:
-        # validation removes a mask that hides nothing; the next one may hide something
-        spec = selected.spec._replace(key_padding_mask=inputs.spec.key_padding_mask)
-        if choice.choose(selected._replace(spec=spec), backend)[0] is sdpa:
-            _sdpa_signatures.add(signature)
+    inputs, module = select(inputs, backend)
     seed = 0
-    if selected.spec.dropout_p and not getattr(module, "DRAWS_FROM_DEVICE", False):
+    if inputs.spec.dropout_p and not getattr(module, "DRAWS_FROM_DEVICE", False):
         seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-    return module.attend(selected, seed)
-
-
-# Signatures of validated calls that SDPA computes. Validation and choice take as long as attention of 32 tokens.
-_sdpa_signatures: set[tuple] = set()
-_MAX_SIGNATURES = 4096
-
-
-def _signature(inputs: AttentionInputs) -> tuple | None:
-    """Everything that validation and choice depend on in a dense call on a CPU; None for other calls and types.
-
-    Each line costs every call a tenth of a microsecond or two.
-    """
-    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap) = inputs
-    if layout is not None or segment_ids is not None or mask is not None or softcap is not None:
-        return None
-    if type(causal) is not bool or type(dropout_p) is not float or not (scale is None or type(scale) is float):
-        return None
-    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
-        return None
-    signature = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, scale, dropout_p
-    if bias is not None:
-        weight = bias.weight if type(bias) is T5Bias else bias
-        if not (isinstance(weight, Tensor) and weight.is_cpu):
-            return None
-        signature += weight.shape, weight.dtype, type(bias), wants_gradient(bias)
-    if key_padding_mask is not None:
-        if not (isinstance(key_padding_mask, Tensor) and key_padding_mask.is_cpu):
-            return None
-        signature += key_padding_mask.shape, key_padding_mask.dtype
-    return signature
+    return module.attend(inputs, seed)
 
 
 class Explanation(NamedTuple):
@@ -209,5 +173,5 @@ def explain(
     inputs = validate(
         AttentionInputs(q, k, v, AttentionSpec(None, key_padding_mask, bias=bias, layout=layout, **settings))
     )
-    module, reason = choice.choose(inputs, backend)
+    module, reason = choose(inputs, backend)
     return Explanation(module.__name__.rpartition(".")[2], reason, inputs.density)

@@ -35,7 +35,7 @@ class AttentionSpec(NamedTuple):
         scale: factor of the scores; head_dim ** -0.5 if None, 1.0 in T5.
         dropout_p: probability of dropping an attention weight; 0 outside training.
         softcap: replace scaled scores s by softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None for no cap.
-            Only the backends "eager" and "reference" support it.
+            Only the backend "eager" supports it.
     """
 
     mask: Tensor | None = None
@@ -248,3 +248,14 @@ def _check_segments(segment_ids: Segments | None, q: Tensor, key_length: int) ->
     for ids, length, name in zip(pair, (q.shape[2], key_length), ("queries", "keys"), strict=True):
         _check(f"segment_ids of {name}", ids, q, _INTEGERS, (q.shape[0],), (length,))
     return pair[0], pair[1]
+
+
+def limit_float16(x: Tensor) -> Tensor:
+    """Clamp float16 values to the finite range; tensors of another dtype are returned unchanged.
+
+    T5's activations overflow float16, and an infinity would soon become NaN. Clamped values have zero gradient.
+    """
+    if x.dtype != torch.float16:
+        return x
+    limit = torch.finfo(torch.float16).max - 1000  # the margin that transformers' T5 leaves
+    return x.clamp(-limit, limit)

@@ -34,20 +34,20 @@ def settings(*names: str) -> Iterator[dict[str, bool]]:
 
 
 @pytest.mark.parametrize(("layout", "query_length", "key_length"), SELF + CROSS)
-def test_gather_is_exact_with_a_t5_bias(layout, query_length, key_length):
+def test_blocks_are_exact_with_a_t5_bias(layout, query_length, key_length):
     block = 8 if query_length == 70 else 16
     for chosen in settings("padding", "causal", "segments"):
         dropout_p = 0.25 if chosen["padding"] != chosen["causal"] else 0.0
         case = Case(layout, block, query_length, key_length, dropout_p=dropout_p, **chosen)
-        assert max(errors(case, "gather").values()) < 1e-10, case
+        assert max(errors(case, "blocks").values()) < 1e-10, case
 
 
 @pytest.mark.parametrize("bias", ["t5 decoder", "alibi", "matrix", "none"])
 @pytest.mark.parametrize(("layout", "query_length", "key_length"), [SELF[0], CROSS[0], SELF[3]])
-def test_gather_is_exact_with_every_bias(layout, query_length, key_length, bias):
+def test_blocks_are_exact_with_every_bias(layout, query_length, key_length, bias):
     for chosen in settings("padding", "causal"):
         case = Case(layout, 16, query_length, key_length, bias, segments=True, dropout_p=0.25, value_dim=5, **chosen)
-        assert max(errors(case, "gather").values()) < 1e-10, case
+        assert max(errors(case, "blocks").values()) < 1e-10, case
 
 
 @pytest.mark.parametrize("bias", ["t5", "alibi", "matrix", "none"])
@@ -62,7 +62,7 @@ def test_sdpa_is_exact(layout, query_length, key_length, bias):
 def test_any_length_down_to_one_token(length):
     for layout in ("bigbird", "dense"):
         case = Case(layout, 16, length, length)
-        assert max(errors(case, "gather").values()) < 1e-10
+        assert max(errors(case, "blocks").values()) < 1e-10
         assert max(errors(case, "sdpa").values()) < 1e-10
 
 
@@ -75,26 +75,26 @@ def test_gradcheck_with_dropout_padding_and_bias():
     def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
         torch.manual_seed(0)
         bias = T5Bias(weight, num_buckets=8, max_distance=6)
-        return block_sparse_attention(q, k, v, layout, bias, mask, dropout_p=0.3, backend="gather")
+        return block_sparse_attention(q, k, v, layout, bias, mask, dropout_p=0.3, backend="blocks")
 
     assert torch.autograd.gradcheck(call, (q, k, v, weight))
 
 
 def test_inputs_may_be_views_and_the_output_has_the_dtype_of_q():
     q, k, v = (x.detach().transpose(1, 2) for x in tensors(2, 40, 2, 8, dtype=torch.bfloat16))
-    plain = block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="gather")
-    viewed = block_sparse_attention(q, k, v, backend="gather")
+    plain = block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="blocks")
+    viewed = block_sparse_attention(q, k, v, backend="blocks")
     assert viewed.dtype == torch.bfloat16 and torch.equal(plain, viewed)
 
 
-@pytest.mark.parametrize("backend", ["gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["blocks", "sdpa"])
 @pytest.mark.parametrize(("dtype", "band"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 2e-6)])
 def test_error_stays_within_the_rounding_of_the_dtype(dtype, band, backend):
     case = Case("bigbird", 16, 100, 100, padding=True, head_dim=16)
     assert max(errors(case, backend, dtype).values()) < band
 
 
-@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["blocks", "sdpa"])
 def test_autocast_changes_nothing(backend):
     q, k, v = tensors(1, 2, 40, 8, dtype=torch.float32)
     bias = T5Bias(torch.randn(32, 2))
@@ -121,7 +121,7 @@ def test_buckets_are_those_of_transformers_and_the_table_holds_all_distances(bid
     assert torch.equal(table[0, distances.clamp(-saturation, saturation) + saturation].long(), expected)
 
 
-@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["blocks", "sdpa", "eager"])
 def test_a_table_computed_once_for_several_layers_is_the_bias_that_it_was_made_of(backend):
     q, k, v = (torch.randn(2, 3, 150, 8, dtype=torch.float64) for _ in range(3))
     weight = torch.randn(32, 3, dtype=torch.float64, requires_grad=True)
@@ -151,7 +151,7 @@ def test_packed_documents_are_as_if_each_were_alone():
     q, k, v = tensors(1, 2, sum(lengths), 8)
     bias = T5Bias(torch.randn(32, 2, dtype=torch.float64))
     ids = torch.repeat_interleave(torch.tensor(lengths)).add(3)[None]
-    packed = block_sparse_attention(q, k, v, None, bias, segment_ids=ids, causal=True, backend="gather")
+    packed = block_sparse_attention(q, k, v, None, bias, segment_ids=ids, causal=True, backend="blocks")
     parts = [
         block_sparse_attention(*(x[:, :, end - n : end] for x in (q, k, v)), None, bias, causal=True)
         for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)
@@ -159,7 +159,7 @@ def test_packed_documents_are_as_if_each_were_alone():
     torch.testing.assert_close(packed, torch.cat(parts, 2), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["blocks", "sdpa", "eager"])
 def test_queries_that_may_attend_to_nothing_give_zeros_and_get_none(backend):
     q, k, v = tensors(2, 2, 40, 8)
     mask = torch.ones(2, 40, dtype=torch.bool)
@@ -178,7 +178,7 @@ def test_queries_that_may_attend_to_nothing_give_zeros_and_get_none(backend):
 
 @pytest.mark.parametrize(
     ("backend", "masked"),
-    [*itertools.product(["reference", "gather", "sdpa", "eager"], [False, True])],
+    [*itertools.product(["blocks", "sdpa", "eager"], [False, True])],
 )
 def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(masked, backend):
     """Against the definition written out, over the keys that are left; also where a mask takes the last of them."""
@@ -208,7 +208,7 @@ def test_a_learned_bucket_of_minus_infinity_gives_zeros_where_it_is_all_there_is
     (weight,) = tensors(32, 2, count=1)
     with torch.no_grad():
         weight[:, 0] = -torch.inf
-    output = block_sparse_attention(q, k, v, Layout(torch.ones(1, 5, 5), 4), T5Bias(weight), backend="gather")
+    output = block_sparse_attention(q, k, v, Layout(torch.ones(1, 5, 5), 4), T5Bias(weight), backend="blocks")
     assert (output[:, 0] == 0).all() and (output[:, 1] != 0).all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(output.square().sum(), [q, k, v, weight]))
 
@@ -223,7 +223,7 @@ def weights_of(q: Tensor, k: Tensor, seed: int, **keywords: object) -> Tensor:
     return block_sparse_attention(q, k, identity, **keywords).detach()
 
 
-@pytest.mark.parametrize("backend", ["gather", "reference", "sdpa"])
+@pytest.mark.parametrize("backend", ["blocks", "eager", "sdpa"])
 def test_dropout_drops_each_weight_with_probability_p_and_scales_the_rest(backend):
     q, k, _ = tensors(3, 2, 100, 8)
     plain = weights_of(q, k, 0, backend=backend)
@@ -240,14 +240,14 @@ def test_dropout_drops_each_weight_with_probability_p_and_scales_the_rest(backen
 
 def test_dropout_of_nearly_everything_is_finite():
     q, k, v = tensors(1, 2, 40, 8)
-    output = block_sparse_attention(q, k, v, dropout_p=0.999999, backend="gather")
+    output = block_sparse_attention(q, k, v, dropout_p=0.999999, backend="blocks")
     assert output.isfinite().all() and (output == 0).double().mean() > 0.9
 
 
 def test_dropout_follows_torchs_seed_and_not_the_head_dimension():
     q, k, _ = tensors(2, 2, 100, 8)
     layout = LocalSlidingWindowSparsityConfig(2, block=16, attention="bidirectional")
-    keywords = {"layout": layout, "dropout_p": 0.5, "backend": "gather"}
+    keywords = {"layout": layout, "dropout_p": 0.5, "backend": "blocks"}
     first = weights_of(q, k, 1, **keywords) != 0
     assert torch.equal(first, weights_of(q, k, 1, **keywords) != 0)
     assert torch.equal(first, weights_of(q.repeat(1, 1, 1, 3), k.repeat(1, 1, 1, 3), 1, **keywords) != 0)
@@ -265,7 +265,7 @@ def test_two_runs_are_equal_bit_for_bit():
     def run() -> list[Tensor]:
         torch.manual_seed(3)
         output = block_sparse_attention(
-            q, k, v, BigBirdSparsityConfig(2, block=16), T5Bias(weight), mask, dropout_p=0.1, backend="gather"
+            q, k, v, BigBirdSparsityConfig(2, block=16), T5Bias(weight), mask, dropout_p=0.1, backend="blocks"
         )
         return [output, *torch.autograd.grad(output.square().sum(), [q, k, v, weight])]
 
@@ -299,7 +299,7 @@ def test_no_tensor_is_as_large_as_the_score_matrix(layout):
     q, k, v = tensors(1, 1, length, 8, dtype=torch.float32)
     (weight,) = tensors(32, 1, count=1, dtype=torch.float32)
     with LargestTensor() as mode:
-        output = block_sparse_attention(q, k, v, layout, T5Bias(weight), backend="gather")
+        output = block_sparse_attention(q, k, v, layout, T5Bias(weight), backend="blocks")
         torch.autograd.grad(output.sum(), [q, k, v, weight])
     assert mode.numel <= 64 * length
 
@@ -329,7 +329,7 @@ def test_lists_are_kept_for_the_lengths_used_last(layout, monkeypatch):
 
     def attend(length: int) -> object:
         (q,) = tensors(1, 1, length, 4, count=1)
-        block_sparse_attention(q, q, q, layout, backend="gather")
+        block_sparse_attention(q, q, q, layout, backend="blocks")
         return layout_cache.resolve_layout(layout, 1, length, length)
 
     known = len(layout_cache._cache)

@@ -11,18 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention
-from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.attention.kernels import layout_cache
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from tests.helpers.attention_cases import tensors
+from tests.helpers.attention_reference import attention_probabilities
 
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    monkeypatch.setattr(functional, "_sdpa_signatures", set())
-
-
-# the last is gather's, the others are SDPA's
+# the last takes "blocks", the others SDPA
 LAYOUTS = {
     "dense": (None, 20),
     "sparse": (BigBirdSparsityConfig(2, block=4), 24),
@@ -54,7 +48,7 @@ def test_recomputed_dropout_of_a_first_call_is_the_same(name, reentrant):
     torch.testing.assert_close((v.grad * v).sum(), output.sum(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("backend", ["gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["blocks", "sdpa"])
 @pytest.mark.parametrize("segmented", [False, True])
 def test_masks_may_be_written_to_before_the_backward_pass(backend, segmented):
     """As where batches are read into one buffer."""
@@ -94,7 +88,7 @@ def test_one_mask_serves_all_lengths_that_fill_the_same_blocks():
     layout = BigBirdSparsityConfig(2, block=16)
     for length in range(97, 113):
         q, k, v = tensors(1, 2, length, 8)
-        dense = block_sparse_attention(q, k, v, layout, backend="reference")
+        dense = attention_probabilities(q, k, layout) @ v
         torch.testing.assert_close(block_sparse_attention(q, k, v, layout), dense, rtol=0, atol=1e-10)
     resolved = layout_cache.resolve_layout(layout, 2, 112, 112)
     assert len([key for key in layout_cache._cache[id(resolved)] if key[0] == "mask"]) == 1
@@ -104,7 +98,7 @@ def test_the_default_device_is_that_of_new_tensors_alone():
     q = torch.randn(1, 2, 300, 8)
     with torch.device("meta"):
         assert block_sparse_attention(q, q, q, bias=T5Bias(torch.zeros(32, 2, device="cpu"))).device.type == "cpu"
-        assert block_sparse_attention(q, q, q, dropout_p=0.1, backend="gather").device.type == "cpu"
+        assert block_sparse_attention(q, q, q, dropout_p=0.1, backend="blocks").device.type == "cpu"
 
 
 class OldStyle:

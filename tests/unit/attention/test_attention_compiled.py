@@ -28,10 +28,10 @@ def nothing_compiled_before():
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        (Case("bigbird", padding=True, segments=True, compiled=True), "gather"),
+        (Case("bigbird", padding=True, segments=True, compiled=True), "blocks"),
         (Case("random", key_length=45, bias="alibi", causal=True, value_dim=5, compiled=True), "sdpa"),
-        (Case("dense", bias="alibi", compiled=True), "gather"),
-        (Case("dense", bias="matrix", dropout_p=0.25, compiled=True), "gather"),
+        (Case("dense", bias="alibi", compiled=True), "blocks"),
+        (Case("dense", bias="matrix", dropout_p=0.25, compiled=True), "blocks"),
         (Case("shared", bias="none", dropout_p=0.25, compiled=True), "sdpa"),
     ],
     ids=lambda x: getattr(x, "bias", x),
@@ -45,7 +45,7 @@ def test_the_operator_is_what_it_tells_pytorch():
     q, k, v = tensors(2, 2, 20, 8, dtype=torch.float32)
     (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
     layout = operator.number_of_layout(None)
-    settings = layout, "gather", 1, [1, 32, 128], False, None, 0.0, [True] * 4
+    settings = layout, "blocks", 1, [1, 32, 128], False, None, 0.0, [True] * 4
     torch.library.opcheck(operator.operator, (q, k, v, weight, *[None] * 6, *settings))
 
 
@@ -53,7 +53,7 @@ def test_a_compiled_call_lays_out_its_output_as_layers_go_on_with_it():
     traced = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
     (x,) = tensors(2, 20, 3, 2, 8, count=1, dtype=torch.float32)
     q, k, v = x.permute(2, 0, 3, 1, 4)  # views of one product
-    for backend in ("gather", "sdpa"):
+    for backend in ("blocks", "sdpa"):
         output = traced(q, k, v, backend=backend)
         assert output.transpose(1, 2).is_contiguous()
         assert torch.equal(output, block_sparse_attention(q, k, v, backend=backend))

@@ -25,7 +25,7 @@ each_kind_in_two_ways = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def sparse_is_sparse():
     """Inputs as short as here take SDPA by themselves, which is not what serves long ones."""
-    with force_backend("gather"):
+    with force_backend("blocks"):
         yield
 
 

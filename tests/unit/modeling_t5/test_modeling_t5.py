@@ -51,7 +51,7 @@ variants = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 @pytest.fixture(autouse=True)
 def sparse_is_sparse(request):
     """Inputs as short as here take SDPA by themselves, which is not what serves long ones."""
-    with nullcontext() if request.node.get_closest_marker("gpu") else force_backend("gather"):
+    with nullcontext() if request.node.get_closest_marker("gpu") else force_backend("blocks"):
         yield
 
 

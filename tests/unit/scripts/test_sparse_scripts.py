@@ -28,7 +28,7 @@ LAYOUT = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 4, "num_
 def layouts(monkeypatch) -> list[Any]:
     """The layout of each attention call, all of which are computed by the sparse backend."""
     seen = []
-    attend = functools.partial(huggingface.block_sparse_attention, backend="gather")
+    attend = functools.partial(huggingface.block_sparse_attention, backend="blocks")
 
     def spy(q: Tensor, k: Tensor, v: Tensor, layout: Any, **options: Any) -> Tensor:
         seen.append(layout)
