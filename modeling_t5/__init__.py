@@ -6,10 +6,8 @@ After importing it, the Auto classes of transformers can load its saved models t
 import transformers
 
 from lm_experiments_tools.modules.variants import register_variants
-from modeling_t5.cdq import T5CDQAttention
 from modeling_t5.configuration_t5 import T5Config
-from modeling_t5.layers import T5Attention
-from modeling_t5.merged import T5MergedAttention
+from modeling_t5.layers import T5Attention, T5CDQAttention, T5MergedAttention
 from modeling_t5.modeling_t5 import (
     T5EncoderForSequenceClassification,
     T5EncoderModel,

@@ -5,6 +5,10 @@ Shapes: B sequences, Q queries and K keys (Q = K = L in self-attention), D featu
 
 float16: T5's activations exceed its range, so each float16 result of a matrix product or sum is clamped
 (`limit_float16`), before an infinity can become NaN.
+
+Fused operations make a training step faster (`use_fast_step`). In float32 results equal those of the plain operations
+up to rounding. Under autocast to bfloat16, hidden states between the layers are bfloat16, while norms, softmax and the
+position bias stay in float32.
 """
 
 from __future__ import annotations
@@ -12,14 +16,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache, GradientCheckpointingLayer
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, NewGELUActivation
 
 from lm_experiments_tools.attention.huggingface import layer_layout
 from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec, limit_float16
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, limit_float16
 from lm_experiments_tools.attention.positions import (
     NoPosition,
     PositionScheme,
@@ -29,12 +34,25 @@ from lm_experiments_tools.attention.positions import (
 from lm_experiments_tools.modules.fast_step import Dropout, joined
 from lm_experiments_tools.names import resolve_configured
 from modeling_t5.configuration_t5 import T5Config
-from modeling_t5.fast_step import activate, norm
 from modeling_t5.masks import with_cache, with_window
 
 ENCODER_SELF = "encoder_self_attention"
 DECODER_SELF = "decoder_self_attention"
 DECODER_CROSS = "decoder_cross_attention"
+
+
+def activate(activation: nn.Module, x: Tensor) -> Tensor:
+    """Apply an activation function to x; transformers' gelu_new is computed by torch's fused GELU.
+
+    Both have the same formula.
+    """
+    return F.gelu(x, approximate="tanh") if type(activation) is NewGELUActivation else activation(x)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Apply T5's norm (root mean square), computed in float32 and returned in the dtype of x."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 class T5LayerNorm(nn.Module):
@@ -406,6 +424,164 @@ class T5Attention(nn.Module):
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
         return shared_bias(bias, query_length, key_length, self.backend, device, is_dense)
+
+
+class T5CDQAttention(T5Attention):
+    """Context-dependent queries: `num_cdq_heads` of the heads have queries that also depend on the whole input.
+
+    It is the "cdQ" attention of t5-experiments, with its parameter names. A context-dependent head h pools the input's
+    hidden states x (D features each) into one vector P_h, and computes each token's query q_h (d features) from both::
+
+        P_h = softmax over tokens of T_h relu(W_t x)  times  x      [D], without padding
+        q_h = cd_q cd_w [P_h; x]                                    [d]
+
+    T_h, W_t, cd_q and cd_w are learned matrices. Other heads are unchanged. If half of the heads are
+    context-dependent, both halves share keys, values and bias.
+
+    `num_cdq_heads` is half of `num_heads`, all, or 0.
+
+    Raises:
+        ValueError: in a decoder, where the pooled vector would reveal the tokens to predict.
+    """
+
+    def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
+        if kind != ENCODER_SELF:
+            raise ValueError(
+                f"{kind}_layer is T5CDQAttention, which is for encoders alone: its queries depend on the whole "
+                "sequence, so that a decoder would see the tokens it is to predict."
+            )
+        self.num_cdq_heads = config.num_cdq_heads
+        super().__init__(_with_heads(config, config.num_cdq_heads or config.num_heads), kind, layer_idx)
+        self.config = config  # the model's own, in which the attention implementation may change
+        if not self.num_cdq_heads:
+            return
+        if self.num_cdq_heads == config.num_heads:
+            self.q = None
+        self.cd_q = nn.Linear(config.d_model, config.d_kv, bias=False)
+        self.cd_w = nn.Linear(2 * config.d_model, config.d_model, bias=False)
+        self.T = nn.Linear(config.d_model, self.num_cdq_heads, bias=False)
+        self.W_t = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.o = nn.Linear(config.num_heads * config.d_kv, config.d_model, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        spec: AttentionSpec,
+        bias: Bias | None = None,
+        key_value_states: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Bias | None, Tensor | None]:
+        if not self.num_cdq_heads:
+            return super().forward(x, spec, bias, output_attentions=output_attentions)
+        k, v = self.split_heads(self.k(x)), self.split_heads(self.v(x))
+        bias = self.position_bias(bias, k.shape[2], k.shape[2], 0, x.device)
+        queries = [self.context_queries(x, spec)]
+        if self.q is not None:
+            queries.insert(0, self.split_heads(self.q(x)))
+        pairs = [self.position.rotate(q, k) for q in queries]
+        outputs, weights = zip(
+            *[self.attend(q, turned, v, bias, spec, output_attentions) for q, turned in pairs], strict=True
+        )
+        weights = None if weights[0] is None else torch.cat(weights, dim=1)
+        return self.join_heads(torch.cat(outputs, dim=1)), bias, weights
+
+    def context_queries(self, x: Tensor, spec: AttentionSpec) -> Tensor:
+        """Compute context-dependent queries [batch, num_cdq_heads, length, d_kv] from x [batch, length, d_model].
+
+        Args:
+            spec: holds the padding mask; padding does not count in the summary of the input.
+        """
+        scores = self.T(F.relu(limit_float16(self.W_t(x)))).transpose(1, 2)  # [B, heads, L]
+        visible = spec.key_padding_mask
+        if spec.mask is not None:  # a token counts if any other may attend to it
+            visible = spec.mask.any(dim=2).any(dim=1)
+        if spec.bias is not None:  # as much as for the query that attends to it most
+            scores = scores + spec.bias.to(scores.dtype).amax(dim=(1, 2))[:, None]
+        scores = limit_float16(scores)
+        if visible is not None:
+            scores = scores.masked_fill(~visible[:, None], torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(x.dtype)
+        pooled = F.dropout(weights, self.dropout, self.training) @ x  # [B, heads, D]
+        # The pooled vector's part of a query is the same for all tokens, a token's for all heads: no [B, heads, L, D].
+        queries = self._queries(pooled, torch.zeros_like(pooled))[:, :, None]
+        return limit_float16(queries + self._queries(torch.zeros_like(x), x)[:, None])
+
+    def _queries(self, pooled: Tensor, x: Tensor) -> Tensor:
+        """cd_q cd_w [P; x], which is linear in both, [B, any, d]."""
+        return limit_float16(self.cd_q(limit_float16(self.cd_w(torch.cat([pooled, x], dim=-1)))))
+
+
+def _with_heads(config: T5Config, num_heads: int) -> T5Config:
+    """The configuration of the part that keys, values and positions make up."""
+    values = {**config.to_dict(), "num_heads": num_heads, "num_cdq_heads": 0}
+    shared = type(config)(**values)
+    shared.is_decoder = config.is_decoder
+    return shared
+
+
+class T5MergedAttention(T5Attention):
+    """Merged attention of T5Gemma 2 (arXiv 2512.14856): over target and encoder tokens in one softmax.
+
+    Self-attention and cross-attention use the same weights.
+
+    Encoder keys have no positions, and a local window hides target tokens only. Attention weights [batch, heads,
+    queries, keys] have target tokens first.
+
+    Raises:
+        ValueError: used in another position than a decoder's self-attention, or with positions that are a bias.
+    """
+
+    is_merged = True
+
+    def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
+        if kind != DECODER_SELF:
+            raise ValueError(f"{kind}_layer is T5MergedAttention, which is for decoder_self_attention_layer alone.")
+        if config.position_embedding_type not in ("rotary", "none"):
+            raise ValueError(
+                f"T5MergedAttention does not support position_embedding_type={config.position_embedding_type!r}: use "
+                '"rotary" or "none".'
+            )
+        super().__init__(config, kind, layer_idx)
+
+    def forward(
+        self,
+        x: Tensor,
+        spec: AttentionSpec,
+        bias: Bias | None = None,
+        key_value_states: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        encoder_spec: AttentionSpec | None = None,
+    ) -> tuple[Tensor, Bias | None, Tensor | None]:
+        """Compute attention over target and encoder tokens. Other arguments are those of `T5Attention.forward`.
+
+        Args:
+            key_value_states: the encoder's output; None for self-attention only.
+            encoder_spec: masks of the encoder's tokens, required with an encoder's output.
+        """
+        if key_value_states is None:
+            return super().forward(x, spec, bias, None, past_key_values, output_attentions)
+        if spec.bias is not None or encoder_spec.bias is not None:
+            raise ValueError("T5MergedAttention takes attention masks of bool or integers, not of floats.")
+        offset = self.tokens_seen(past_key_values)
+        q = self.split_heads(self.q(x), self.q_norm)
+        k, v, rotated_q = self.keys_and_values(q, x, past_key_values, offset, is_cross=False)
+        cross_k, cross_v, _ = self.keys_and_values(q, key_value_states, past_key_values, offset, is_cross=True)
+        parts = (k, self.own_spec(spec, q, k, offset)), (cross_k, encoder_spec)
+        masks = [_allowed(q, keys, part) for keys, part in parts]
+        num_heads = max(mask.shape[1] for mask in masks)
+        mask = torch.cat([mask.expand(-1, num_heads, -1, -1) for mask in masks], -1)
+        k, v = torch.cat([k, cross_k], 2), torch.cat([v, cross_v], 2)
+        output, weights = self.attend(rotated_q, k, v, None, AttentionSpec(mask=mask), output_attentions)
+        return self.join_heads(output), None, weights
+
+
+def _allowed(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+    """True where the spec lets queries see keys, bool [B, 1 or heads, Q, K]."""
+    everything = torch.ones(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    allowed = AttentionInputs(q, k, k, spec).allowed()
+    return everything if allowed is None else everything & allowed
 
 
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:

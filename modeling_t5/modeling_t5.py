@@ -23,15 +23,33 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
+from lm_experiments_tools.modules.fast_step import is_plain, stream_dtype
 from lm_experiments_tools.modules.losses import classification_loss
-from modeling_t5.cdq import T5CDQAttention as T5CDQAttention  # found here too, by configurations
 from modeling_t5.configuration_t5 import T5Config
-from modeling_t5.fast_step import LOSS_CHUNK, embed_both
-from modeling_t5.layers import T5Attention as T5Attention
+from modeling_t5.layers import T5Attention as T5Attention  # found here too, by configurations
+from modeling_t5.layers import T5CDQAttention as T5CDQAttention
 from modeling_t5.layers import T5ClassificationHead
-from modeling_t5.losses import IGNORED, chunked_token_loss, token_loss
-from modeling_t5.packing import Segments, masked
+from modeling_t5.losses import IGNORED, LOSS_CHUNK, chunked_token_loss, token_loss
+from modeling_t5.masks import Segments, masked
 from modeling_t5.stack import T5PreTrainedModel, T5Stack
+
+
+def embed_both(first: nn.Embedding, second: nn.Embedding, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Look up the token ids of encoder and decoder in one call, if they share the embedding; otherwise return None.
+
+    Args:
+        first, second: embeddings of encoder and decoder.
+        ids, others: token ids of encoder and decoder.
+    """
+    if first.weight is not second.weight or not all(is_plain(table, nn.Embedding) for table in (first, second)):
+        return None
+    if any(getattr(first, name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")):
+        return None
+    rows = nn.functional.embedding(torch.cat([ids.flatten(), others.flatten()]), first.weight)
+    made, more = rows.split([ids.numel(), others.numel()])
+    made, more = made.unflatten(0, ids.shape), more.unflatten(0, others.shape)
+    # Copies, as the first layer would be compiled anew for views.
+    return made.to(stream_dtype(rows), copy=True), more.to(stream_dtype(rows), copy=True)
 
 
 def _copy(config: T5Config, **values: Any) -> T5Config:
@@ -120,7 +138,7 @@ class T5Model(T5PreTrainedModel):
         decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Compute hidden states. Arguments are those of transformers' T5Model, and segment IDs (packing.py)."""
+        """Compute hidden states. Arguments are those of transformers' T5Model, and segment IDs (masks.py)."""
         cross_mask = None
         if (segment_ids is None) != (decoder_segment_ids is None):
             raise ValueError("segment_ids and decoder_segment_ids belong together: give both, or neither.")

@@ -32,8 +32,7 @@ from modeling_t5.layers import (
     T5LayerSelfAttention,
 )
 from modeling_t5.losses import IGNORED
-from modeling_t5.masks import spec_of
-from modeling_t5.packing import Segments, shift_right_in_segments
+from modeling_t5.masks import Segments, shift_right_in_segments, spec_of
 
 
 class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):

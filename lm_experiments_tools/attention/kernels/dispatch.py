@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lm_experiments_tools.attention.kernels import eager, sdpa
+from lm_experiments_tools.attention.kernels import choice, eager, sdpa
 from lm_experiments_tools.attention.kernels.bias import Bias
-from lm_experiments_tools.attention.kernels.choice import choose, select
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.operator import attend_in_graph
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
@@ -134,7 +133,7 @@ def _attend(inputs: AttentionInputs, backend: str) -> Tensor:
     # one operator in a compiled graph, and in a memory estimate, which has FakeTensors outside of any graph
     if torch.compiler.is_compiling() != isinstance(inputs.q, FakeTensor):
         return attend_in_graph(inputs, backend)
-    inputs, module = select(inputs, backend)
+    inputs, module = choice.select(inputs, backend)
     seed = 0
     if inputs.spec.dropout_p and not getattr(module, "DRAWS_FROM_DEVICE", False):
         seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
@@ -173,5 +172,5 @@ def explain(
     inputs = validate(
         AttentionInputs(q, k, v, AttentionSpec(None, key_padding_mask, bias=bias, layout=layout, **settings))
     )
-    module, reason = choose(inputs, backend)
+    module, reason = choice.choose(inputs, backend)
     return Explanation(module.__name__.rpartition(".")[2], reason, inputs.density)

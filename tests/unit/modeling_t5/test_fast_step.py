@@ -7,8 +7,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import modeling_t5
+from lm_experiments_tools.modules.fast_step import is_plain
 from lm_experiments_tools.recipes.t5 import without_full_masks
-from modeling_t5 import fast_step
 from tests.helpers.t5_pair import SIZES, T5_1_1, batch
 
 CDQ = {"encoder_self_attention_layer": "modeling_t5:T5CDQAttention", "num_cdq_heads": 2}
@@ -122,7 +122,7 @@ def test_adapted_hooked_and_replaced_layers_are_called():
     block[0].SelfAttention.k.register_forward_hook(lambda layer, args, out: seen.append(out.shape))
     block[1].DenseReluDense.wi_1.forward = lambda x: seen.append(x.shape) or torch.zeros(*x.shape[:2], 37).double()
     with torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None):
-        assert not fast_step.is_plain(model.lm_head, nn.Linear)
+        assert not is_plain(model.lm_head, nn.Linear)
     gradients(model, full(), use_cache=False)
     assert seen == [(3, 30, 32), (3, 30, 32)]
 

@@ -11,7 +11,7 @@ from modeling_t5 import (
     T5EncoderForSequenceClassification,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
-    linear_loss,
+    losses,
 )
 from modeling_t5.losses import chunked_token_loss, token_loss
 
@@ -114,13 +114,13 @@ def test_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk_size):
 @pytest.mark.parametrize("extras", [{}, {"z_loss": 1e-2}, {"z_loss": 1e-3, "label_smoothing": 0.1}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypatch):
-    monkeypatch.setattr(linear_loss, "BLOCK", 3000)  # three rows at a time
+    monkeypatch.setattr(losses, "BLOCK", 3000)  # three rows at a time
     head = torch.nn.Linear(16, 1000, bias=False).to(torch.promote_types(dtype, torch.float32))
     torch.nn.init.normal_(head.weight)
     states = torch.randn(50, 16, dtype=head.weight.dtype, requires_grad=True)
     labels = torch.randint(0, 1000, (50,)).masked_fill(torch.arange(50) % 7 == 0, -100)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        assert linear_loss.replaces_head(head, states)
+        assert losses.replaces_head(head, states)
         loss = chunked_token_loss(states, head, labels, 16, **extras)
         wanted = token_loss(head(states), labels, **extras)
     got = torch.autograd.grad(loss / 3, (states, head.weight))
@@ -137,15 +137,15 @@ def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypat
 
 def test_speed_off_does_not_compile_the_loss(monkeypatch):
     compiled = []
-    monkeypatch.setattr(linear_loss, "has_kernels", lambda device: True)
-    monkeypatch.setattr(linear_loss, "_compiled", lambda: compiled.append(True) or linear_loss.loss_and_gradient)
-    losses = []
+    monkeypatch.setattr(losses, "has_kernels", lambda device: True)
+    monkeypatch.setattr(losses, "_compiled", lambda: compiled.append(True) or losses.loss_and_gradient)
+    found = []
     for speed in ("auto", "off"):
         model = make(cross_entropy_chunk_size=64).train()
         speed_up(model, FinetuningArgs(model_type="encoder-decoder", model_cfg="t5-small", speed=speed))
-        losses.append(model(**batch()).loss)
+        found.append(model(**batch()).loss)
     assert compiled == [True]
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("extras", [(0.0, 0.0), (1e-2, 0.0), (1e-3, 0.1)])
@@ -154,14 +154,14 @@ def test_gradient_that_a_gpu_makes_in_the_forward_pass_is_autograds(extras):
     labels = torch.randint(0, 1000, (50,)).masked_fill(torch.arange(50) % 7 == 0, -100)
     wanted = token_loss(logits, labels, *extras)
     torch.testing.assert_close(
-        linear_loss.loss_and_gradient(logits.detach(), labels, *extras),
+        losses.loss_and_gradient(logits.detach(), labels, *extras),
         (wanted, torch.autograd.grad(wanted, logits)[0]), rtol=1e-10, atol=1e-10,
     )  # fmt: skip
 
 
 def test_without_tokens_the_loss_and_its_gradients_are_zero():
     states, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(7, 4, requires_grad=True)
-    loss = linear_loss.linear_token_loss(states, weight, torch.zeros(0, dtype=torch.long), 8)
+    loss = losses.linear_token_loss(states, weight, torch.zeros(0, dtype=torch.long), 8)
     loss.backward()
     assert loss == 0 and states.grad.shape == (0, 4) and not weight.grad.any()
 
@@ -170,7 +170,7 @@ def test_without_tokens_the_loss_and_its_gradients_are_zero():
 def test_labels_that_are_no_words_are_refused_as_by_torch(label):
     states, weight = torch.zeros(2, 4), torch.ones(7, 4)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        linear_loss.linear_token_loss(states, weight, torch.tensor([1, label]), 8)
+        losses.linear_token_loss(states, weight, torch.tensor([1, label]), 8)
 
 
 def test_frozen_and_wrapped_heads_keep_their_way():

@@ -12,7 +12,7 @@ import transformers
 
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.models.presets import list_presets
-from modeling_t5 import T5Config, T5ForConditionalGeneration, linear_loss, losses
+from modeling_t5 import T5Config, T5ForConditionalGeneration, losses
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -86,10 +86,10 @@ def test_chunks_bound_the_logits_of_training_and_of_validation(start, monkeypatc
         rows.append((True, logits.shape[0]))
         return turn(logits, *args)
 
-    make, turn = losses.linear_token_loss, linear_loss.turn_into_gradient
+    make, turn = losses.linear_token_loss, losses.turn_into_gradient
     monkeypatch.setattr(torch.nn.Linear, "forward", counted)
     monkeypatch.setattr(losses, "linear_token_loss", loss_is_made)
-    monkeypatch.setattr(linear_loss, "turn_into_gradient", logits_are_made)
+    monkeypatch.setattr(losses, "turn_into_gradient", logits_are_made)
     flags = {"valid_data_path": "text.jsonl", "valid_interval": 1, "iters": 2}
     found = {}
     for chunk_size in (16, 0):
