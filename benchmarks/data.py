@@ -49,19 +49,13 @@ class Inputs:
 
 def native(inputs: Inputs) -> Iterator[float]:
     from lm_experiments_tools.data.loader import TrainLoader
-    from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+    from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+    from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
     vocabulary = Vocabulary.load(inputs.vocab)
-    dataset = SpanCorruptionDataset(
-        IndexedDataset(inputs.folder / "tokens"),
-        INPUTS,
-        sentinel_ids=vocabulary.sentinel_ids,
-        eos_id=vocabulary.eos_id,
-        pad_id=vocabulary.pad_id,
-        vocab_size=vocabulary.size,
-    )
+    dataset = ObjectiveDataset(IndexedDataset(inputs.folder / "tokens"), SpanCorruption.create(vocabulary, INPUTS))
     for rows in TrainLoader(dataset, BATCH, prefetch=False):
         assert rows["input_ids"].shape == (BATCH, INPUTS) and rows["labels"].shape == (BATCH, TARGETS)
         yield BATCH

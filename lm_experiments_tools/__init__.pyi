@@ -8,6 +8,7 @@ from lm_experiments_tools.ancestor.trainer import Trainer as Trainer
 from lm_experiments_tools.ancestor.trainer import TrainerAccelerate as TrainerAccelerate
 from lm_experiments_tools.ancestor.utilities import get_cls_by_name as get_cls_by_name
 from lm_experiments_tools.ancestor.utilities import prepare_run as prepare_run
+from lm_experiments_tools.data.objectives.objective import Objective as Objective
 from lm_experiments_tools.data.text.vocabulary import Vocabulary as Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset as IndexedDataset
 from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter as IndexedDatasetWriter

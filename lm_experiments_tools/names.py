@@ -140,12 +140,12 @@ def _imported(module: str) -> ModuleType:
 
 
 @cache
-def source_imports(module: str, name: str) -> bool:
-    """True if the source file of a module has a line that imports from another; nothing is imported.
+def source_imports(module: str, pattern: str) -> bool:
+    """True if the source file of a module has a line that imports what a pattern matches; nothing is imported.
 
     Args:
         module: name of the module whose source is read.
-        name: name of the imported module.
+        pattern: regular expression of what follows "from" or "import".
     """
     folders: Iterable[str] | None = [*sys.path, ""]
     for part in module.split("."):  # without its package, which a namespace would look up in sys.modules
@@ -156,7 +156,7 @@ def source_imports(module: str, name: str) -> bool:
     if not spec.has_location:
         return False
     source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
-    return re.search(rf"^\s*(from|import)\s+{re.escape(name)}\b", source, re.MULTILINE) is not None
+    return re.search(rf"^\s*(from|import)\s+{pattern}", source, re.MULTILINE) is not None
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:

@@ -5,7 +5,8 @@ a field is its help text. Standard library only.
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -24,18 +25,17 @@ PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
-    """Description of a training objective, such as span corruption: its dataset, its models and its flags.
+class ObjectiveFacts:
+    """Facts about a training objective, such as span corruption: its class, its models and its flags.
 
     Attributes:
-        builder: `module:function` that builds the dataset from an `ObjectiveContext` and a token stream; the class of
-            a user's objective.
+        objective_class: `module:Class` of the `Objective`.
         models: kinds of model that can be trained with it ("encoder", "encoder-decoder", "decoder").
         reads: the objective-specific flags that it uses.
         in_seqio: True if `--data_pipeline seqio` can make its examples.
     """
 
-    builder: str = ""
+    objective_class: str = ""
     models: tuple[ModelKind, ...]
     reads: tuple[str, ...] = ()
     in_seqio: bool = False
@@ -59,33 +59,38 @@ class Objective:
 MlmPositions = Annotated[Literal["labels", "all"] | None, HARMLESS]
 
 _HOME = "lm_experiments_tools.data.objectives"
+OBJECTIVE = r"lm_experiments_tools(\.data\.objectives|\s+import[\s(]+(\w+\s*,\s*)*Objective)\b"
 OBJECTIVES = {
-    "span_corruption": Objective(
-        builder=f"{_HOME}.denoising:build",
+    "span_corruption": ObjectiveFacts(
+        objective_class=f"{_HOME}.span_corruption:SpanCorruption",
         models=("encoder-decoder",),
         reads=("target_seq_len", "noise_density", "mean_noise_span_length"),
         in_seqio=True,
     ),
-    "prefix_lm": Objective(
-        builder=f"{_HOME}.prefix_lm:build",
+    "prefix_lm": ObjectiveFacts(
+        objective_class=f"{_HOME}.prefix_lm:PrefixLM",
         models=("encoder-decoder",),
         reads=("target_seq_len", "bucket_rows", "mix_rows", "append_eos"),
         in_seqio=True,
     ),
-    "ul2": Objective(
-        builder=f"{_HOME}.ul2:build",
+    "ul2": ObjectiveFacts(
+        objective_class=f"{_HOME}.ul2:UL2",
         models=("encoder-decoder",),
         reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows", "mix_rows", "append_eos"),
     ),
-    "causal_lm": Objective(
-        builder=f"{_HOME}.causal_lm:build",
+    "causal_lm": ObjectiveFacts(
+        objective_class=f"{_HOME}.causal_lm:CausalLM",
         models=("decoder", "encoder-decoder"),
         reads=("append_eos",),
     ),
-    "mlm": Objective(builder=f"{_HOME}.mlm:build", models=("encoder",), reads=("mlm_probability", "mlm_positions")),
+    "mlm": ObjectiveFacts(
+        objective_class=f"{_HOME}.mlm:MaskedLM",
+        models=("encoder",),
+        reads=("mlm_probability", "mlm_positions"),
+    ),
 }
 # module:name, whose examples seqio makes
-REGISTERED_TASK = Objective(models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
+REGISTERED_TASK = ObjectiveFacts(models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,11 @@ class DenoiserSpec:
         return spec
 
 
+def parse_denoisers(texts: Sequence[str]) -> list[DenoiserSpec]:
+    """Parse the denoisers of UL2's mixture; a text may hold several, separated by spaces. Raises UserError."""
+    return [DenoiserSpec.parse(text) for text in " ".join(texts).split()]
+
+
 _NO_PART_OF_EXAMPLES = {"bucket_rows", "mix_rows", "append_eos", "mlm_positions"}
 
 
@@ -174,32 +184,43 @@ class ObjectiveArgs:
     def check(self) -> None:
         if self.task not in OBJECTIVES and ":" not in self.task:
             raise UserError(f"--task {self.task} does not exist: choose {', '.join(OBJECTIVES)}, or module:Class.")
-        self.checked_task_options()
+        self.options_of_objective()
         if not self.denoisers:
             raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
-        self.denoiser_specs()
-        known = {**OBJECTIVES, "module:Class": Objective(models=(), reads=("task_options",))}
+        parse_denoisers(self.denoisers)
+        known = {**OBJECTIVES, "module:Class": ObjectiveFacts(models=(), reads=("task_options",))}
         for flag in dict.fromkeys(flag for objective in known.values() for flag in objective.reads):
             if flag not in self.objective().reads and is_given(self, flag):
                 readers = ", ".join(name for name, objective in known.items() if flag in objective.reads)
                 raise UserError(f"--{flag} is not read by --task {self.task} but by {readers}.")
         check_conflict(self, "bucket_rows", "mix_rows", "choose one way of putting rows together")
 
-    def objective(self) -> Objective:
+    def objective(self) -> ObjectiveFacts:
         """The objective that `--task` names. Raises UserError if its module has no such objective."""
         if ":" not in self.task or self.is_registered_task():
             return OBJECTIVES.get(self.task, REGISTERED_TASK)
-        facts = getattr(resolve_name(self.task, said=f"--task {self.task}"), "objective", None)
-        if not isinstance(facts, Objective):
-            raise UserError(f"--task {self.task} has no `objective`: docs/new_objective.md shows one.")
-        return replace(facts, builder=self.task, reads=(*facts.reads, "task_options"))
+        found = resolve_name(self.task, said=f"--task {self.task}")
+        models, reads = getattr(found, "models", None), getattr(found, "reads", ())
+        if not (models and isinstance(models, tuple) and hasattr(found, "example")):
+            raise UserError(
+                f"--task {self.task} is no Objective with `models`, a tuple, and `example`: docs/new_objective.md "
+                "shows one."
+            )
+        return ObjectiveFacts(objective_class=self.task, models=models, reads=(*reads, "task_options"))
 
-    def checked_task_options(self) -> dict[str, Any]:
-        """Return the options of a user's objective (`--task_options`) as keyword arguments. Raises UserError."""
+    def options_of_objective(self) -> dict[str, Any]:
+        """Return the arguments of the objective's class: its own flags or, for a user's, `--task_options`.
+
+        Raises:
+            UserError: a user's objective has no such option, or an option has another type.
+        """
         options = read_options("task_options", self.task_options)
-        if ":" not in self.task or self.is_registered_task():
+        if ":" not in self.task:
+            flags = set(self.objective().reads) - _NO_PART_OF_EXAMPLES - {"target_seq_len"}
+            return {flag: getattr(self, flag) for flag in sorted(flags)}
+        if self.is_registered_task():
             return options
-        known = dict(list(parameters_of(resolve_name(self.objective().builder)).items())[2:])
+        known = parameters_of(resolve_name(self.objective().objective_class))
         return checked_options(f"--task {self.task}", options, known, {})
 
     def highest_rate(self) -> float:
@@ -215,13 +236,9 @@ class ObjectiveArgs:
 
         The module's source decides: it is not imported, because it may import TensorFlow.
         """
-        return ":" in self.task and not source_imports(self.task.partition(":")[0], _HOME)
+        return ":" in self.task and not source_imports(self.task.partition(":")[0], OBJECTIVE)
 
     def settings_of_examples(self) -> dict[str, Any]:
         """Return the settings that determine the content of an example, by name, for the data's fingerprint."""
         counted = {"task", "input_seq_len", *self.objective().reads} - _NO_PART_OF_EXAMPLES
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
-
-    def denoiser_specs(self) -> list[DenoiserSpec]:
-        """Return the denoisers of UL2's mixture, parsed from `--denoisers`."""
-        return [DenoiserSpec.parse(text) for text in " ".join(self.denoisers).split()]

@@ -168,7 +168,7 @@ class T5PretrainingArgs(
             if is_used:
                 raise UserError(
                     f"--{flag} is not for --task {self.task}, which seqio reads from its own data. If it is an "
-                    "objective of yours, its file must import from lm_experiments_tools.data.objectives."
+                    "objective of yours, its file must import Objective from lm_experiments_tools."
                 )
         if not self.vocab:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")

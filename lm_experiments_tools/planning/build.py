@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.backends.precision import Precision
 from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.data.objectives.denoising import plan_spans
+from lm_experiments_tools.data.objectives.span_corruption import plan_spans
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import LABEL_POSITIONS
 from lm_experiments_tools.models.adapters import add_adapter, check_peft

@@ -14,8 +14,10 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import MaskedRows, MaskingRate, TokenBlocks
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
@@ -231,11 +233,13 @@ def document_datasets(
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
     ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
     masks = {"mask_id": tokenizer.mask, "special_ids": tokenizer.special_ids, "vocab_size": tokenizer.vocab_size}
+    vocabulary = TokenIds(tokenizer.vocab_size, tokenizer.pad)
+    blocks = Blocks.create(vocabulary, args.input_seq_len, model_kind="encoder")
     masks |= {"replace": args.mask_replace, "starts_word": tokenizer.starts_word if args.whole_word else None}
 
-    def rows(tokens: IndexedDataset, seed: int = args.seed) -> DocumentRows | TokenBlocks:
+    def rows(tokens: IndexedDataset, seed: int = args.seed) -> DocumentRows | ObjectiveDataset:
         if args.packing == "stream":
-            return TokenBlocks(tokens, args.input_seq_len, seed=seed, **ids)
+            return ObjectiveDataset(tokens, blocks, seed)
         has_end = bool(tokens.meta.get("append_eos") or tokens.meta.get("append_eod"))
         return DocumentRows(
             tokens, args.input_seq_len, cls_id=tokenizer.cls, sep_id=tokenizer.sep, has_end=has_end, seed=seed,

@@ -48,7 +48,9 @@ from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, res
 from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
+from lm_experiments_tools.data.objectives.causal_lm import CausalLM
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.errors import UserError
@@ -289,8 +291,9 @@ class _Reader:
         if limit is not None:
             tokens = tokens[: limit * (args.input_seq_len - 1)]
             fingerprint += f"/{len(tokens)}"
-        ids = {"eos_id": end_id(self.tokenizer), "pad_id": pad_id(self.tokenizer), "vocab_size": len(self.tokenizer)}
-        return CausalLMDataset(TokensInMemory(tokens, fingerprint), args.input_seq_len, seed=seed, **ids)
+        ids = TokenIds(len(self.tokenizer), pad_id(self.tokenizer), end_id(self.tokenizer))
+        objective = CausalLM.create(ids, args.input_seq_len, model_kind="decoder")
+        return ObjectiveDataset(TokensInMemory(tokens, fingerprint), objective, seed)
 
     def _train_dataset(self) -> SampleDataset:
         args = self.args

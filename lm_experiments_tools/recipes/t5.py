@@ -13,11 +13,7 @@ import torch
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives.registry import (
-    ObjectiveContext,
-    check_objective,
-    mixed_dataset,
-)
+from lm_experiments_tools.data.objectives.registry import build_objective, mixed_dataset
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -34,6 +30,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.models.from_args import ModelSource
     from lm_experiments_tools.recipes.t5_sources import T5Sources
@@ -73,8 +70,7 @@ class T5Pretraining(Pretraining):
         vocabulary = self.data_sources[0].vocabulary
         check_model(args, source, vocabulary.size)
         if not args.through_seqio():
-            context = ObjectiveContext(args, vocabulary, source.kind, args.seed)
-            on_all(self.backend, lambda: check_objective(context))
+            on_all(self.backend, lambda: build_objective(args, vocabulary, source.kind))
 
     def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
         return pretraining_data(phase.args, self.backend, self.data_sources[phase.number], source.kind)
@@ -186,13 +182,12 @@ def pretraining_data(
         UserError: data is missing, empty or damaged, or the objective does not support the settings.
     """
     vocabulary = sources.vocabulary
-    context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
     if args.through_seqio():
         from lm_experiments_tools.data.seqio.client import check_possible, seqio_data
 
         on_all(backend, lambda: check_possible(args, vocabulary))  # before validation text is tokenized
     else:
-        on_all(backend, lambda: check_objective(context))  # before hours of tokenizing
+        on_all(backend, lambda: build_objective(args, vocabulary, model_kind))  # refused before hours of tokenizing
     if args.task == "mlm" and backend.is_main:
         logger.warning(
             "--task mlm has no [CLS] and [SEP], and documents of a row attend to each other; for BERT's rows use "
@@ -205,32 +200,34 @@ def pretraining_data(
         valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path))
     train: TrainSource | None = None
     if args.validate_only and valid_tokens is not None:
-        objective = f"{args.task}, validation only"
+        described = f"{args.task}, validation only"
     elif args.through_seqio():
-        train, valid, objective = seqio_data(args, backend, vocabulary)
+        train, valid, described = seqio_data(args, backend, vocabulary)
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data
 
-        train, objective = streaming_data(args, backend, vocabulary, model_kind)
+        train, described = streaming_data(args, backend, vocabulary, model_kind)
     else:
-        train = on_all(backend, lambda: _train_loader(context, backend, sources))
-        objective = train.dataset.describe()
+        train = on_all(backend, lambda: _train_loader(args, model_kind, backend, sources))
+        described = train.dataset.describe()
     if valid_tokens is not None and valid is None:
-        valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))
-    objective = f"{objective}, vocabulary {vocabulary.size:,}"
-    return PretrainingData(vocabulary, vocabulary.size, train, valid, tokenizer_dir, objective)
+        valid = on_all(backend, lambda: _valid_loader(args, vocabulary, model_kind, backend, valid_tokens))
+    described = f"{described}, vocabulary {vocabulary.size:,}"
+    return PretrainingData(vocabulary, vocabulary.size, train, valid, tokenizer_dir, described)
 
 
-def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
-    args = context.args
+def _train_loader(args: T5PretrainingArgs, model_kind: ModelKind, backend: Backend, sources: T5Sources) -> TrainLoader:
     tokens = [sources.tokens(path) for path in args.data_path]
     cold = read_at_random(tokens)
-    dataset = mixed_dataset(context, tokens, backend.world_size)
+    objective = build_objective(args, sources.vocabulary, model_kind)
+    dataset = mixed_dataset(args, objective, tokens, backend.world_size)
     return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size, ahead=cold)
 
 
-def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:
-    args, dataset = context.args, mixed_dataset(replace(context, quiet=True), [tokens])  # training's is the same
+def _valid_loader(
+    args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind, backend: Backend, tokens: IndexedDataset
+) -> ValidLoader:
+    dataset = mixed_dataset(args, build_objective(args, vocabulary, model_kind), [tokens])
     if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
     rows = args.rows_on_worker(backend.world_size)

@@ -28,19 +28,21 @@ from seqio import feature_converters, feature_converters_test  # noqa: E402
 from t5.data import preprocessors, preprocessors_test  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5PreTrainedModel  # noqa: E402
 
-from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset  # noqa: E402
-from lm_experiments_tools.data.objectives.denoising import (  # noqa: E402
-    corrupt,
+from lm_experiments_tools.data.objectives.causal_lm import CausalLM  # noqa: E402
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset  # noqa: E402
+from lm_experiments_tools.data.objectives.objective import TokenIds  # noqa: E402
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM  # noqa: E402
+from lm_experiments_tools.data.objectives.span_corruption import (  # noqa: E402
     count_spans,
-    random_span_lengths,
+    noise_mask,
     random_spans_lengths,
+    replace_spans,
 )
-from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser  # noqa: E402
-from lm_experiments_tools.data.order import draw_integers, epoch_shift, stream_key  # noqa: E402
+from lm_experiments_tools.data.order import epoch_shift, row_generators, stream_key  # noqa: E402
 from lm_experiments_tools.data.seqio.client import to_batch  # noqa: E402
 from lm_experiments_tools.data.seqio.tasks import TaskExamples  # noqa: E402
 
-EOS, FILLER = 1, 0
+IDS = TokenIds(1000)
 T5_CASES = {
     "random_spans_helper": ["test_random_spans_helper"],
     "random_spans_noise_mask": ["test_random_spans_noise_mask"],
@@ -90,15 +92,9 @@ def random_spans_helper(
     return random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)[:2]
 
 
-def integers_for(gaps, num_gaps):
-    """Random integers by which `random_span_lengths` chooses these gaps of `num_gaps`, in rising order."""
-    bounds = np.arange(num_gaps - len(gaps), num_gaps) + 1
-    return [-(-(gap << 32) // bound) for gap, bound in zip(np.sort(gaps).tolist(), bounds.tolist(), strict=True)]
-
-
 def gaps_of_t5(num_items, num_segments, seed):
-    """Which gaps between items become cuts where t5 shuffles `num_segments - 1` of them."""
-    return np.flatnonzero(seqio.stateless_shuffle(tf.range(num_items - 1) < num_segments - 1, seed).numpy())
+    """Numbers of the gaps between items: smaller where t5 shuffles one of its `num_segments - 1` cuts to."""
+    return 1.0 - seqio.stateless_shuffle(tf.cast(tf.range(num_items - 1) < num_segments - 1, tf.float64), seed).numpy()
 
 
 def random_spans_noise_mask(length, noise_density, seeds, mean_noise_span_length=3.0, random_roll=False):
@@ -107,76 +103,41 @@ def random_spans_noise_mask(length, noise_density, seeds, mean_noise_span_length
 
     def draw(length, seeds):
         counts = count_spans(int(length), noise_density, mean_noise_span_length)
-        parts = counts.num_nonnoise_tokens, counts.num_noise_tokens
-        words = [
-            integers_for(gaps_of_t5(part, counts.num_spans, seed), part - 1)
-            for part, seed in zip(parts, seeds[::-1], strict=True)
-        ]
-        spans = random_span_lengths(counts, np.array(words, np.uint64).T.reshape(-1, 1)).reshape(-1)
-        return np.repeat(np.arange(spans.size) % 2 == 1, spans)[: int(length)]
+        parts = zip((counts.num_nonnoise_tokens, counts.num_noise_tokens), seeds[::-1], strict=True)
+        return noise_mask(counts, np.concatenate([gaps_of_t5(part, counts.num_spans, seed) for part, seed in parts]))
 
     mask = tf.py_function(counted(lambda n, seeds: draw(n.numpy(), seeds.numpy())), [length, seeds], tf.bool)
     mask.set_shape([None])
     return mask
 
 
-def with_ends(tokens, mask):
-    """A row that starts with non-noise and ends with noise, as ours all do: a token more at either end if need be."""
-    starts, ends = bool(mask[0]), not mask[-1]
-    tokens = np.concatenate([[FILLER] * starts, tokens, [FILLER] * ends]).astype(np.int64)
-    mask = np.concatenate([[False] * starts, mask, [True] * ends])
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    spans = np.diff(np.concatenate([[0], edges])).reshape(1, -1, 2)
-    return tokens[None], spans, starts, ends
-
-
-def sentinels_of(vocabulary, number):
-    return vocabulary.vocab_size - 1 - np.arange(number)
-
-
 def noise_span_to_unique_sentinel(tokens, mask, vocabulary, seeds):
-    def ours(tokens, mask):
-        row, spans, starts, ends = with_ends(tokens, mask)
-        inputs = corrupt(row, spans, sentinels_of(vocabulary, spans.shape[1]), EOS)[0][0]
-        return inputs[int(starts) : len(inputs) - 1 - int(ends)].astype(tokens.dtype)  # EOS is t5's later step
-
-    return in_graph(ours, [tokens, mask], tokens.dtype)
+    sentinels = vocabulary.vocab_size - 1 - np.arange(vocabulary.vocab_size)
+    return in_graph(lambda *row: replace_spans(*row, sentinels.astype(row[0].dtype)), [tokens, mask], tokens.dtype)
 
 
 def nonnoise_span_to_unique_sentinel(tokens, mask, vocabulary, seeds):
-    def ours(tokens, mask):
-        row, spans, starts, ends = with_ends(tokens, mask)
-        sentinels = sentinels_of(vocabulary, spans.shape[1])
-        if starts:  # the filler in front is a span of non-noise that t5 does not have
-            sentinels = np.concatenate([[FILLER], sentinels[:-1]])
-        targets = corrupt(row, spans, sentinels, EOS)[1][0]
-        return targets[int(starts) : len(targets) - 1 - int(ends)].astype(tokens.dtype)
-
-    return in_graph(ours, [tokens, mask], tokens.dtype)
+    return noise_span_to_unique_sentinel(tokens, tf.logical_not(mask), vocabulary, seeds)
 
 
-def prefix_integers(seeds, count):
-    return draw_integers(stream_key(int(seeds.reshape(-1)[0]), "noise"), np.array([0]), np.array([0]), count)
+def generator_of(seed):
+    return next(row_generators(stream_key(int(seed), "noise"), np.array([0]), np.array([0])))
 
 
 @counted
 def random_prefix_noise_mask(length, noise_density, seeds):
-    denoiser = PrefixDenoiser(length, noise_density, length + 1, EOS, FILLER)
-    prefix = denoiser.draw(prefix_integers(np.array(seeds), denoiser.integers_per_sample))
-    return tf.constant(np.arange(length) < prefix[0])
+    objective = PrefixLM.create(IDS, length + 1, noise_density=noise_density)
+    return tf.constant(np.arange(length) < objective.draw_prefix(length, generator_of(np.array(seeds).reshape(-1)[0])))
 
 
 def prefix_lm(dataset, sequence_length, output_features):
-    """Rows of one token less than the inputs, as given; ours adds EOS, which t5's later step would."""
+    """Rows of one token less than the inputs, as given; EOS is a later step of both."""
 
     @counted
     def ours(tokens, number):
-        denoiser = PrefixDenoiser(len(tokens), 0.5, sequence_length["targets"], EOS, FILLER)
-        ids, mask = np.empty((2, 1, denoiser.inputs_length), np.int64)
-        labels = np.empty((1, denoiser.targets_length), np.int64)
-        drawn = denoiser.draw(prefix_integers(np.array([number]), denoiser.integers_per_sample))
-        denoiser.write(tokens[None].astype(np.int64), drawn, ids, mask, labels)
-        return ids[mask == 1][:-1], labels[labels != -100][:-1]
+        objective = PrefixLM.create(IDS, len(tokens) + 1, sequence_length["targets"])
+        example = objective.example(tokens.astype(np.int64), generator_of(number))
+        return example["input_ids"], example["labels"]
 
     def split(number, row):
         inputs, targets = tf.numpy_function(ours, [row["targets"], number], [tf.int64, tf.int64])
@@ -195,7 +156,7 @@ def split_tokens(dataset, unused_vocabulary, max_tokens_per_segment):
 @counted
 def token_rows(example, length):
     source = SimpleNamespace(tokens=example["targets"].astype(np.uint16), fingerprint="")
-    data = CausalLMDataset(source, length, eos_id=EOS, pad_id=FILLER, vocab_size=1000, encoder_decoder=True)
+    data = ObjectiveDataset(source, CausalLM.create(IDS, length))
     epoch = next(e for e in range(100_000) if epoch_shift(data.seed, e, data.num_tokens) == 0)
     samples = epoch * len(data) + np.arange(len(data))
     labels = data.batch(samples)["labels"][np.argsort(data.rows_of(samples)[1])]

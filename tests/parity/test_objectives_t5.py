@@ -9,18 +9,19 @@ import os
 import subprocess
 import sys
 from math import sqrt
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.objectives.denoising import (
-    corrupt,
+from lm_experiments_tools.data.objectives.objective import TokenIds
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
+from lm_experiments_tools.data.objectives.span_corruption import (
     count_spans,
-    random_span_lengths,
+    noise_mask,
     random_spans_lengths,
+    replace_spans,
 )
-from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser
-from lm_experiments_tools.data.order import draw_integers
 from lm_experiments_tools.errors import UserError
 
 pytestmark = [
@@ -114,15 +115,12 @@ np.savez(sys.argv[2], **output)
 
 def drawn_masks(counts, number, key):
     """Noise masks bool[number, length] of our random spans."""
-    rows = np.arange(number)
-    spans = random_span_lengths(counts, draw_integers(key, np.zeros(number), rows, counts.integers_per_sample))
-    return np.repeat(np.arange(spans[..., 0].size * 2) % 2 == 1, spans.reshape(-1)).reshape(number, -1)
+    return noise_mask(counts, np.random.default_rng(key).random((number, counts.num_gaps)))
 
 
-def spans_of(mask):
-    """Span lengths [1, spans, 2] of a mask that starts with non-noise and ends with noise."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    return np.diff(np.concatenate([[0], edges])).reshape(1, -1, 2)
+def prefix_lm(length, density):
+    """Prefix LM of rows of `length` tokens, with targets of any length."""
+    return PrefixLM.create(TokenIds(VOCAB_SIZE), max(length, 2) + 1, noise_density=density)
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +175,8 @@ def test_inputs_and_targets_equal_t5_token_for_token(oracle):
     expected_targets = split(made["targets"], made["targets_lengths"])
     assert len(tokens) == len(SETTINGS) * EXAMPLES_PER_SETTING + 40
     for row, mask, inputs, targets in zip(tokens, masks, expected_inputs, expected_targets, strict=True):
-        ours = corrupt(row[None], spans_of(mask), SENTINELS, eos_id=1)
-        np.testing.assert_array_equal(ours[0][0], [*inputs, 1])  # t5 appends EOS in a later step
-        np.testing.assert_array_equal(ours[1][0], [*targets, 1])
+        np.testing.assert_array_equal(replace_spans(row, mask, SENTINELS), inputs)
+        np.testing.assert_array_equal(replace_spans(row, ~mask, SENTINELS), targets)
 
 
 def test_segment_lengths_equal_random_spans_helper(oracle):
@@ -229,19 +226,16 @@ def test_prefix_lm_equals_t5_token_for_token(oracle):
     cases = [(n, d, p) for d, ps in zip(PREFIX_DENSITIES, prefixes, strict=True)
              for n, row in zip(PREFIX_LENGTHS, ps, strict=True) for p in row.tolist()]  # fmt: skip
     for (length, density, prefix), inputs, targets in zip(cases, expected_inputs, expected_targets, strict=True):
-        denoiser = PrefixDenoiser(length, density, length + 1, eos_id=1, pad_id=0)
-        ids, mask = np.empty((2, 1, denoiser.inputs_length), np.int64)
-        labels = np.empty((1, denoiser.targets_length), np.int64)
-        denoiser.write(given["tokens"][None, :length], np.array([prefix]), ids, mask, labels)
-        assert ids[mask == 1].tolist() == [*inputs, 1]  # t5 appends EOS in a later step
-        assert labels[labels != -100].tolist() == [*targets, 1]
+        rng = SimpleNamespace(integers=lambda low, high, prefix=prefix: prefix)
+        example = prefix_lm(length, density).example(given["tokens"][:length], rng)
+        assert example["input_ids"].tolist() == inputs.tolist() and example["labels"].tolist() == targets.tolist()
 
 
 def test_prefixes_have_the_range_of_t5(oracle):
     prefixes = oracle[1]["prefixes"].reshape(len(PREFIX_DENSITIES), len(PREFIX_LENGTHS), PREFIX_DRAWS)
     for density, rows in zip(PREFIX_DENSITIES, prefixes, strict=True):
         for length, drawn in zip(PREFIX_LENGTHS, rows, strict=True):
-            shortest = PrefixDenoiser(length, density, length + 1, 1, 0).shortest
+            shortest = prefix_lm(length, density).shortest(length)
             assert shortest <= drawn.min() and drawn.max() <= max(length - 1, 0)
             if length - shortest <= 8:  # few enough that all are seen
                 assert set(drawn.tolist()) == set(range(shortest, max(length, 1)))

@@ -17,7 +17,7 @@ import sentencepiece
 from lm_experiments_tools.data.examples.examples import LabelFields, label_examples
 from lm_experiments_tools.data.examples.rows import BadRows
 from lm_experiments_tools.data.mixture import mixing_rates
-from lm_experiments_tools.data.objectives.denoising import corrupt
+from lm_experiments_tools.data.objectives.span_corruption import replace_spans
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
 from tests.helpers.finetuning_toys import write_json
@@ -187,7 +187,7 @@ def test_a_task_without_seeds_is_given_one(oracle):
 
 
 def test_native_corruption_of_the_same_tokens_and_mask_gives_the_same_rows(oracle, folder):
-    """Tokens and spans are read back out of seqio's examples; `corrupt` must then give these examples."""
+    """Tokens and masks are read back out of seqio's examples; `replace_spans` must then give these examples."""
     vocabulary = Vocabulary.load(folder / "vocab.model")
     sentinels = vocabulary.sentinel_ids
     seen = 0
@@ -199,10 +199,11 @@ def test_native_corruption_of_the_same_tokens_and_mask_gives_the_same_rows(oracl
         kept = [kept[0], *(piece[1:] for piece in kept[1:-1])]
         noise = [piece[1:] for piece in noise]
         tokens = np.concatenate([np.concatenate(pair) for pair in zip(kept, noise, strict=True)])
-        spans = np.array([[[len(a), len(b)] for a, b in zip(kept, noise, strict=True)]])
-        ours = corrupt(tokens[None].astype(np.int64), spans, sentinels, vocabulary.eos_id)
-        np.testing.assert_array_equal(ours[0][0], inputs)
-        np.testing.assert_array_equal(ours[1][0], targets)
+        lengths = [len(piece) for pair in zip(kept, noise, strict=True) for piece in pair]
+        mask = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+        for part, spans in ((inputs, mask), (targets, ~mask)):
+            np.testing.assert_array_equal(replace_spans(tokens.astype(np.int64), spans, sentinels), part[:-1])
+            assert part[-1] == vocabulary.eos_id
         seen += 1
     assert seen == 480
 

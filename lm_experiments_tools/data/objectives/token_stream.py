@@ -1,6 +1,6 @@
 """Token streams: the tokens of all documents, one document after the other, cut into rows for training.
 
-All objectives number, shuffle and read the rows in the same way. Example with eight tokens and rows of 3 tokens, in an
+Example with eight tokens and rows of 3 tokens, in an
 epoch that starts at token 5 (see `epoch_shift`):
 
     stream   0 1 2 3 4 5 6 7 | 0 1 2 ...        continues at the beginning
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from lm_experiments_tools.files import json_sha256
 
 BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
-_VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
+_VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
 
 
 class TokenSource(Protocol):
@@ -49,18 +49,16 @@ class TokensInMemory:
         """Do nothing. The method belongs to the interface, but tokens in memory need no prefetching."""
 
 
-class TokenStreamDataset:
-    """Base class of objectives: rows of consecutive tokens that can be read by sample number, in any order.
+class TokenStream:
+    """Rows of consecutive tokens of a token stream, which can be read by sample number, in any order.
 
-    The rows are cut from a token stream, the tokens of all documents one after the other. Every token is read once per
-    epoch. Each epoch starts at a random token, so that rows differ between epochs. Subclasses make an example of each
-    row. Their noise must depend only on (seed, epoch, row).
+    Every token is read once per epoch. Each epoch starts at a random token, so that rows differ between epochs.
 
     Args:
         tokens: an `IndexedDataset`, or several that are read one after the other.
         vocab_size: number of ids; larger ids in `tokens` are an error.
         row_lengths: tokens per row; several lengths alternate.
-        seed: determines order, row boundaries and noise.
+        seed: determines order and row boundaries.
 
     Raises:
         UserError: there are no tokens, or a token id is outside the vocabulary.
@@ -81,7 +79,7 @@ class TokenStreamDataset:
         self.num_tokens = int(self._part_ends[-1])
         self._windows: dict[int, np.ndarray] = {}  # length -> view of the only part, for `read`
         for part in self._arrays:
-            self._check_ids(part[:CHECKED_AT_START])
+            check_ids(part[:CHECKED_AT_START], vocab_size)
         self._row_ends = np.cumsum(np.asarray(row_lengths, np.int64))  # within one round
         self._row_begins = self._row_ends - row_lengths
         rounds, rest = divmod(self.num_tokens, int(self._row_ends[-1]))
@@ -96,28 +94,10 @@ class TokenStreamDataset:
         return self._num_samples
 
     @property
-    def fingerprint(self) -> str:
-        """sha256 over data, objective and seed; equal fingerprints mean equal samples."""
-        parts = {
-            "version": _VERSION,
-            "sources": [source.fingerprint for source in self.sources],
-            "seed": self.seed,
-            **self.settings(),
-        }
-        return json_sha256(parts)
-
-    @property
     def order(self) -> str:
         """sha256 over data, row lengths and seed, which determine the tokens of each sample before noise is added."""
         parts = [_VERSION, [s.fingerprint for s in self.sources], self.seed, self._row_ends.tolist()]
         return json_sha256(parts)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of the objective that determine its samples, as JSON values.
-
-        The data and the seed are not included. `fingerprint` hashes the result together with them.
-        """
-        raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Convert sample numbers int64[n], which count over all epochs, to epochs and rows.
@@ -159,7 +139,7 @@ class TokenStreamDataset:
             if length not in self._windows:
                 self._windows[length] = np.lib.stride_tricks.sliding_window_view(self._arrays[0], length)
             found = self._windows[length][starts]
-            self._check_ids(found)
+            check_ids(found, self.vocab_size)
             return found.astype(np.int64)
         tokens = np.empty((len(starts), length), np.int64)
         part_of = np.searchsorted(self._part_ends, starts, side="right")
@@ -170,7 +150,7 @@ class TokenStreamDataset:
                 chunk = self._arrays[part][offset : offset + length - filled]
                 row[filled : filled + chunk.size] = chunk
                 filled, part, offset = filled + chunk.size, (part + 1) % len(self._arrays), 0
-        self._check_ids(tokens)
+        check_ids(tokens, self.vocab_size)
         return tokens
 
     def will_need(self, samples: np.ndarray) -> None:
@@ -185,12 +165,13 @@ class TokenStreamDataset:
             ends = np.minimum(begins + lengths[here], len(self._arrays[number]))  # the wrapped rest is not worth more
             self._filled[number].will_need(begins, ends)
 
+    def maps(self) -> tuple[np.ndarray, ...]:
+        """Return the arrays, possibly memory-mapped, that the tokens are read from."""
+        return tuple(source.tokens for source in self.sources)
+
     def _offsets(self, rows: np.ndarray) -> np.ndarray:
         rounds, positions = np.divmod(rows, len(self._row_ends))
         return rounds * self._row_ends[-1] + self._row_begins[positions]
-
-    def _check_ids(self, tokens: np.ndarray) -> None:
-        check_ids(tokens, self.vocab_size)
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int) -> None:

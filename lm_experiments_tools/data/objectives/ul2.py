@@ -16,53 +16,22 @@ between epochs.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import gcd, lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.config.objectives import DenoiserSpec
+from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec, parse_denoisers
 from lm_experiments_tools.data.mixture import blending_order
-from lm_experiments_tools.data.objectives.denoising import (
-    Denoiser,
-    DenoisingDataset,
-    SpanCounts,
-    SpanDenoiser,
-    count_spans,
-    random_spans_lengths,
-)
-from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser
-from lm_experiments_tools.data.objectives.token_stream import TokenSource
+from lm_experiments_tools.data.objectives.objective import Objective
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
+from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, count_spans, random_spans_lengths
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 
-if TYPE_CHECKING:
-    from lm_experiments_tools.data.objectives.registry import ObjectiveContext
-
-logger = logging.getLogger(__name__)
-
 MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
 _LONGEST_SCHEDULE = 10_000  # rows
-
-
-def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> UL2Dataset:
-    """Build the dataset of `--task ul2`. Sentinel tokens that serve as UL2's mode tokens are not used for spans."""
-    args, vocabulary = context.args, context.vocabulary
-    modes = mode_ids(vocabulary) if args.mode_tokens else {}
-    return UL2Dataset(
-        tokens,
-        args.input_seq_len,
-        args.target_seq_len,
-        args.denoiser_specs(),
-        modes=modes,
-        sentinel_ids=[index for index in vocabulary.sentinel_ids.tolist() if index not in modes.values()],
-        eos_id=vocabulary.eos_id,
-        quiet=context.quiet,
-        **context.stream_options(),
-    )
 
 
 def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
@@ -106,107 +75,86 @@ def build_schedule(weights: Sequence[Any]) -> np.ndarray:
     return blending_order(counts / total, total, counts).astype(np.int64)
 
 
-def fit_span_denoiser(
-    name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
-) -> SpanDenoiser:
-    """Return a span denoiser for the longest rows whose inputs and targets fit into their maximum lengths.
-
-    Inputs and targets are counted with EOS and mode token. The denoiser must have a sentinel for each span.
+class SpanDenoiser(SpanCorruption):
+    """Span corruption of the longest rows whose inputs, targets and sentinels fit, UL2's R- and X-denoisers.
 
     Args:
-        name: name of the denoiser, for messages.
-        inputs_length, targets_length: maximum tokens per input and per target.
-        denoiser: the denoiser with its noise settings, for rows of any length.
-        quiet: True to omit the log line about the resulting lengths.
+        spec: mean span length and fraction of noise.
+        mode_id: first token of the inputs; None for none.
+        sentinel_ids: sentinels, without mode tokens.
+    """
+
+    def __init__(self, spec: DenoiserSpec, mode_id: int | None, sentinel_ids: np.ndarray) -> None:
+        super().__init__(spec.noise_density, spec.mean_noise_span_length or 1.0)
+        self.spec, self.sentinel_ids = spec, sentinel_ids
+        self.first_ids = np.array([] if mode_id is None else [mode_id], np.int64)
+
+    def prepare(self) -> None:
+        available = self.input_length - len(self.first_ids)
+        for length in range(random_spans_lengths(available, *self.noise)[0], 1, -1):
+            counts = count_spans(length, *self.noise)
+            lengths_fit = counts.inputs_length <= available and counts.targets_length <= self.target_length
+            if lengths_fit and counts.num_spans <= len(self.sentinel_ids):
+                self.row_length, self.target_length = length, counts.targets_length
+                self.input_length = counts.inputs_length + len(self.first_ids)
+                return
+        raise UserError(f"denoiser {self.spec} needs a larger --input_seq_len or --target_seq_len.")
+
+
+class PrefixDenoiser(PrefixLM):
+    """Prefix LM with a mode token, UL2's S-denoiser; see `SpanDenoiser` for the arguments."""
+
+    def __init__(self, spec: DenoiserSpec, mode_id: int | None) -> None:
+        super().__init__(spec.noise_density)
+        self.spec, self.first_ids = spec, np.array([] if mode_id is None else [mode_id], np.int64)
+
+
+class UL2(Objective):
+    """UL2: a weighted mixture of denoisers. Sentinel tokens that serve as mode tokens are not used for spans.
+
+    Args:
+        denoisers: texts such as "R:3:0.15@2", see `DenoiserSpec`.
+        mode_tokens: begin the inputs with a token that names the kind of denoiser.
 
     Raises:
-        UserError: even a row of 2 tokens does not fit.
-    """
-    available, sentinels = inputs_length - (denoiser.mode_id is not None), len(denoiser.sentinel_ids)
-    noise = denoiser.noise_density, denoiser.mean_noise_span_length
-    longest = random_spans_lengths(available, *noise)[0]
-    for length in range(longest, 1, -1):
-        counts = count_spans(length, *noise)
-        if (
-            counts.inputs_length <= available
-            and counts.targets_length <= targets_length
-            and counts.num_spans <= sentinels
-        ):
-            if length < longest - 1 and counts.num_spans == sentinels and not quiet:
-                logger.info("denoiser %s reads rows of %d tokens, not %d: few sentinels", name, length, longest)
-            return replace(denoiser, counts=counts)
-    raise UserError(f"denoiser {name} needs a larger --input_seq_len or --target_seq_len.")
-
-
-class UL2Dataset(DenoisingDataset):
-    """UL2 pre-training examples, made by a weighted mixture of denoisers.
-
-    Args:
-        tokens, vocab_size, seed: see `TokenStreamDataset`.
-        inputs_length, targets_length: maximum tokens per input and target, with EOS and mode token.
-        specs: the denoisers with their weights.
-        modes: id of the mode token of "R", "X" and "S", the three kinds of denoisers; empty for no mode tokens.
-        sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., without mode tokens.
-        eos_id: appended to inputs and targets.
-        pad_id: padding of the inputs; labels are padded with -100.
-        quiet: True to omit the log lines about lengths that follow from the settings.
+        UserError: a denoiser does not fit the lengths, or the vocabulary has no mode tokens.
     """
 
-    def __init__(
-        self,
-        tokens: TokenSource | Sequence[TokenSource],
-        inputs_length: int,
-        targets_length: int,
-        specs: Sequence[DenoiserSpec],
-        *,
-        modes: Mapping[str, int],
-        sentinel_ids: np.ndarray,
-        eos_id: int,
-        pad_id: int,
-        vocab_size: int,
-        seed: int = 0,
-        quiet: bool = False,
-    ) -> None:
-        self.specs, self.modes = list(specs), dict(modes)
-        self.sentinel_ids, self.eos_id = np.asarray(sentinel_ids, np.int64), eos_id
-        denoisers = [self._denoiser(spec, inputs_length, targets_length, pad_id, quiet) for spec in specs]
-        schedule = build_schedule([spec.weight for spec in specs])
-        super().__init__(tokens, denoisers, schedule, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
+    members: Sequence[SpanDenoiser | PrefixDenoiser]
 
-    def _denoiser(
-        self, spec: DenoiserSpec, inputs_length: int, targets_length: int, pad_id: int, quiet: bool
-    ) -> Denoiser:
-        mode = self.modes.get(spec.mode)
-        available = inputs_length - (mode is not None)
-        if available < 3 or targets_length < 2:
+    def __init__(self, denoisers: Sequence[str] = PAPER_DENOISERS, mode_tokens: bool = True) -> None:
+        self.specs = parse_denoisers(denoisers)
+        self.mode_tokens = mode_tokens
+
+    def prepare(self) -> None:
+        available = self.input_length - self.mode_tokens
+        if available < 3 or self.target_length < 2:
             raise UserError(
-                f"ul2 needs at least {inputs_length - available + 3} inputs and 2 targets, but --input_seq_len is "
-                f"{inputs_length} and --target_seq_len {targets_length}."
+                f"ul2 needs at least {3 + self.mode_tokens} inputs and 2 targets, but --input_seq_len is "
+                f"{self.input_length} and --target_seq_len {self.target_length}."
             )
-        if spec.mean_noise_span_length is None:
-            return PrefixDenoiser(available - 1, spec.noise_density, targets_length, self.eos_id, pad_id, mode)
-        noise = spec.noise_density, spec.mean_noise_span_length
-        denoiser = SpanDenoiser(SpanCounts(0, 0, 0), *noise, self.sentinel_ids, self.eos_id, pad_id, mode)
-        return fit_span_denoiser(str(spec), inputs_length, targets_length, denoiser, quiet=quiet)
+        self.modes = mode_ids(self.vocabulary) if self.mode_tokens else {}
+        sentinels = np.array([i for i in self.vocabulary.sentinel_ids if i not in self.modes.values()], np.int64)
+        lengths = self.vocabulary, self.input_length, self.target_length
+        self.members = [
+            PrefixDenoiser.create(*lengths, spec=spec, mode_id=self.modes.get(spec.mode))
+            if spec.mean_noise_span_length is None
+            else SpanDenoiser.create(*lengths, spec=spec, mode_id=self.modes.get(spec.mode), sentinel_ids=sentinels)
+            for spec in self.specs
+        ]
+        self.schedule = build_schedule([spec.weight for spec in self.specs])
+        self.input_length = max(member.input_length for member in self.members)
+        self.target_length = max(member.target_length for member in self.members)
 
     def describe(self) -> str:
-        """Describe the denoisers, their fractions of the rows, and the size of the data, for the log."""
-        shares = np.bincount(self._schedule, minlength=len(self.specs)) / len(self._schedule)
+        shares = np.bincount(self.schedule, minlength=len(self.specs)) / len(self.schedule)
         members = [
-            f"{spec} {share:.1%} of {denoiser.tokens_length} tokens -> up to {denoiser.inputs_length} + "
-            f"{denoiser.targets_length}"
-            for spec, share, denoiser in zip(self.specs, shares.tolist(), self.denoisers, strict=True)
+            f"{member.spec} {share:.1%} of {member.row_length} tokens -> up to {member.input_length} + "
+            f"{member.target_length}"
+            for member, share in zip(self.members, shares.tolist(), strict=True)
         ]
-        return f"ul2, {'; '.join(members)}; {self.num_tokens:,} training tokens"
+        return f"ul2, {'; '.join(members)}"
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "task": "ul2",
-            "denoisers": [
-                [str(spec), d.tokens_length, d.targets_length]
-                for spec, d in zip(self.specs, self.denoisers, strict=True)
-            ],
-            "turn": self._schedule.tolist(),
-            "modes": self.modes,
-            "ids": [self.sentinel_ids.tolist(), self.eos_id, self.pad_id],
-        }
+        rows = [[str(member.spec), member.row_length, member.target_length] for member in self.members]
+        return {**super().settings(), "modes": self.modes, "rows": rows, "schedule": self.schedule.tolist()}

@@ -23,7 +23,7 @@ import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives.denoising import plan_spans, random_spans_lengths
+from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
 from lm_experiments_tools.data.seqio.job import PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.seqio.worker import work
 from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary

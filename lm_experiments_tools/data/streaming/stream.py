@@ -22,9 +22,7 @@ and its state does not restore the shuffle buffer (benchmarks/log.md).
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,12 +32,8 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
-from lm_experiments_tools.data.objectives.registry import (
-    ObjectiveContext,
-    example_dataset,
-    grouped_by_length,
-    mixed_rows,
-)
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.registry import build_objective, grouped_by_length, mixed_rows
 from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
@@ -56,6 +50,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.data.objectives.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +146,8 @@ def streaming_data(
             backend.world_size,
             plan.num_streams,
         )
-    context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
-    loader = on_all(backend, lambda: _open(context, backend, plan, fingerprint, streams))
+    objective = build_objective(args, vocabulary, model_kind)
+    loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plan, fingerprint, streams))
     return loader, f"{args.task} from a stream: {', '.join(args.data_path)}, {plan.describe()}"
 
 
@@ -196,21 +191,24 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
 
 
 def _open(
-    context: ObjectiveContext, backend: Backend, plan: MixedPlan, fingerprint: str, streams: range
+    args: T5PretrainingArgs,
+    vocabulary: Vocabulary,
+    objective: Objective,
+    backend: Backend,
+    plan: MixedPlan,
+    fingerprint: str,
+    streams: range,
 ) -> StreamLoader:
     """Start the workers and wait for the first examples, to find most errors here."""
-    args, vocabulary = context.args, context.vocabulary
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    first = threading.Lock()  # the first chunk to take it logs the lengths, which are the same for all
 
     def build(chunk: Chunk, stream: int, number: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {number}")
-        quiet = not first.acquire(blocking=False)
         if number == 0:
             num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
             warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {stream}")
-        return example_dataset(replace(context, seed=seed, quiet=quiet), TokensInMemory(chunk.tokens))
+        return ObjectiveDataset(TokensInMemory(chunk.tokens), objective, seed)
 
     encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
     settings = ChunkSettings(plan.on_this_machine(), str(folder), encoder, args.max_bad_lines)
@@ -219,7 +217,7 @@ def _open(
     buckets = {}
     if args.objective().varies_in_length:
         for number, stream in feed.streams.items():
-            buckets[number] = grouped_by_length(context, stream, backend.world_size, number, plan.num_streams)
+            buckets[number] = grouped_by_length(args, stream, backend.world_size, number, plan.num_streams)
     dataset = StreamedDataset(feed, fingerprint, plan.num_streams, buckets)
     unread = {number: (0, 0) for number, stream in feed.streams.items() if not stream.num_known}
     if unread:

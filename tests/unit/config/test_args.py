@@ -12,7 +12,7 @@ from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import Ignored, harmless_flags, help_groups
 from lm_experiments_tools.config.lengths import Tokens
-from lm_experiments_tools.config.objectives import OBJECTIVES
+from lm_experiments_tools.config.objectives import OBJECTIVES, parse_denoisers
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
@@ -166,7 +166,7 @@ def test_trainer_args_stand_alone_with_the_ancestors_defaults():
 
 
 def test_denoisers_are_read_from_compact_text():
-    specs = t5_args(task="ul2", denoisers=("R:3:0.15@2 X:64:.5", "S:0.25")).denoiser_specs()
+    specs = parse_denoisers(("R:3:0.15@2 X:64:.5", "S:0.25"))
     assert [(s.mode, s.mean_noise_span_length, s.noise_density, float(s.weight)) for s in specs] == [
         ("R", 3.0, 0.15, 2.0), ("X", 64.0, 0.5, 1.0), ("S", None, 0.25, 1.0),
     ]  # fmt: skip

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec
 from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
-from lm_experiments_tools.data.objectives.prefix_lm import PrefixLMDataset
-from lm_experiments_tools.data.objectives.ul2 import UL2Dataset
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.objective import TokenIds
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
+from lm_experiments_tools.data.objectives.ul2 import UL2
 from tests.helpers.padding import padding
 
-IDS = {"eos_id": 1, "pad_id": 0, "vocab_size": 10_000}
+IDS = TokenIds(10_000, sentinel_ids=np.arange(9_999, 9_899, -1))
 
 
 class Sized:
@@ -34,9 +35,7 @@ def source(num_tokens):
 
 
 def ul2(num_tokens=2_000_000, length=256):
-    specs = [DenoiserSpec.parse(text) for text in PAPER_DENOISERS]
-    ids = {"modes": {"R": 9_890, "X": 9_891, "S": 9_892}, "sentinel_ids": np.arange(9_999, 9_899, -1), **IDS}
-    return UL2Dataset(source(num_tokens), length, length, specs, quiet=True, **ids)
+    return ObjectiveDataset(source(num_tokens), UL2.create(IDS, length, length, mode_tokens=False))
 
 
 def test_worked_example_of_buckets():
@@ -87,11 +86,12 @@ def test_streams_give_mixed_steps_together(rows):
 def test_steps_of_ul2_hold_its_denoisers_in_their_shares():
     """Of a step of 64 rows by chance no less; buckets of a step's rows would be of one denoiser."""
     data = ul2()
+    schedule = data.objective.schedule
     made = {"mixed": MixedSteps(data, 64, 0), "buckets": BucketedDataset(data, 64, 0)}
     spread = {}
     for name, arranged in {**made, "random": BucketedDataset(data, 1, 0)}.items():
         samples = arranged.arranged(np.arange(64 * 80))
-        kinds = data._kinds(data.rows_of(samples)[1]).reshape(80, 64)
+        kinds = schedule[data.rows_of(samples)[1] % len(schedule)].reshape(80, 64)
         shares = np.stack([(kinds == k).mean(axis=1) for k in range(7)])
         targets = data.lengths(samples)[1].reshape(80, 64).sum(axis=1)
         assert shares.mean(axis=1) == pytest.approx([1 / 7.5] * 6 + [1.5 / 7.5], abs=0.03)
@@ -103,7 +103,7 @@ def test_steps_of_ul2_hold_its_denoisers_in_their_shares():
 
 @pytest.mark.parametrize("make", ["ul2", "prefix_lm"])
 def test_padding_falls_with_the_micro_batches_of_a_step(make):
-    data = ul2() if make == "ul2" else PrefixLMDataset(source(900_000), 256, 256, **IDS)
+    data = ul2() if make == "ul2" else ObjectiveDataset(source(900_000), PrefixLM.create(IDS, 256))
     numbers = np.arange(64 * 100)
     mixed, buckets = (kind(data, 64, 0).arranged(numbers) for kind in (MixedSteps, BucketedDataset))
     found = [padding(data, 64 // parts, mixed) for parts in (1, 2, 4, 8, 16)]

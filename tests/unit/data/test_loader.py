@@ -1,6 +1,5 @@
 """Dataset and loaders: every token once an epoch, one order for any number of workers, exact resume."""
 
-import logging
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -10,7 +9,9 @@ import pytest
 import torch
 
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
-from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.objective import TokenIds
+from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
 from lm_experiments_tools.errors import UserError
 
 SENTINELS = np.arange(9_999, 9_899, -1)
@@ -20,11 +21,11 @@ def source(tokens, name="x"):
     return SimpleNamespace(tokens=np.asarray(tokens, np.uint16), fingerprint=name)
 
 
-def dataset(num_tokens=1000, inputs_length=32, tokens=None, **changes):
+def dataset(num_tokens=1000, input_length=32, tokens=None, target_length=None, seed=0):
     """Every token is its own id, 10, 11, ..., so that a token can be recognised wherever it turns up."""
     tokens = source(np.arange(10, 10 + num_tokens)) if tokens is None else tokens
-    settings = {"sentinel_ids": SENTINELS, "eos_id": 1, "pad_id": 0, "vocab_size": 10_000, "seed": 0} | changes
-    return SpanCorruptionDataset(tokens, inputs_length, **settings)
+    objective = SpanCorruption.create(TokenIds(10_000, sentinel_ids=SENTINELS), input_length, target_length)
+    return ObjectiveDataset(tokens, objective, seed)
 
 
 def same(first, second):
@@ -36,21 +37,19 @@ def take(loader, count):
 
 
 def test_noise_of_a_row_is_fresh_in_each_epoch():
-    data = dataset(9000, inputs_length=128)
+    data = dataset(9000, input_length=128)
     epochs = [data.batch(np.arange(len(data)) + epoch * len(data))["input_ids"] >= 9_900 for epoch in range(3)]
     patterns = [{row.tobytes() for row in epoch} for epoch in epochs]  # where the sentinels stand
     assert sum(map(len, patterns)) == 3 * len(data)
     assert len(set.union(*patterns)) == 3 * len(data)
 
 
-def test_targets_length_is_a_limit(caplog):
-    exact = dataset(5000, 512)
-    assert (exact.tokens_length, exact.targets_length) == (568, 114)
-    with caplog.at_level(logging.INFO):
-        assert dataset(5000, 512, targets_length=192).targets_length == 114
-    assert "114 tokens long, not 192" in caplog.text
-    with pytest.raises(UserError, match=r"targets_length 113 \(--target_seq_len\) would cut the targets"):
-        dataset(5000, 512, targets_length=113)
+def test_target_length_is_a_limit():
+    exact = dataset(5000, 512).objective
+    assert (exact.row_length, exact.target_length) == (568, 114)
+    assert dataset(5000, 512, target_length=192).objective.target_length == 114
+    with pytest.raises(UserError, match=r"--target_seq_len 113 would cut the targets"):
+        dataset(5000, 512, target_length=113)
 
 
 def test_several_sources_are_read_as_one():
@@ -118,7 +117,7 @@ def test_batches_have_torch_int64_tensors_of_fixed_shape():
         assert set(batch) == {"input_ids", "attention_mask", "labels"}
         assert all(value.dtype == torch.int64 for value in batch.values())
         assert batch["input_ids"].shape == batch["attention_mask"].shape == (7, 32)
-        assert batch["labels"].shape == (7, loader.dataset.targets_length)
+        assert batch["labels"].shape == (7, loader.dataset.objective.target_length)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset, random_spans_lengths
-from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.registry import build_objective, mixed_dataset
+from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, random_spans_lengths
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -119,10 +120,8 @@ def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
     printed = capsys.readouterr().out
     vocabulary = Vocabulary.load(vocab)
     (prefix,) = (text / ".cache" / "tokens").glob("*.idx")
-    dataset = SpanCorruptionDataset(
-        IndexedDataset(str(prefix).removesuffix(".idx")), 32, sentinel_ids=vocabulary.sentinel_ids, eos_id=1, pad_id=0,
-        vocab_size=vocabulary.size, seed=7,
-    )  # fmt: skip
+    objective = SpanCorruption.create(vocabulary, 32)
+    dataset = ObjectiveDataset(IndexedDataset(str(prefix).removesuffix(".idx")), objective, seed=7)
     for row in dataset.batch(np.arange(3))["input_ids"]:
         assert f"{vocabulary.decode(row)} </s>" in printed
     assert "documents  40" in printed and f"tokens     {dataset.num_tokens:,}" in printed
@@ -224,8 +223,8 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
     args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
     vocabulary = Vocabulary.load(vocab)
-    context = ObjectiveContext(args, vocabulary, "encoder-decoder", seed=5)
-    dataset = mixed_dataset(context, [IndexedDataset(prefix)], world_size=4)
+    objective = build_objective(args, vocabulary, args.objective().models[0])
+    dataset = mixed_dataset(args, objective, [IndexedDataset(prefix)], world_size=4)
     has_decoder = task != "mlm"
     cells = {"inputs": [0, 0], "targets": [0, 0]}
     first, passes = {}, []

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader
 from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.data.examples import packing
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.mlm import MaskedLM
+from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.loops import At, make_loop
@@ -228,10 +230,9 @@ class Tokens:
 
 
 def masked_rows(probability, length=20):
-    dataset = MaskedLMDataset(
-        Tokens(), length, mask_id=5, special_ids=[0], probability=probability, pad_id=0, seed=3, vocab_size=1000
-    )
-    return TrainLoader(dataset, 4, 0, 1)
+    ids = TokenIds(1000, mask_id=5, special_ids=[0])
+    objective = MaskedLM.create(ids, length, model_kind="encoder", mlm_probability=probability)
+    return TrainLoader(ObjectiveDataset(Tokens(), objective, seed=3), 4, 0, 1)
 
 
 def test_used_data_is_skipped_under_another_mask_rate_and_refused_for_other_lengths():

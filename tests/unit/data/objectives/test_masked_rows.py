@@ -9,8 +9,10 @@ import torch
 from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 
 from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import MaskedRows, MaskingRate, TokenBlocks
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.objective import TokenIds
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import documents
 from tests.helpers.token_toys import token_data
@@ -121,7 +123,8 @@ def test_the_rate_is_linear_in_the_number_of_the_sample(text):
 
 def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
     _, ours, _, rows = text
-    blocks = TokenBlocks(rows.tokens, WIDTH, pad_id=ours.pad, vocab_size=ours.vocab_size, seed=3)
+    objective = Blocks.create(TokenIds(ours.vocab_size, ours.pad), WIDTH, model_kind="encoder")
+    blocks = ObjectiveDataset(rows.tokens, objective, seed=3)
     others = DocumentRows(
         rows.tokens, WIDTH, cls_id=ours.cls, sep_id=ours.sep, pad_id=ours.pad, vocab_size=ours.vocab_size, packed=False
     )

@@ -1,6 +1,7 @@
 """Objectives on one token stream: docstrings, closed forms, every token once an epoch, order, buckets."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -9,18 +10,20 @@ import pytest
 import torch
 
 from lm_experiments_tools.config.objectives import OBJECTIVES as REGISTRY
-from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec
+from lm_experiments_tools.config.objectives import PAPER_DENOISERS
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
-from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
-from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
-from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset, mask_id, mask_tokens
-from lm_experiments_tools.data.objectives.prefix_lm import PrefixDenoiser, PrefixLMDataset
-from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
-from lm_experiments_tools.data.objectives.ul2 import UL2Dataset, build_schedule, mode_ids
-from lm_experiments_tools.data.order import draw_integers, epoch_shift
+from lm_experiments_tools.data.objectives.causal_lm import CausalLM
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.mlm import MaskedLM, mask_tokens
+from lm_experiments_tools.data.objectives.objective import Objective, TokenIds
+from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
+from lm_experiments_tools.data.objectives.registry import build_objective, mixed_dataset
+from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
+from lm_experiments_tools.data.objectives.ul2 import UL2, build_schedule, mode_ids
+from lm_experiments_tools.data.order import epoch_shift, row_generators
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 from tests.helpers.vocabulary_toys import train_vocabulary
@@ -28,8 +31,18 @@ from tests.helpers.vocabulary_toys import train_vocabulary
 SENTINELS = np.arange(9_999, 9_899, -1)
 MODES = {"R": 9_890, "X": 9_891, "S": 9_892}
 SPECIAL = 9_890  # ids from here on, and below 10, are no text
-IDS = {"pad_id": 0, "vocab_size": 10_000}
-PAPER = [DenoiserSpec.parse(text) for text in PAPER_DENOISERS]
+
+
+@dataclass(frozen=True)
+class Ids(TokenIds):
+    """Ids with UL2's mode tokens."""
+
+    size: int = 10_000
+    sentinel_ids: np.ndarray = field(default_factory=lambda: SENTINELS)
+    modes: dict[str, int] = field(default_factory=lambda: MODES)
+
+    def find(self, piece):
+        return self.modes.get({"[NLU]": "R", "[NLG]": "X", "[S2S]": "S"}[piece])
 
 
 def source(tokens, name="x"):
@@ -41,31 +54,35 @@ def text(num_tokens):
     return source(np.arange(10, 10 + num_tokens))
 
 
+def dataset(kind, tokens, seed=0, ids=None, **settings):
+    return ObjectiveDataset(tokens, kind.create(ids or Ids(), **settings), seed)
+
+
 def span_corruption(tokens, **options):
-    settings = {"inputs_length": 32, "sentinel_ids": SENTINELS, "eos_id": 1, **IDS}
-    return SpanCorruptionDataset(tokens, **{**settings, **options})
+    return dataset(SpanCorruption, tokens, **{"input_length": 32, **options})
 
 
 def prefix_lm(tokens, **options):
-    return PrefixLMDataset(tokens, **{"inputs_length": 32, "targets_length": 32, "eos_id": 1, **IDS, **options})
+    return dataset(PrefixLM, tokens, **{"input_length": 32, **options})
 
 
 def ul2(tokens, **options):
-    settings = {"inputs_length": 48, "targets_length": 48, "specs": PAPER, "modes": MODES, "sentinel_ids": SENTINELS}
-    return UL2Dataset(tokens, **{**settings, "eos_id": 1, **IDS, **options})
+    return dataset(UL2, tokens, **{"input_length": 48, **options})
 
 
 def causal_lm(tokens, **options):
-    return CausalLMDataset(tokens, **{"length": 32, "eos_id": 1, **IDS, **options})
+    return dataset(CausalLM, tokens, **{"input_length": 32, "model_kind": "decoder", **options})
 
 
 def causal_lm_of_a_decoder_of_two(tokens, **options):
-    return causal_lm(tokens, encoder_decoder=True, **options)
+    return causal_lm(tokens, model_kind="encoder-decoder", **options)
+
+
+MASKED = Ids(mask_id=9_999, special_ids=[0, 1, *SENTINELS.tolist(), *range(2, 10)])
 
 
 def mlm(tokens, **options):
-    settings = {"length": 32, "mask_id": 9_999, "special_ids": [0, 1, *SENTINELS.tolist(), *range(2, 10)]}
-    return MaskedLMDataset(tokens, **{**settings, **IDS, **options})
+    return dataset(MaskedLM, tokens, **{"input_length": 32, "model_kind": "encoder", "ids": MASKED, **options})
 
 
 def in_buckets(tokens, seed=0, bucket_rows=4, **options):
@@ -107,23 +124,20 @@ def in_epoch_that_starts_at(dataset, token, wanted):
 # ---- worked examples
 
 
-@pytest.mark.parametrize("mode", [None, 98])
+@pytest.mark.parametrize("mode", [(), (98,)])
 def test_worked_example_of_prefix_lm(mode):
-    denoiser = PrefixDenoiser(5, 0.5, max_targets=5, eos_id=1, pad_id=0, mode_id=mode)
-    inputs, mask, labels = np.empty((1, 5 + bool(mode)), np.int64), np.empty((1, 5 + bool(mode)), np.int64), None
-    labels = np.empty((1, 5), np.int64)
-    denoiser.write(np.array([[10, 11, 12, 13, 14]]), np.array([3]), inputs, mask, labels)
-    assert inputs.tolist() == [[10, 11, 12, 1, 0] if mode is None else [98, 10, 11, 12, 1, 0]]
-    assert labels.tolist() == [[13, 14, 1, -100, -100]] and (mask == (inputs != 0)).all()
-    assert [lengths.tolist() for lengths in denoiser.lengths(np.array([3]))] == [[4 + bool(mode)], [3]]
+    objective = PrefixLM.create(Ids(), 6)
+    objective.first_ids = np.array(mode, np.int64)
+    rng = SimpleNamespace(integers=lambda low, high: {(1, 5): 3}[low, high])
+    example = objective.example(np.array([10, 11, 12, 13, 14]), rng)
+    assert {name: ids.tolist() for name, ids in example.items()} == {
+        "input_ids": [*mode, 10, 11, 12], "labels": [13, 14]
+    }  # fmt: skip
 
 
 def test_worked_example_of_ul2():
-    specs = [DenoiserSpec.parse(text) for text in ("R:2:0.4", "S:0.5")]
-    modes = {"R": 90, "X": 91, "S": 92}
-    data = ul2(
-        source(range(10, 19)), inputs_length=6, targets_length=4, specs=specs, modes=modes, sentinel_ids=[99, 98]
-    )
+    ids = Ids(modes={"R": 90, "X": 91, "S": 92}, sentinel_ids=np.array([99, 98]))
+    data = ul2(source(range(10, 19)), input_length=6, target_length=4, denoisers=("R:2:0.4", "S:0.5"), ids=ids)
     rows = in_epoch_that_starts_at(data, 0, [[92, 15, 16, 1, 0, 0], [1, 1, 1, 1, 0, 0], [17, 18, 1, -100]])
     assert [[90, 10, 11, 12, 99, 1], [1] * 6, [99, 13, 14, 1]] in rows and len(rows) == 2
 
@@ -131,18 +145,18 @@ def test_worked_example_of_ul2():
 def test_worked_examples_of_causal_lm():
     tokens = source(range(10, 20))
     first = [[13, 14, 15, 16, 17, 18], [1] * 6, [-100, 14, 15, 16, 17, 18]]
-    rows = in_epoch_that_starts_at(causal_lm(tokens, length=6), 4, first)
+    rows = in_epoch_that_starts_at(causal_lm(tokens, input_length=6), 4, first)
     assert [[18, 19, 10, 11, 12, 13], [1] * 6, [-100, 19, 10, 11, 12, 13]] in rows and len(rows) == 2
     rows = in_epoch_that_starts_at(
-        causal_lm(tokens, length=5, encoder_decoder=True), 4, [[1], [1], [14, 15, 16, 17, 18]]
+        causal_lm(tokens, input_length=5, model_kind="encoder-decoder"), 4, [[1], [1], [14, 15, 16, 17, 18]]
     )
     assert [[1], [1], [19, 10, 11, 12, 13]] in rows and len(rows) == 2
 
 
 def test_worked_example_of_masked_lm():
-    words = (np.array([0.5, 0.1, 0.13, 0.14, 0.1, 0.9]) * 2**32).astype(np.uint64)
+    random = np.array([0.5, 0.1, 0.13, 0.14, 0.1, 0.9])
     special = np.isin(np.arange(100), [0, 1, 99])
-    inputs, labels = mask_tokens(np.array([10, 11, 12, 13, 1, 14]), words, 0.15, 99, np.arange(10, 20), special)
+    inputs, labels = mask_tokens(np.array([10, 11, 12, 13, 1, 14]), random, 0.15, 99, np.arange(10, 20), special)
     assert inputs.tolist() == [10, 99, 16, 13, 1, 14]
     assert labels.tolist() == [-100, 11, 12, 13, -100, -100]
 
@@ -211,14 +225,15 @@ def test_epochs_and_seeds_differ(make):
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        (span_corruption, {"inputs_length": 33, "noise_density": 0.3, "mean_noise_span_length": 4.0, "eos_id": 2}),
-        (span_corruption, {"sentinel_ids": SENTINELS[:50]}),
-        (prefix_lm, {"inputs_length": 33, "targets_length": 16, "eos_id": 2}),
-        (ul2, {"inputs_length": 49, "targets_length": 40, "specs": PAPER[:6], "modes": {}}),
-        (ul2, {"specs": PAPER[::-1], "modes": {**MODES, "S": 9_893}, "sentinel_ids": SENTINELS[:80]}),
-        (causal_lm, {"length": 33, "encoder_decoder": True, "eos_id": 2}),
-        (mlm, {"length": 33, "probability": 0.2, "mask_id": 9_998, "special_ids": [0, 1]}),
-        (in_buckets, {"bucket_rows": 8, "specs": PAPER[:6]}),
+        (span_corruption, {"input_length": 33, "noise_density": 0.3, "mean_noise_span_length": 4.0}),
+        (span_corruption, {"ids": Ids(eos_id=2)}),
+        (span_corruption, {"ids": Ids(sentinel_ids=SENTINELS[:50])}),
+        (prefix_lm, {"input_length": 33, "target_length": 16, "ids": Ids(eos_id=2)}),
+        (ul2, {"input_length": 49, "target_length": 40, "denoisers": PAPER_DENOISERS[:6], "mode_tokens": False}),
+        (ul2, {"denoisers": PAPER_DENOISERS[::-1], "ids": Ids(modes={**MODES, "S": 9_893})}),
+        (causal_lm, {"input_length": 33, "model_kind": "encoder-decoder", "ids": Ids(pad_id=2)}),
+        (mlm, {"input_length": 33, "mlm_probability": 0.2, "ids": Ids(mask_id=9_998)}),
+        (in_buckets, {"bucket_rows": 8, "denoisers": PAPER_DENOISERS[:6]}),
     ],
 )
 def test_fingerprint_names_data_objective_and_seed(make, changes):
@@ -232,6 +247,20 @@ def test_fingerprints_differ_between_objectives():
     assert len({make(text(1000)).fingerprint for make in OBJECTIVES}) == len(OBJECTIVES)
 
 
+@pytest.mark.parametrize("make", [span_corruption, ul2, mlm])
+def test_examples_of_many_rows_are_those_of_each_row(make):
+    data = make(text(3000))
+    for member in data.objective.members:
+        for length in (member.row_length, 7, 2, 1):
+            rows = np.random.default_rng(0).integers(10, SPECIAL, (50, length))
+            key, epochs, numbers = 5, np.full(50, 3), np.arange(50)
+            many = member.examples(rows, row_generators(key, epochs, numbers))
+            single = Objective.examples(member, rows, row_generators(key, epochs, numbers))
+            assert many.keys() == single.keys()
+            for name, values in single.items():
+                assert [row.tolist() for row in many[name]] == [row.tolist() for row in values], (name, length)
+
+
 # ---- closed forms
 
 
@@ -241,16 +270,17 @@ def chi_square(counts, expected):
 
 @pytest.mark.parametrize(("density", "room", "shortest"), [(0.5, 21, 1), (0.25, 21, 10), (0.5, 11, 11)])
 def test_prefixes_are_uniform(density, room, shortest):
-    denoiser = PrefixDenoiser(21, density, room, 1, 0)
-    prefixes = denoiser.draw(draw_integers(3, np.zeros(20_000), np.arange(20_000), 1))
+    objective, rows = PrefixLM.create(Ids(), 22, room, noise_density=density), np.arange(20_000)
+    prefixes, targets = objective.lengths(21, row_generators(3, np.zeros_like(rows), rows))
     counts = np.bincount(prefixes, minlength=21)[shortest:]
-    assert prefixes.min() == shortest == denoiser.shortest and prefixes.max() == 20
+    assert prefixes.min() == shortest == objective.shortest(21) and prefixes.max() == 20
+    assert (prefixes + targets == 21).all()
     assert chi_square(counts, 20_000 / len(counts)) < 45.3  # at most 19 degrees of freedom, p = 0.0006
 
 
 def test_masked_tokens_have_the_rates_of_bert():
     tokens = np.random.default_rng(0).integers(10, SPECIAL, 300_000)
-    data = mlm(source(np.where(np.arange(300_000) % 50 == 7, 1, tokens)), length=100, probability=0.2)
+    data = mlm(source(np.where(np.arange(300_000) % 50 == 7, 1, tokens)), input_length=100, mlm_probability=0.2)
     batch = data.batch(np.arange(len(data)))
     inputs, labels = batch["input_ids"], batch["labels"]
     chosen = labels != -100
@@ -286,15 +316,16 @@ def test_a_turn_has_exact_shares(weights, turn):
 
 def test_denoisers_read_as_much_as_fits():
     """The lengths that t5 prints for 512 inputs, less one for the mode token; X:3:0.5 ends where sentinels do."""
-    data = ul2(source(np.full(60_000, 20)), inputs_length=513, targets_length=512)
-    rows = {str(spec): d.tokens_length for spec, d in zip(data.specs, data.denoisers, strict=True)}
+    data = ul2(source(np.full(60_000, 20)), input_length=513, target_length=512)
+    rows = {str(member.spec): member.row_length for member in data.objective.members}
     assert rows == {
         "R:3:0.15": 568, "R:8:0.15": 588, "X:3:0.5": 602, "X:8:0.5": 908, "X:64:0.15": 600, "X:64:0.5": 1006,
         "S:0.25": 511,
     }  # fmt: skip
-    assert max(d.counts.num_spans for d in data.denoisers[:6]) == 100
-    short = ul2(source(np.full(60_000, 20)), inputs_length=513, targets_length=114)
-    assert all(d.targets_length <= 114 for d in short.denoisers) and short.denoisers[0].tokens_length == 568
+    labels = data.batch(np.arange(len(data)))["labels"]
+    assert np.isin(labels, SENTINELS).sum(axis=1).max() == 100
+    short = ul2(source(np.full(60_000, 20)), input_length=513, target_length=114).objective.members
+    assert all(member.target_length <= 114 for member in short) and short[0].row_length == 568
 
 
 # ---- buckets
@@ -305,7 +336,7 @@ def test_denoisers_read_as_much_as_fits():
     [(prefix_lm, 8, 8, 0, 0.07), (ul2, 64, 64, 0, 0.07), (prefix_lm, 8, 32, 0.2, 0.6)],
 )
 def test_padding_of_micro_batches_is_small_where_they_are_buckets(make, bucket_rows, rows, low, high):
-    data = make(source(np.full(900_000, 20)), inputs_length=256, targets_length=256)
+    data = make(source(np.full(900_000, 20)), input_length=256, target_length=256)
     bucketed = BucketedDataset(data, bucket_rows, 0)
     cells = tokens = 0
     for start in range(0, len(data) - rows, rows):  # as the loop trims micro-batches
@@ -333,7 +364,7 @@ def test_a_step_holds_the_same_samples_however_it_is_split(tmp_path, task):
             data_path=("x",), task=task, input_seq_len=64, model_cfg="x", lr=1.0, batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
         )  # fmt: skip
-        data = mixed_dataset(context(args, words), [source(np.full(9000, 20))], world_size)
+        data = mixed(args, words, [source(np.full(9000, 20))], world_size)
         loaders = [TrainLoader(data, batch_size * accumulation, rank, world_size) for rank in range(world_size)]
         step[batch_size] = torch.stack([next(loader)["labels"] for loader in loaders], 1).flatten(0, 1)
         for loader in loaders:
@@ -342,7 +373,7 @@ def test_a_step_holds_the_same_samples_however_it_is_split(tmp_path, task):
 
 
 def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_batch():
-    data = prefix_lm(source(np.full(300_000, 20)), inputs_length=128, targets_length=128)
+    data = prefix_lm(source(np.full(300_000, 20)), input_length=128, target_length=128)
     chosen = SortedSamples(data, 64)
     found = (chosen.batch(np.arange(64))["labels"] != -100).sum(axis=1)
     expected = np.sort(data.lengths(np.arange(64))[1])[::-1]  # what needs most memory comes first
@@ -353,8 +384,8 @@ def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_bat
 # ---- ids out of the vocabulary, and the registry
 
 
-def context(args, words, model_kind="encoder-decoder"):
-    return ObjectiveContext(args, words, model_kind, seed=0)
+def mixed(args, words, tokens, world_size=1):
+    return mixed_dataset(args, build_objective(args, words, args.objective().models[0]), tokens, world_size)
 
 
 def vocabulary(folder, *pieces, extra_ids=100):
@@ -366,16 +397,16 @@ def vocabulary(folder, *pieces, extra_ids=100):
 def test_mode_tokens_and_mask_are_pieces_of_the_vocabulary_where_it_has_them(tmp_path):
     words = vocabulary(tmp_path, "[NLU]", "[NLG]", "[S2S]", "<mask>")
     assert [words.piece(index) for index in mode_ids(words).values()] == ["[NLU]", "[NLG]", "[S2S]"]
-    assert words.piece(mask_id(words)) == "<mask>"
+    assert words.piece(MaskedLM.create(words, 8).mask_id) == "<mask>"
 
 
 def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
     words = vocabulary(tmp_path, "[NLU]", "[NLG]")  # not all three
     assert [words.piece(i) for i in mode_ids(words).values()] == [f"<extra_id_{k}>" for k in (99, 98, 97)]
-    assert words.piece(mask_id(words)) == "<extra_id_0>"
+    assert words.piece(MaskedLM.create(words, 8).mask_id) == "<extra_id_0>"
     args = T5PretrainingArgs(data_path=("x",), task="ul2", input_seq_len=64, model_cfg="x", lr=1.0)
-    data = mixed_dataset(context(args, words), [source(np.full(9000, 20))]).dataset
-    assert data.sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
+    data = mixed(args, words, [source(np.full(9000, 20))]).dataset
+    assert data.objective.members[0].sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
     ids = data.batch(np.arange(len(data)))
     assert set(ids["input_ids"][:, 0].tolist()) == set(mode_ids(words).values())
     assert not np.isin(ids["input_ids"][:, 1:], list(mode_ids(words).values())).any()
@@ -385,7 +416,7 @@ def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"nor more than 3 sentinels .*--no_mode_tokens"):
         mode_ids(vocabulary(tmp_path, extra_ids=3))
     with pytest.raises(UserError, match=r"neither \[MASK\] nor <mask> nor a sentinel"):
-        mask_id(vocabulary(tmp_path, extra_ids=0))
+        MaskedLM.create(vocabulary(tmp_path, extra_ids=0), 8)
 
 
 @pytest.mark.parametrize("task", REGISTRY)
@@ -393,13 +424,13 @@ def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
     args = T5PretrainingArgs(data_path=("x",), task=task, input_seq_len=64, model_cfg="t5-micro", lr=1.0)
     tokens, words = [source(np.full(9000, 20)), source(np.full(4000, 21), "y")], vocabulary(tmp_path)
     for data in (
-        mixed_dataset(context(args, words), [tokens], 2),
-        mixed_dataset(context(args, words), tokens, 2),
+        mixed(args, words, [tokens], 2),
+        mixed(args, words, tokens, 2),
     ):
         assert {"input_ids", "attention_mask", "labels"} == set(data.batch(np.arange(4)))
         assert task.split("_")[0][:4] in data.describe().replace("masked LM", "mlm")
         assert ("all lengths in each 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
-    assert mixed_dataset(context(args, words), [tokens]).fingerprint != data.fingerprint
+    assert mixed(args, words, [tokens]).fingerprint != data.fingerprint
 
 
 # ---- refusals
@@ -408,12 +439,12 @@ def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
 @pytest.mark.parametrize(
     ("make", "options", "sentence"),
     [
-        (prefix_lm, {"inputs_length": 2}, "--input_seq_len is"),
-        (prefix_lm, {"targets_length": 1}, "--input_seq_len is"),
-        (ul2, {"inputs_length": 3}, "at least 4 inputs and 2 targets"),
-        (ul2, {"inputs_length": 8, "targets_length": 2}, "denoiser R:3:0.15 needs a larger --input_seq_len"),
-        (ul2, {"specs": [DenoiserSpec.parse("R:3:0.15@0.0001"), DenoiserSpec.parse("S:0.5@7")]}, "rounder"),
-        (causal_lm, {"length": 1}, "at least 2 tokens"),
+        (prefix_lm, {"input_length": 2}, "--input_seq_len is"),
+        (prefix_lm, {"target_length": 1}, "--input_seq_len is"),
+        (ul2, {"input_length": 3}, "at least 4 inputs and 2 targets"),
+        (ul2, {"input_length": 8, "target_length": 2}, "denoiser R:3:0.15 needs a larger --input_seq_len"),
+        (ul2, {"denoisers": ("R:3:0.15@0.0001", "S:0.5@7")}, "rounder"),
+        (causal_lm, {"input_length": 1}, "at least 2 tokens"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, options, sentence):

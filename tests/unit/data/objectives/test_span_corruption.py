@@ -5,35 +5,38 @@ from math import comb
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.objectives.denoising import (
-    corrupt,
+from lm_experiments_tools.data.objectives.span_corruption import (
     count_spans,
+    noise_mask,
     plan_spans,
-    random_span_lengths,
     random_spans_lengths,
+    replace_spans,
 )
-from lm_experiments_tools.data.order import draw_integers
 from lm_experiments_tools.errors import UserError
 
 SENTINELS = np.arange(99, 89, -1)
 
 
-def draw(counts, num_rows, key=1):
-    rows = np.arange(num_rows)
-    return random_span_lengths(counts, draw_integers(key, np.zeros(num_rows), rows, counts.integers_per_sample))
+def draw(counts, num_rows):
+    """Noise masks bool[num_rows, tokens]."""
+    return noise_mask(counts, np.random.default_rng(1).random((num_rows, counts.num_gaps)))
 
 
-def noise_masks(spans):
-    return np.repeat(np.arange(spans.size) % 2 == 1, spans.reshape(-1)).reshape(len(spans), -1)
+def span_lengths(masks):
+    """Lengths of non-noise and noise spans, int64[rows, spans, 2]."""
+    changes = np.diff(masks.astype(np.int8), axis=1, prepend=1, append=0) != 0
+    changes[:, -1] = True
+    return np.diff(np.nonzero(changes)[1].reshape(len(masks), -1)).reshape(len(masks), -1, 2)
 
 
 def test_worked_example_of_the_docstring():
-    tokens = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    spans = [[3, 2], [4, 1]]
-    assert noise_masks(np.array([spans])).astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 1]]
-    inputs, targets = corrupt(np.array([tokens]), np.array([spans]), SENTINELS, eos_id=1)
-    assert inputs.tolist() == [[10, 11, 12, 99, 15, 16, 17, 18, 98, 1]]
-    assert targets.tolist() == [[99, 13, 14, 98, 19, 1]]
+    tokens, mask = np.arange(10, 20), np.array([0, 0, 0, 1, 1, 0, 0, 0, 0, 1], bool)
+    assert replace_spans(tokens, mask, SENTINELS).tolist() == [10, 11, 12, 99, 15, 16, 17, 18, 98]
+    assert replace_spans(tokens, ~mask, SENTINELS).tolist() == [99, 13, 14, 98, 19]
+    counts = count_spans(10, 0.3, 1.5)
+    assert (counts.num_noise_tokens, counts.num_spans, counts.num_gaps) == (3, 2, 8)
+    # The third gap of seven non-noise tokens, and the second of three noise tokens, have the smallest numbers.
+    assert noise_mask(counts, np.array([5, 6, 1, 4, 9, 8, 3, 2.0])).tolist() == mask.tolist()
 
 
 @pytest.mark.parametrize(
@@ -72,16 +75,16 @@ def test_planned_segments_always_fit_and_never_waste_more_than_one_place(noise_d
 def test_spans_have_the_promised_counts():
     for length in [2, 3, 7, 14, 50, 568]:
         counts = count_spans(length, 0.15, 3.0)
-        spans = draw(counts, 100)
+        spans = span_lengths(draw(counts, 100))
         assert spans.shape == (100, counts.num_spans, 2) and spans.min() >= 1
         assert (spans.sum(axis=1) == [counts.num_nonnoise_tokens, counts.num_noise_tokens]).all()
 
 
-def test_a_lone_token_is_kept_before_an_empty_span():
-    counts = count_spans(1, 0.15, 3.0)
-    inputs, targets = corrupt(np.array([[7], [8]]), draw(counts, 2), SENTINELS, 1)
-    assert inputs.tolist() == [[7, 99, 1], [8, 99, 1]] and targets.tolist() == [[99, 1], [99, 1]]
-    assert (counts.inputs_length, counts.targets_length) == (3, 2)
+def test_a_lone_token_is_an_input_without_noise_as_in_t5():
+    mask = draw(count_spans(1, 0.15, 3.0), 2)
+    tokens = np.array([[7], [8]])
+    assert replace_spans(tokens, mask, SENTINELS).tolist() == [[7], [8]]
+    assert replace_spans(tokens, ~mask, SENTINELS).tolist() == [[99], [99]]
 
 
 def test_every_composition_is_equally_likely():
@@ -97,7 +100,7 @@ def test_every_composition_is_equally_likely():
 def test_span_lengths_follow_the_closed_form():
     """P(a span of k) = C(n-k-1, s-2) / C(n-1, s-1) in a random composition of n into s positive parts."""
     counts, num_rows = count_spans(568, 0.15, 3.0), 4000
-    lengths = draw(counts, num_rows)
+    lengths = span_lengths(draw(counts, num_rows))
     s = counts.num_spans
     for total, spans in ((counts.num_noise_tokens, lengths[..., 1]), (counts.num_nonnoise_tokens, lengths[..., 0])):
         assert spans.shape == (num_rows, s) and (spans.sum(axis=1) == total).all()
@@ -117,8 +120,6 @@ def test_more_spans_than_sentinels_is_refused_with_the_numbers():
         plan_spans(2048, 0.15, 3.0, num_sentinels=100)
     with pytest.raises(UserError, match="128 noise spans"):
         plan_spans(512, 0.5, 3.0, num_sentinels=100)
-    with pytest.raises(ValueError, match="11 spans of"):
-        corrupt(np.full((1, 22), 200), np.ones((1, 11, 2), int), SENTINELS, 1)
 
 
 def test_settings_that_make_no_sense_are_refused():
@@ -131,9 +132,3 @@ def test_settings_that_make_no_sense_are_refused():
         random_spans_lengths(512, 0.15, 0.5)
     with pytest.raises(UserError, match="inputs_length"):
         random_spans_lengths(2, 0.15, 3.0)
-
-
-def test_spans_that_do_not_fit_the_rows_are_refused():
-    for spans in ([[[3, 1]], [[2, 2]]], [[[3, 2]], [[3, 2]]]):
-        with pytest.raises(ValueError, match="rows of 4 tokens"):
-            corrupt(np.full((2, 4), 200), np.array(spans), SENTINELS, 1)

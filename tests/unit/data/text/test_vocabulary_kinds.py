@@ -7,7 +7,7 @@ import pytest
 from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizerFast, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from lm_experiments_tools.data.objectives.denoising import plan_spans
+from lm_experiments_tools.data.objectives.span_corruption import plan_spans
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset

@@ -10,7 +10,9 @@ import pytest
 
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
-from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.objectives.objective import TokenIds
+from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
 from lm_experiments_tools.data.tokens import cold
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.bert_dataset import BertDataset
@@ -35,8 +37,8 @@ def prefix(tmp_path_factory):
 
 
 def span_corruption(tokens, seed=0):
-    settings = {"sentinel_ids": np.arange(199, 99, -1), "eos_id": 1, "pad_id": 0, "vocab_size": 200, "seed": seed}
-    return SpanCorruptionDataset(tokens, 128, **settings)
+    objective = SpanCorruption.create(TokenIds(200, sentinel_ids=np.arange(199, 99, -1)), 128)
+    return ObjectiveDataset(tokens, objective, seed)
 
 
 def advised(path):

@@ -1,0 +1,126 @@
+"""Datasets of an objective: numbered examples, made from the rows of a token stream.
+
+An example is a function of (seed, epoch, row). Batches, EOS, padding and masks of all objectives are made here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lm_experiments_tools.data.objectives.objective import Objective, Rows
+from lm_experiments_tools.data.objectives.token_stream import TokenSource, TokenStream
+from lm_experiments_tools.data.order import row_generators, stream_key
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 256  # rows made at once, which spreads the cost of numpy's calls
+_VERSION = 2  # of the mapping (seed, sample) -> example; part of the fingerprint
+
+
+class ObjectiveDataset(TokenStream):
+    """Examples of an objective, as a `SampleDataset` over the rows of a token stream.
+
+    Args:
+        tokens, seed: see `TokenStream`.
+        objective: makes an example of each row.
+    """
+
+    def __init__(self, tokens: TokenSource | Sequence[TokenSource], objective: Objective, seed: int = 0) -> None:
+        self.objective = objective
+        lengths = np.array([member.row_length - member.overlap for member in objective.members])
+        super().__init__(tokens, objective.vocabulary.size, lengths[objective.schedule].tolist(), seed)
+        self._noise_key = stream_key(seed, "noise")
+        if len(self) == 1 and self.last_row_is_short:
+            logger.warning("the data has only %d tokens: each epoch is one padded example", self.num_tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over data, objective and seed; equal fingerprints mean equal samples."""
+        return json_sha256([_VERSION, self.order, self.objective.settings()])
+
+    def describe(self) -> str:
+        """Describe the objective and the size of the data, for the log."""
+        return f"{self.objective.describe()}; {self.num_tokens:,} training tokens"
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Make a batch of examples from their sample numbers int64[n], which count over all epochs.
+
+        Returns:
+            `input_ids` and `attention_mask` int64[n, input_length], `labels` int64[n, target_length], and any other
+            entries of the objective's examples.
+
+        Raises:
+            UserError: an example is longer than the maximum lengths.
+        """
+        epochs, rows = self.rows_of(samples)
+        starts = self.starts_of(epochs, rows)
+        batch: dict[str, np.ndarray] = {}
+        for member, length, here in self._groups(rows):
+            tokens = self.read((starts[here] - member.overlap) % self.num_tokens, length)
+            made = member.examples(tokens, row_generators(self._noise_key, epochs[here], rows[here]))
+            padded = self._padded(made, member.with_eos)
+            if not batch:
+                batch = {name: np.empty((len(rows), values.shape[1]), np.int64) for name, values in padded.items()}
+            if padded.keys() != batch.keys():
+                raise UserError(f"Some examples of --task have {', '.join(padded)}, others {', '.join(batch)}.")
+            for name, values in padded.items():
+                batch[name][here] = values
+        return batch
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        """Return the numbers of input and target tokens, int64[2, n], of the n samples with the given numbers."""
+        epochs, rows = self.rows_of(samples)
+        lengths = np.empty((2, len(rows)), np.int64)
+        for member, length, here in self._groups(rows):
+            generators = row_generators(self._noise_key, epochs[here], rows[here])
+            found = member.lengths(length, generators)
+            if found is None:
+                starts = (self.starts_of(epochs[here], rows[here]) - member.overlap) % self.num_tokens
+                made = member.examples(self.read(starts, length), generators)
+                found = tuple([len(row) for row in made[name]] for name in ("input_ids", "labels"))
+            for side, name in enumerate(("input_ids", "labels")):
+                lengths[side, here] = np.asarray(found[side]) + (name in member.with_eos)
+        return lengths
+
+    def _groups(self, rows: np.ndarray) -> Iterator[tuple[Objective, int, np.ndarray]]:
+        """Rows of one objective and one length, some at a time: the objective, tokens per row, indices into `rows`."""
+        kinds, short = self.objective.schedule[rows % len(self.objective.schedule)], self.is_short(rows)
+        for kind in np.unique(kinds).tolist():
+            member = self.objective.members[kind]
+            for is_short, length in ((False, member.row_length), (True, self.last_row_length + member.overlap)):
+                here = np.flatnonzero((kinds == kind) & (short == is_short))
+                for begin in range(0, len(here), _BLOCK):
+                    yield member, length, here[begin : begin + _BLOCK]
+
+    def _padded(self, made: Mapping[str, Rows], with_eos: Sequence[str]) -> dict[str, np.ndarray]:
+        """The entries of some examples as int64[n, maximum length], with EOS and `attention_mask`."""
+        ids, padded = self.objective.vocabulary, {}
+        fills = {"input_ids": ids.pad_id, "labels": IGNORED_LABEL, "decoder_input_ids": ids.pad_id}
+        for name, rows in made.items():
+            is_target = name == "labels" or name.startswith("decoder_")
+            width = self.objective.target_length if is_target else self.objective.input_length
+            is_array = isinstance(rows, np.ndarray)
+            lengths = np.full(len(rows), rows.shape[1]) if is_array else np.array([len(row) for row in rows])
+            ends = lengths + (name in with_eos)
+            if ends.max() > width:
+                flag = "target_seq_len" if width != self.objective.input_length else "input_seq_len"
+                raise UserError(
+                    f"an example of --task has {ends.max()} {name}, EOS included, but --{flag} is {width}: raise it, "
+                    "or lower the row_length of the objective."
+                )
+            values = padded[name] = np.full((len(rows), width), fills.get(name, 0), np.int64)
+            if is_array:
+                values[:, : lengths[0]] = rows
+            else:
+                values[np.arange(width) < lengths[:, None]] = np.concatenate(rows)
+            if name in with_eos:
+                values[np.arange(len(rows)), lengths] = ids.eos_id
+            if name == "input_ids" and "attention_mask" not in made:
+                padded["attention_mask"] = (np.arange(width) < ends[:, None]).astype(np.int64)
+        return padded

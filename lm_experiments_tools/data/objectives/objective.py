@@ -1,0 +1,180 @@
+"""The interface of training objectives: one function makes an example from one row of tokens.
+
+Example of an objective with the row 10 11 12, EOS 1, padding 0 and rows padded to 5 tokens:
+
+    example(tokens, rng)      {"input_ids": [12, 10, 11], "labels": [10, 11, 12]}
+    the loader's batch        input_ids 12 10 11 1 0    attention_mask 1 1 1 1 0    labels 10 11 12 1 -100
+
+docs/new_objective.md shows an objective in a file of a user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.random import Generator
+
+from lm_experiments_tools.data.text.vocabulary import MASK_PIECES
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from lm_experiments_tools.config.objectives import ModelKind
+
+Rows = np.ndarray | Sequence[np.ndarray]
+
+
+class Ids(Protocol):
+    """Ids of special tokens, such as a `Vocabulary`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def mask_id(self) -> int | None: ...
+
+    @property
+    def sentinel_ids(self) -> Sequence[int] | np.ndarray: ...
+
+    @property
+    def special_ids(self) -> Sequence[int] | np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Ids of special tokens, for an objective without a `Vocabulary`."""
+
+    size: int
+    pad_id: int = 0
+    eos_id: int = 1
+    mask_id: int | None = None
+    sentinel_ids: Sequence[int] | np.ndarray = ()
+    special_ids: Sequence[int] | np.ndarray = ()
+
+
+class Objective:
+    """A training objective: makes an example from a row of tokens. Subclasses define `example`.
+
+    A row is a segment of the token stream, which is the tokens of all documents. `ObjectiveDataset` appends EOS, pads,
+    makes attention masks and batches. An objective's arguments are those of its `__init__`.
+
+    Attributes:
+        models: kinds of model that can be trained with it.
+        reads: optional flags that it uses, see `config.objectives.ObjectiveFacts`.
+        vocabulary: ids of special tokens.
+        input_length, target_length: maximum tokens of `input_ids` and `labels`, EOS included.
+        model_kind: "encoder-decoder", "decoder" or "encoder".
+        row_length: tokens per row; by default as many as fit the inputs.
+        overlap: number of tokens at the beginning of a row that are also the end of the row before.
+        with_eos: entries of an example to which EOS is appended; by default both sides of an encoder-decoder's.
+        members, schedule: objectives that make the rows in turn, and the index of the member of each row, repeated
+            after the last one; by default only this objective.
+        options: arguments of the class.
+    """
+
+    models: ClassVar[tuple[ModelKind, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
+    overlap = 0
+    vocabulary: Ids
+    input_length: int
+    target_length: int
+    model_kind: ModelKind
+    row_length: int
+    with_eos: tuple[str, ...]
+    members: Sequence[Objective]
+    schedule: np.ndarray
+    options: Mapping[str, Any]
+
+    def example(self, tokens: np.ndarray, rng: Generator) -> Mapping[str, np.ndarray | Sequence[int]]:
+        """Make an example from a row.
+
+        Args:
+            tokens: int64, the tokens of the row; fewer than `row_length` in the last row of an epoch.
+            rng: random numbers of this row, a function of (seed, epoch, row).
+
+        Returns:
+            `input_ids` and `labels`, without EOS and padding, and any other inputs of the model.
+        """
+        raise NotImplementedError
+
+    def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> Mapping[str, Rows]:
+        """Make examples from rows int64[n, length], each entry with n elements; equal to `example` row by row.
+
+        Args:
+            rngs: random numbers of each row. A generator must not be used after the next one is taken.
+        """
+        made = [self.example(row, rng) for row, rng in zip(rows, rngs, strict=True)]
+        return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
+
+    def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[Any, Any] | None:
+        """Return the numbers of input and target tokens, without EOS, of rows of `num_tokens` tokens.
+
+        Each is a number for all rows or an array with one per row. None if they depend on the tokens; examples are
+        then made to count them.
+        """
+        return None
+
+    def prepare(self) -> None:
+        """Compute what depends on the vocabulary and the lengths, such as `row_length`. Raises UserError."""
+
+    @property
+    def mask_id(self) -> int:
+        """Id of the vocabulary's mask token, or of its first sentinel. Raises UserError if it has neither."""
+        if self.vocabulary.mask_id is not None:
+            return self.vocabulary.mask_id
+        if len(self.vocabulary.sentinel_ids) == 0:
+            raise UserError(
+                "The objective needs a token that hides others, but the vocabulary has neither "
+                f"{' nor '.join(MASK_PIECES)} nor a sentinel: add a mask_token, or train another by `lmtools vocab`."
+            )
+        return int(self.vocabulary.sentinel_ids[0])
+
+    def describe(self) -> str:
+        """Describe the objective and its lengths, for the log."""
+        options = "".join(f", {name} {value}" for name, value in self.options.items())
+        return f"{type(self).__name__}, rows of {self.row_length} tokens{options}"
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything but the data and the seed that determines examples, as JSON values, for a fingerprint."""
+        ids = self.vocabulary
+        special = [np.asarray(values).tolist() for values in (ids.sentinel_ids, ids.special_ids)]
+        return {
+            "objective": f"{type(self).__module__}:{type(self).__qualname__}",
+            "options": dict(self.options),
+            "lengths": [self.row_length, self.overlap, self.input_length, self.target_length],
+            "model_kind": self.model_kind,
+            "ids": [ids.size, ids.eos_id, ids.pad_id, ids.mask_id, *special],
+        }
+
+    @classmethod
+    def create(
+        cls,
+        vocabulary: Ids,
+        input_length: int,
+        target_length: int | None = None,
+        model_kind: ModelKind = "encoder-decoder",
+        **options: Any,
+    ) -> Self:
+        """Make an objective for a vocabulary and maximum lengths; see the class for the arguments.
+
+        Raises:
+            UserError: the objective refuses the settings.
+        """
+        made, has_targets = cls(**options), model_kind == "encoder-decoder"
+        made.vocabulary, made.model_kind, made.options = vocabulary, model_kind, options
+        made.input_length, made.target_length = input_length, (target_length if has_targets else None) or input_length
+        made.with_eos = ("input_ids", "labels") if has_targets else ()
+        made.row_length = input_length - has_targets
+        made.members, made.schedule = [made], np.zeros(1, np.int64)
+        made.prepare()
+        return made

@@ -1,0 +1,233 @@
+"""T5's span corruption (Raffel et al., 2020, section 3.1.4).
+
+Example. Non-noise and noise spans alternate, beginning with non-noise. Sentinels are 99, 98, ... and EOS is 1:
+
+    tokens      10 11 12 13 14 15 16 17 18 19
+    noise mask   .  .  .  N  N  .  .  .  .  N
+    inputs      10 11 12 99 15 16 17 18 98  1
+    targets     99 13 14 98 19  1
+
+A row of `tokens` tokens gives `tokens - noise + spans + 1` inputs and `noise + spans + 1` targets (1 for EOS). Given
+the same noise mask, examples equal those of the `t5` package. This module raises an error in two cases where t5 makes
+wrong examples: more spans than sentinels, and targets longer than the maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.random import Generator
+
+from lm_experiments_tools.data.objectives.objective import Objective
+from lm_experiments_tools.errors import UserError
+
+
+@dataclass(frozen=True)
+class SpanCounts:
+    """Numbers of tokens, noise tokens and noise spans in a row. Rows of equal length have equal numbers."""
+
+    tokens_length: int
+    num_noise_tokens: int
+    num_spans: int
+
+    @property
+    def num_nonnoise_tokens(self) -> int:
+        return self.tokens_length - self.num_noise_tokens
+
+    @property
+    def inputs_length(self) -> int:
+        return self.num_nonnoise_tokens + self.num_spans + 1
+
+    @property
+    def targets_length(self) -> int:
+        return self.num_noise_tokens + self.num_spans + 1
+
+    @property
+    def num_gaps(self) -> int:
+        """Number of gaps between two noise or two non-noise tokens: the random numbers that a mask is drawn from."""
+        return max(self.num_nonnoise_tokens - 1, 0) + max(self.num_noise_tokens - 1, 0)
+
+
+@lru_cache(maxsize=4096)
+def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length: float) -> SpanCounts:
+    """Compute the numbers of noise tokens and noise spans in a row of `tokens_length` tokens.
+
+    Numbers are rounded in float32, halves to even, as in t5. There are never more spans than non-noise tokens.
+
+    Raises:
+        UserError: `noise_density` is outside (0, 1), or `mean_noise_span_length` is below 1.
+    """
+    if not 0 < noise_density < 1:
+        raise UserError(f"noise_density is {noise_density}, but it is a fraction of the tokens: choose 0 < d < 1.")
+    if mean_noise_span_length < 1:
+        raise UserError(f"mean_noise_span_length is {mean_noise_span_length}, but a span has at least 1 token.")
+    length = max(tokens_length, 2)
+    num_noise = int(np.rint(np.float32(length) * np.float32(noise_density)))
+    num_noise = min(max(num_noise, 1), length - 1)
+    num_spans = max(int(np.rint(np.float32(num_noise) / np.float32(mean_noise_span_length))), 1)
+    num_spans = min(num_spans, length - num_noise)
+    return SpanCounts(tokens_length, num_noise if tokens_length > 1 else 0, num_spans)
+
+
+def random_spans_lengths(
+    inputs_length: int, noise_density: float, mean_noise_span_length: float
+) -> tuple[int, int, int]:
+    """Find the longest row whose inputs fit into `inputs_length`; the result is that of t5's `random_spans_helper`.
+
+    Returns:
+        (tokens_length, targets_length, num_spans): tokens per row, tokens per target with sentinels and EOS, and noise
+        spans per row; (568, 114, 28) for (512, 0.15, 3.0).
+
+    Raises:
+        UserError: `inputs_length` is below 3, the noise settings are invalid, or spans outnumber the other tokens.
+    """
+    if inputs_length < 3:
+        raise UserError(f"inputs_length (--input_seq_len) is {inputs_length}, but a token, a sentinel and EOS need 3.")
+
+    def inputs_and_targets(tokens: int) -> tuple[int, int]:
+        # Python's float64 rounding, unlike the mask's float32: t5 mixes the two, and equality with it needs both.
+        noise = round(tokens * noise_density)
+        spans = round(noise / mean_noise_span_length)
+        return tokens - noise + spans + 1, noise + spans + 1
+
+    count_spans(inputs_length, noise_density, mean_noise_span_length)  # refuse bad settings before searching
+    tokens_length = inputs_length - 1
+    while inputs_and_targets(tokens_length + 1)[0] <= inputs_length:
+        tokens_length += 1
+    inputs, targets = inputs_and_targets(tokens_length)
+    if noise_density == 0.5 and targets > inputs:
+        tokens_length, targets = tokens_length - 1, targets - 1
+    num_noise = round(tokens_length * noise_density)
+    if round(num_noise / mean_noise_span_length) > tokens_length - num_noise:
+        raise UserError(
+            f"{round(num_noise / mean_noise_span_length)} noise spans cannot be separated by "
+            f"{tokens_length - num_noise} other tokens: lower noise_density or raise mean_noise_span_length."
+        )
+    return tokens_length, targets, count_spans(tokens_length, noise_density, mean_noise_span_length).num_spans
+
+
+def plan_spans(
+    inputs_length: int, noise_density: float, mean_noise_span_length: float, num_sentinels: int
+) -> SpanCounts:
+    """Compute the numbers of tokens and spans of the longest row whose inputs fit into `inputs_length`.
+
+    The row is one token shorter than t5's in the few settings where t5 would truncate the inputs.
+
+    Raises:
+        UserError: `random_spans_lengths` refuses the settings, or a row has more than `num_sentinels` spans.
+    """
+    tokens_length, _, _ = random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)
+    counts = count_spans(tokens_length, noise_density, mean_noise_span_length)
+    while counts.inputs_length > inputs_length:
+        counts = count_spans(counts.tokens_length - 1, noise_density, mean_noise_span_length)
+    if counts.num_spans > num_sentinels:
+        raise UserError(
+            f"{inputs_length} inputs hold {counts.num_spans} noise spans but the vocabulary has {num_sentinels} "
+            "sentinels: shorten the inputs, lengthen the spans, train one with more (`lmtools vocab --extra_ids`), or "
+            "add them to a Hugging Face tokenizer: tokenizer.add_tokens([f'<extra_id_{k}>' for k in range(100)], "
+            "special_tokens=True) and save_pretrained()."
+        )
+    return counts
+
+
+def noise_mask(counts: SpanCounts, gaps: np.ndarray) -> np.ndarray:
+    """Choose the noise tokens of rows. All combinations of span lengths are equally likely, as in t5.
+
+    Args:
+        counts: numbers of tokens and spans of a row.
+        gaps: float[..., counts.num_gaps], a random number for each gap between two non-noise tokens, then for each
+            between two noise tokens. Spans are separated at the gaps with the smallest numbers.
+
+    Returns:
+        bool[..., tokens_length], True for noise.
+    """
+    split = max(counts.num_nonnoise_tokens - 1, 0)
+    nonnoise = _span_lengths(gaps[..., :split], counts.num_nonnoise_tokens, counts.num_spans)
+    noise = _span_lengths(gaps[..., split:], counts.num_noise_tokens, counts.num_spans)
+    lengths = np.stack([nonnoise, noise], axis=-1)
+    is_noise = np.arange(lengths.size) % 2 == 1
+    return np.repeat(is_noise, lengths.reshape(-1)).reshape(*gaps.shape[:-1], counts.tokens_length)
+
+
+def _span_lengths(gaps: np.ndarray, num_tokens: int, num_spans: int) -> np.ndarray:
+    """Lengths int64[..., num_spans] of `num_tokens` tokens, cut at the gaps with the smallest numbers."""
+    ends = np.full((*gaps.shape[:-1], num_spans + 1), num_tokens)
+    ends[..., 0] = 0
+    if num_spans > 1:
+        ends[..., 1:-1] = np.sort(np.argpartition(gaps, num_spans - 2)[..., : num_spans - 1]) + 1
+    return np.diff(ends)
+
+
+def replace_spans(tokens: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray) -> np.ndarray:
+    """Replace each span of a mask by one sentinel token, the first span by the first sentinel.
+
+    Args:
+        tokens: int64[..., length].
+        mask: bool[..., length], True in spans. All rows have the same number of spans and of tokens in them.
+        sentinel_ids: int64, at least one per span.
+
+    Returns:
+        int64[..., length - tokens in spans + spans].
+    """
+    starts = mask.copy()
+    starts[..., 1:] &= ~mask[..., :-1]
+    num_rows, num_starts = mask.size // mask.shape[-1], np.count_nonzero(starts)
+    replaced = tokens.copy()
+    replaced[starts] = np.tile(sentinel_ids[: num_starts // num_rows], num_rows)
+    return replaced[starts | ~mask].reshape(*tokens.shape[:-1], -1)
+
+
+class SpanCorruption(Objective):
+    """Span corruption, T5's pre-training objective. UL2's R- and X-denoisers are of this kind.
+
+    Args:
+        noise_density: fraction of tokens to corrupt.
+        mean_noise_span_length: average tokens per corrupted span.
+
+    Raises:
+        UserError: the targets are longer than `target_length`, or `plan_spans` refuses the settings.
+    """
+
+    first_ids = np.zeros(0, np.int64)  # at the beginning of the inputs, such as UL2's mode token
+
+    def __init__(self, noise_density: float = 0.15, mean_noise_span_length: float = 3.0) -> None:
+        self.noise = noise_density, mean_noise_span_length
+
+    def prepare(self) -> None:
+        self.sentinel_ids = np.asarray(self.vocabulary.sentinel_ids, np.int64)
+        counts = plan_spans(self.input_length, *self.noise, len(self.sentinel_ids))
+        if self.target_length < counts.targets_length:
+            raise UserError(
+                f"--target_seq_len {self.target_length} would cut the targets, which are {counts.targets_length} long "
+                f"for --input_seq_len {self.input_length}: set it to {counts.targets_length}."
+            )
+        self.row_length, self.target_length = counts.tokens_length, counts.targets_length
+
+    def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
+        counts = count_spans(len(tokens), *self.noise)
+        mask = noise_mask(counts, rng.random(counts.num_gaps))
+        inputs = np.concatenate([self.first_ids, replace_spans(tokens, mask, self.sentinel_ids)])
+        return {"input_ids": inputs, "labels": replace_spans(tokens, ~mask, self.sentinel_ids)}
+
+    def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
+        # One call of numpy for many rows: five times as fast.
+        counts = count_spans(rows.shape[1], *self.noise)
+        gaps = np.empty((len(rows), counts.num_gaps))
+        for row, rng in zip(gaps, rngs, strict=True):
+            rng.random(out=row)
+        mask = noise_mask(counts, gaps)
+        first = np.broadcast_to(self.first_ids, (len(rows), len(self.first_ids)))
+        inputs = np.concatenate([first, replace_spans(rows, mask, self.sentinel_ids)], axis=1)
+        return {"input_ids": inputs, "labels": replace_spans(rows, ~mask, self.sentinel_ids)}
+
+    def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[int, int]:
+        counts = count_spans(num_tokens, *self.noise)
+        sentinels = counts.num_spans if counts.num_noise_tokens else 0  # a row of one token has no noise
+        return len(self.first_ids) + counts.num_nonnoise_tokens + sentinels, counts.targets_length - 1
+
+    def describe(self) -> str:
+        lengths = f"{self.input_length} inputs + {self.target_length} targets"
+        return f"span corruption, {self.row_length} tokens -> {lengths}"
