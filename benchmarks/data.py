@@ -4,7 +4,8 @@
 
 T5, span corruption, 512 inputs, 114 targets, batches of 64:
 
-* native: our memory-mapped tokens and vectorized corruption, out of `TrainLoader` as torch tensors.
+* native: our memory-mapped tokens and span corruption, out of `TrainLoader` as torch tensors.
+* an objective of your own: that of docs/new_objective.md, 512 targets, from the same files.
 * datasets + collator: rows in an Arrow table of `datasets` (`with_format("numpy")`), corrupted row by row in numpy.
 * seqio cached: `t5.data.preprocessors.span_corruption` in a seqio Task over tokens in a TFRecord file.
 
@@ -47,7 +48,9 @@ class Inputs:
     bert_vocab: Path | None
 
 
-def native(inputs: Inputs) -> Iterator[float]:
+def native(inputs: Inputs, is_built_in: bool = True) -> Iterator[float]:
+    """Span corruption, or the objective of docs/new_objective.md, which makes one example at a time."""
+    from lm_experiments_tools import Objective
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
     from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
@@ -55,9 +58,16 @@ def native(inputs: Inputs) -> Iterator[float]:
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
     vocabulary = Vocabulary.load(inputs.vocab)
-    dataset = ObjectiveDataset(IndexedDataset(inputs.folder / "tokens"), SpanCorruption.create(vocabulary, INPUTS))
+
+    class Deshuffling(Objective):
+        def example(self, tokens: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
+            return {"input_ids": rng.permutation(tokens), "labels": tokens}
+
+    objective = (SpanCorruption if is_built_in else Deshuffling).create(vocabulary, INPUTS)
+    dataset = ObjectiveDataset(IndexedDataset(inputs.folder / "tokens"), objective)
+    targets = TARGETS if is_built_in else INPUTS
     for rows in TrainLoader(dataset, BATCH, prefetch=False):
-        assert rows["input_ids"].shape == (BATCH, INPUTS) and rows["labels"].shape == (BATCH, TARGETS)
+        assert rows["input_ids"].shape == (BATCH, INPUTS) and rows["labels"].shape == (BATCH, targets)
         yield BATCH
 
 
@@ -212,6 +222,7 @@ def bert_megatron_core(inputs: Inputs, length: int) -> Iterator[float]:
 T5, ENCODING = f"T5 {INPUTS}/{TARGETS}, ", "encoding, "  # beginnings of names; rates of one are compared
 PIPELINES: dict[str, tuple[Callable[[Inputs], Iterator[float]], tuple[str, ...]]] = {
     f"{T5}native": (native, ()),
+    f"{T5}an objective of your own": (partial(native, is_built_in=False), ()),
     f"{T5}datasets + collator": (datasets_collator, ("datasets",)),
     f"{T5}seqio cached": (seqio_cached, ("t5", "seqio")),
     f"{ENCODING}sentencepiece": (sentencepiece, ()),

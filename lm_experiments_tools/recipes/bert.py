@@ -16,7 +16,7 @@ from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLo
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskedRows, MaskingRate
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.tokens.checked import open_checked
@@ -232,10 +232,13 @@ def document_datasets(
     """Build the training and validation samples of BERT pre-training from plain text; see `bert_datasets`."""
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
     ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
-    masks = {"mask_id": tokenizer.mask, "special_ids": tokenizer.special_ids, "vocab_size": tokenizer.vocab_size}
-    vocabulary = TokenIds(tokenizer.vocab_size, tokenizer.pad)
-    blocks = Blocks.create(vocabulary, args.input_seq_len, model_kind="encoder")
-    masks |= {"replace": args.mask_replace, "starts_word": tokenizer.starts_word if args.whole_word else None}
+    vocabulary = TokenIds(
+        tokenizer.vocab_size, tokenizer.pad, mask_id=tokenizer.mask, special_ids=tokenizer.special_ids
+    )
+    length = {"input_length": args.input_seq_len, "model_kind": "encoder"}
+    blocks = Blocks.create(vocabulary, **length)
+    starts_word = tokenizer.starts_word if args.whole_word else None
+    masked_lm = MaskedLM.create(vocabulary, **length, replace=args.mask_replace, starts_word=starts_word)
 
     def rows(tokens: IndexedDataset, seed: int = args.seed) -> DocumentRows | ObjectiveDataset:
         if args.packing == "stream":
@@ -249,10 +252,10 @@ def document_datasets(
     train = valid = None
     if not args.validate_only:
         rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
-        train = MaskedRows(_mixed(args, rows, tokenizer.pad, open_tokens), rate, seed=args.seed, **masks)
+        train = MaskedRows(_mixed(args, rows, tokenizer.pad, open_tokens), masked_lm, rate, args.seed)
     if args.valid_data_path is not None:
         rate = MaskingRate(args.valid_mlm_prob or args.mlm_prob)
-        valid = MaskedRows(rows(open_tokens(args.valid_data_path)), rate, seed=args.seed, **masks)
+        valid = MaskedRows(rows(open_tokens(args.valid_data_path)), masked_lm, rate, args.seed)
     return train, valid
 
 

@@ -64,7 +64,7 @@ class ObjectiveDataset(TokenStream):
         for member, length, here in self._groups(rows):
             tokens = self.read((starts[here] - member.overlap) % self.num_tokens, length)
             made = member.examples(tokens, row_generators(self._noise_key, epochs[here], rows[here]))
-            padded = self._padded(made, member.with_eos)
+            padded = self._padded(made, member)
             if not batch:
                 batch = {name: np.empty((len(rows), values.shape[1]), np.int64) for name, values in padded.items()}
             if padded.keys() != batch.keys():
@@ -86,6 +86,7 @@ class ObjectiveDataset(TokenStream):
                 found = tuple([len(row) for row in made[name]] for name in ("input_ids", "labels"))
             for side, name in enumerate(("input_ids", "labels")):
                 lengths[side, here] = np.asarray(found[side]) + (name in member.with_eos)
+            lengths[0, here] += len(member.first_ids)
         return lengths
 
     def _groups(self, rows: np.ndarray) -> Iterator[tuple[Objective, int, np.ndarray]]:
@@ -98,29 +99,33 @@ class ObjectiveDataset(TokenStream):
                 for begin in range(0, len(here), _BLOCK):
                     yield member, length, here[begin : begin + _BLOCK]
 
-    def _padded(self, made: Mapping[str, Rows], with_eos: Sequence[str]) -> dict[str, np.ndarray]:
-        """The entries of some examples as int64[n, maximum length], with EOS and `attention_mask`."""
+    def _padded(self, made: Mapping[str, Rows], member: Objective) -> dict[str, np.ndarray]:
+        """The entries of some examples as int64[n, maximum length], with first ids, EOS and `attention_mask`."""
         ids, padded = self.objective.vocabulary, {}
         fills = {"input_ids": ids.pad_id, "labels": IGNORED_LABEL, "decoder_input_ids": ids.pad_id}
         for name, rows in made.items():
             is_target = name == "labels" or name.startswith("decoder_")
             width = self.objective.target_length if is_target else self.objective.input_length
+            first = member.first_ids if name == "input_ids" else ()
             is_array = isinstance(rows, np.ndarray)
             lengths = np.full(len(rows), rows.shape[1]) if is_array else np.array([len(row) for row in rows])
-            ends = lengths + (name in with_eos)
+            ends = len(first) + lengths + (name in member.with_eos)
             if ends.max() > width:
-                flag = "target_seq_len" if width != self.objective.input_length else "input_seq_len"
+                is_flag = is_target and "target_seq_len" in self.objective.reads
+                flag = "target_seq_len" if is_flag else "input_seq_len"
                 raise UserError(
                     f"an example of --task has {ends.max()} {name}, EOS included, but --{flag} is {width}: raise it, "
                     "or lower the row_length of the objective."
                 )
-            values = padded[name] = np.full((len(rows), width), fills.get(name, 0), np.int64)
+            padded[name] = np.full((len(rows), width), fills.get(name, 0), np.int64)
+            padded[name][:, : len(first)] = first
+            body = padded[name][:, len(first) :]
             if is_array:
-                values[:, : lengths[0]] = rows
+                body[:, : lengths[0]] = rows
             else:
-                values[np.arange(width) < lengths[:, None]] = np.concatenate(rows)
-            if name in with_eos:
-                values[np.arange(len(rows)), lengths] = ids.eos_id
+                body[np.arange(body.shape[1]) < lengths[:, None]] = np.concatenate(rows)
+            if name in member.with_eos:
+                body[np.arange(len(rows)), lengths] = ids.eos_id
             if name == "input_ids" and "attention_mask" not in made:
                 padded["attention_mask"] = (np.arange(width) < ends[:, None]).astype(np.int64)
         return padded

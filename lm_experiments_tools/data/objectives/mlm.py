@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -33,17 +34,6 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 
 _VERSION = 2  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
 REPLACE = (0.8, 0.1, 0.1)  # of the chosen tokens: mask token, random token, unchanged
-
-
-def special_and_ordinary(special_ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split a vocabulary into special and ordinary ids, the arguments that `mask_tokens` takes.
-
-    Returns:
-        bool[vocab_size], True for special ids, and int64[number of ordinary ids], all other ids.
-    """
-    special = np.zeros(vocab_size, bool)
-    special[special_ids] = True
-    return special, np.flatnonzero(~special)
 
 
 def mask_tokens(
@@ -98,32 +88,46 @@ class MaskedLM(Objective):
 
     Args:
         mlm_probability: masking rate.
+        replace, starts_word: see `mask_tokens`; `starts_word` is bool[vocabulary size], subwords that begin a word.
 
     Raises:
         UserError: the vocabulary has neither a mask token nor a sentinel.
     """
 
-    def __init__(self, mlm_probability: float = 0.15) -> None:
-        self.probability = mlm_probability
+    def __init__(
+        self, mlm_probability: float = 0.15, replace: Sequence[float] = REPLACE, starts_word: np.ndarray | None = None
+    ) -> None:
+        self.probability, self.replace, self.starts_word = mlm_probability, replace, starts_word
 
     def prepare(self) -> None:
-        special = [*self.vocabulary.special_ids, self.vocabulary.pad_id, self.mask_id]
-        self.special, self.ordinary_ids = special_and_ordinary(special, self.vocabulary.size)
+        self.special = np.zeros(self.vocabulary.size, bool)
+        self.special[[*self.vocabulary.special_ids, self.vocabulary.pad_id, self.mask_id]] = True
+        self.ordinary_ids = np.flatnonzero(~self.special)
 
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        return self._masked(tokens, rng.random(len(tokens)))
+        return self.masked(tokens, rng.random(len(tokens)), self.probability)
 
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         # One call of numpy for many rows: five times as fast.
-        return self._masked(rows, np.stack([rng.random(rows.shape[1]) for rng in rngs]))
+        return self.masked(rows, np.stack([rng.random(rows.shape[1]) for rng in rngs]), self.probability)
 
-    def _masked(self, tokens: np.ndarray, random: np.ndarray) -> dict[str, np.ndarray]:
-        masking = self.probability, self.mask_id, self.ordinary_ids, self.special
-        inputs, labels = mask_tokens(tokens, random, *masking)
+    def masked(self, tokens: np.ndarray, random: np.ndarray, probability: float | np.ndarray) -> dict[str, np.ndarray]:
+        """Return `input_ids` and `labels` of tokens; see `mask_tokens` for the arguments."""
+        starts = None
+        if self.starts_word is not None:
+            starts = self.starts_word[tokens]
+            starts[..., 1:] |= self.special[tokens[..., :-1]]  # a word does not continue after a special token
+        masking = self.mask_id, self.ordinary_ids, self.special, self.replace, starts
+        inputs, labels = mask_tokens(tokens, random, probability, *masking)
         return {"input_ids": inputs, "labels": labels}
 
     def describe(self) -> str:
         return f"masked LM, {self.probability:g} of the tokens, blocks of {self.row_length} tokens"
+
+    def settings(self) -> dict[str, Any]:
+        words = None if self.starts_word is None else np.flatnonzero(self.starts_word).tolist()
+        options = {"mlm_probability": self.probability, "replace": list(self.replace), "starts_word": words}
+        return {**super().settings(), "options": options}
 
 
 class Blocks(Objective):
@@ -163,12 +167,8 @@ class MaskedRows:
 
     Args:
         rows: dataset whose batches have `input_ids` int64[number of rows, length of a row].
-        rate: masking rate.
-        mask_id: id of the mask token.
-        special_ids: ids that are never masked and never used as random tokens, with padding.
-        vocab_size: number of ids.
-        replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
-        starts_word: bool[vocab_size], subwords that begin a word, to mask whole words; None masks single tokens.
+        objective: masks the tokens.
+        rate: masking rate, instead of the objective's.
         seed: determines the mask.
 
     Attributes:
@@ -178,13 +178,8 @@ class MaskedRows:
 
     ramp_start = 0
 
-    def __init__(
-        self, rows: SampleDataset, rate: MaskingRate, *, mask_id: int, special_ids: Sequence[int] | np.ndarray,
-        vocab_size: int, replace: Sequence[float] = REPLACE, starts_word: np.ndarray | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
-        self.rows, self.rate, self.mask_id, self.seed = rows, rate, mask_id, seed
-        self.replace, self.starts_word = replace, starts_word
-        self._special, self._ordinary_ids = special_and_ordinary([*special_ids, mask_id], vocab_size)
+    def __init__(self, rows: SampleDataset, objective: MaskedLM, rate: MaskingRate, seed: int = 0) -> None:
+        self.rows, self.objective, self.rate, self.seed = rows, objective, rate, seed
         self._noise_key = stream_key(seed, "masks")
 
     def __len__(self) -> int:
@@ -192,18 +187,15 @@ class MaskedRows:
 
     def describe(self) -> str:
         """Describe the objective and the data, for the log."""
-        rate, unit = self.rate, "tokens" if self.starts_word is None else "words"
+        rate, unit = self.rate, "tokens" if self.objective.starts_word is None else "words"
         end = "" if rate.end is None else f" to {rate.end:g} at sample {rate.num_samples:,}"
-        parts = "/".join(f"{100 * part:g}" for part in self.replace)
+        parts = "/".join(f"{100 * part:g}" for part in self.objective.replace)
         return f"masked LM, {rate.start:g}{end} of the {unit}, mask/random/keep {parts}; {self.rows.describe()}"
 
     @property
     def fingerprint(self) -> str:
         """sha256 over data and masking settings; equal fingerprints mean equal samples."""
-        words = None if self.starts_word is None else np.flatnonzero(self.starts_word).tolist()
-        special = np.flatnonzero(self._special).tolist()
-        ids = [self.mask_id, special, words, len(self._special)]
-        parts = [_VERSION, self.rows.fingerprint, astuple(self.rate), list(self.replace), self.seed, *ids]
+        parts = [_VERSION, self.rows.fingerprint, astuple(self.rate), self.seed, self.objective.settings()]
         return json_sha256(parts)
 
     @property
@@ -226,18 +218,13 @@ class MaskedRows:
             here = slice(begin, begin + BLOCK)
             generators = row_generators(self._noise_key, np.zeros_like(samples[here]), samples[here])
             random = np.stack([rng.random(ids.shape[1]) for rng in generators])
-            ids[here], labels[here] = self._masked(samples[here], random, ids[here])
+            # One number for all rows is faster than an array.
+            is_fixed = self.rate.end is None
+            rate = self.rate.start if is_fixed else self.rate.at(samples[here] - self.ramp_start)[:, None]
+            masked = self.objective.masked(ids[here], random, rate)
+            ids[here], labels[here] = masked["input_ids"], masked["labels"]
         return {**batch, "labels": labels}
 
     def will_need(self, samples: np.ndarray) -> None:
         """Prefetch the samples with the given numbers from the disk."""
         self.rows.will_need(samples)
-
-    def _masked(self, samples: np.ndarray, random: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        starts = None
-        if self.starts_word is not None:
-            starts = self.starts_word[ids]
-            starts[:, 1:] |= self._special[ids[:, :-1]]  # a word does not continue after a special token
-        # One number for all rows is faster than an array.
-        rate = self.rate.start if self.rate.end is None else self.rate.at(samples - self.ramp_start)[:, None]
-        return mask_tokens(ids, random, rate, self.mask_id, self._ordinary_ids, self._special, self.replace, starts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.random import Generator
@@ -24,35 +24,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from lm_experiments_tools.config.objectives import ModelKind
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
 Rows = np.ndarray | Sequence[np.ndarray]
 
 
-class Ids(Protocol):
-    """Ids of special tokens, such as a `Vocabulary`."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def eos_id(self) -> int: ...
-
-    @property
-    def pad_id(self) -> int: ...
-
-    @property
-    def mask_id(self) -> int | None: ...
-
-    @property
-    def sentinel_ids(self) -> Sequence[int] | np.ndarray: ...
-
-    @property
-    def special_ids(self) -> Sequence[int] | np.ndarray: ...
-
-
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids of special tokens, for an objective without a `Vocabulary`."""
+    """Ids of special tokens that objectives use, for one without a `Vocabulary`."""
 
     size: int
     pad_id: int = 0
@@ -76,6 +55,7 @@ class Objective:
         model_kind: "encoder-decoder", "decoder" or "encoder".
         row_length: tokens per row; by default as many as fit the inputs.
         overlap: number of tokens at the beginning of a row that are also the end of the row before.
+        first_ids: tokens at the beginning of `input_ids`, such as UL2's mode token; none by default.
         with_eos: entries of an example to which EOS is appended; by default both sides of an encoder-decoder's.
         members, schedule: objectives that make the rows in turn, and the index of the member of each row, repeated
             after the last one; by default only this objective.
@@ -85,7 +65,8 @@ class Objective:
     models: ClassVar[tuple[ModelKind, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
     overlap = 0
-    vocabulary: Ids
+    first_ids: tuple[int, ...] = ()
+    vocabulary: TokenIds | Vocabulary
     input_length: int
     target_length: int
     model_kind: ModelKind
@@ -103,7 +84,7 @@ class Objective:
             rng: random numbers of this row, a function of (seed, epoch, row).
 
         Returns:
-            `input_ids` and `labels`, without EOS and padding, and any other inputs of the model.
+            `input_ids` and `labels`, without `first_ids`, EOS and padding, and any other inputs of the model.
         """
         raise NotImplementedError
 
@@ -117,7 +98,7 @@ class Objective:
         return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
 
     def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[Any, Any] | None:
-        """Return the numbers of input and target tokens, without EOS, of rows of `num_tokens` tokens.
+        """Return the numbers of input and target tokens that `example` makes of rows of `num_tokens` tokens.
 
         Each is a number for all rows or an array with one per row. None if they depend on the tokens; examples are
         then made to count them.
@@ -159,7 +140,7 @@ class Objective:
     @classmethod
     def create(
         cls,
-        vocabulary: Ids,
+        vocabulary: TokenIds | Vocabulary,
         input_length: int,
         target_length: int | None = None,
         model_kind: ModelKind = "encoder-decoder",
@@ -174,7 +155,7 @@ class Objective:
         made.vocabulary, made.model_kind, made.options = vocabulary, model_kind, options
         made.input_length, made.target_length = input_length, (target_length if has_targets else None) or input_length
         made.with_eos = ("input_ids", "labels") if has_targets else ()
-        made.row_length = input_length - has_targets
+        made.row_length = input_length - has_targets - len(made.first_ids)
         made.members, made.schedule = [made], np.zeros(1, np.int64)
         made.prepare()
         return made

@@ -1,10 +1,10 @@
 """Prefix LM (Raffel et al., 2020, section 3.1.4): the beginning of a row is the input, the rest is the target.
 
-Example with a prefix of 3 tokens and EOS 1, without and with UL2's mode token 98:
+Example with a prefix of 3 tokens and EOS 1:
 
     tokens     10 11 12 13 14
-    inputs     10 11 12  1          98 10 11 12  1
-    targets    13 14  1             13 14  1
+    inputs     10 11 12  1
+    targets    13 14  1
 
 Given the same prefix lengths, examples equal those of the `t5` package.
 """
@@ -32,17 +32,14 @@ class PrefixLM(Objective):
         UserError: `input_length` is below 3 or `target_length` below 2.
     """
 
-    first_ids = np.zeros(0, np.int64)  # at the beginning of the inputs, such as UL2's mode token
-
     def __init__(self, noise_density: float = 0.5) -> None:
         self.noise_density = noise_density
 
     def prepare(self) -> None:
-        self.row_length = self.input_length - 1 - len(self.first_ids)
         if self.row_length < 2 or self.target_length < 2:
             raise UserError(
-                f"prefix LM needs at least {3 + len(self.first_ids)} inputs and 2 targets, but --input_seq_len is "
-                f"{self.input_length} and --target_seq_len {self.target_length}."
+                f"prefix LM needs at least 3 inputs and 2 targets, but --input_seq_len is {self.input_length} and "
+                f"--target_seq_len {self.target_length}."
             )
         self.max_targets = self.target_length
         self.target_length = self.row_length - self.shortest(self.row_length) + 1
@@ -59,11 +56,11 @@ class PrefixLM(Objective):
 
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
         prefix = self.draw_prefix(len(tokens), rng)
-        return {"input_ids": np.concatenate([self.first_ids, tokens[:prefix]]), "labels": tokens[prefix:]}
+        return {"input_ids": tokens[:prefix], "labels": tokens[prefix:]}
 
     def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[np.ndarray, np.ndarray]:
         prefixes = np.array([self.draw_prefix(num_tokens, rng) for rng in rngs])
-        return prefixes + len(self.first_ids), num_tokens - prefixes
+        return prefixes, num_tokens - prefixes
 
     def describe(self) -> str:
         shortest = self.shortest(self.row_length)

@@ -9,7 +9,7 @@ from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
 from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
-from lm_experiments_tools.data.objectives.objective import Ids, Objective
+from lm_experiments_tools.data.objectives.objective import Objective
 from lm_experiments_tools.data.objectives.token_stream import TokenSource
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.names import resolve_name
@@ -17,9 +17,10 @@ from lm_experiments_tools.names import resolve_name
 if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
 
-def build_objective(args: T5PretrainingArgs, vocabulary: Ids, model_kind: ModelKind) -> Objective:
+def build_objective(args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind) -> Objective:
     """Make the objective `--task`, with the flags that it reads as arguments of its class.
 
     No training data are needed, so that a run can fail before it tokenizes any text.

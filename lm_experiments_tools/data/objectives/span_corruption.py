@@ -191,8 +191,6 @@ class SpanCorruption(Objective):
         UserError: the targets are longer than `target_length`, or `plan_spans` refuses the settings.
     """
 
-    first_ids = np.zeros(0, np.int64)  # at the beginning of the inputs, such as UL2's mode token
-
     def __init__(self, noise_density: float = 0.15, mean_noise_span_length: float = 3.0) -> None:
         self.noise = noise_density, mean_noise_span_length
 
@@ -208,9 +206,7 @@ class SpanCorruption(Objective):
 
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
         counts = count_spans(len(tokens), *self.noise)
-        mask = noise_mask(counts, rng.random(counts.num_gaps))
-        inputs = np.concatenate([self.first_ids, replace_spans(tokens, mask, self.sentinel_ids)])
-        return {"input_ids": inputs, "labels": replace_spans(tokens, ~mask, self.sentinel_ids)}
+        return self._replaced(tokens, noise_mask(counts, rng.random(counts.num_gaps)))
 
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         # One call of numpy for many rows: five times as fast.
@@ -218,15 +214,16 @@ class SpanCorruption(Objective):
         gaps = np.empty((len(rows), counts.num_gaps))
         for row, rng in zip(gaps, rngs, strict=True):
             rng.random(out=row)
-        mask = noise_mask(counts, gaps)
-        first = np.broadcast_to(self.first_ids, (len(rows), len(self.first_ids)))
-        inputs = np.concatenate([first, replace_spans(rows, mask, self.sentinel_ids)], axis=1)
-        return {"input_ids": inputs, "labels": replace_spans(rows, ~mask, self.sentinel_ids)}
+        return self._replaced(rows, noise_mask(counts, gaps))
+
+    def _replaced(self, tokens: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+        inputs, targets = (replace_spans(tokens, spans, self.sentinel_ids) for spans in (mask, ~mask))
+        return {"input_ids": inputs, "labels": targets}
 
     def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[int, int]:
         counts = count_spans(num_tokens, *self.noise)
         sentinels = counts.num_spans if counts.num_noise_tokens else 0  # a row of one token has no noise
-        return len(self.first_ids) + counts.num_nonnoise_tokens + sentinels, counts.targets_length - 1
+        return counts.num_nonnoise_tokens + sentinels, counts.targets_length - 1
 
     def describe(self) -> str:
         lengths = f"{self.input_length} inputs + {self.target_length} targets"

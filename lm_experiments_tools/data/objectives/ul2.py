@@ -87,7 +87,7 @@ class SpanDenoiser(SpanCorruption):
     def __init__(self, spec: DenoiserSpec, mode_id: int | None, sentinel_ids: np.ndarray) -> None:
         super().__init__(spec.noise_density, spec.mean_noise_span_length or 1.0)
         self.spec, self.sentinel_ids = spec, sentinel_ids
-        self.first_ids = np.array([] if mode_id is None else [mode_id], np.int64)
+        self.first_ids = () if mode_id is None else (mode_id,)
 
     def prepare(self) -> None:
         available = self.input_length - len(self.first_ids)
@@ -106,7 +106,7 @@ class PrefixDenoiser(PrefixLM):
 
     def __init__(self, spec: DenoiserSpec, mode_id: int | None) -> None:
         super().__init__(spec.noise_density)
-        self.spec, self.first_ids = spec, np.array([] if mode_id is None else [mode_id], np.int64)
+        self.spec, self.first_ids = spec, () if mode_id is None else (mode_id,)
 
 
 class UL2(Objective):

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_VERSION = 3  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
+_VERSION = 4  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 
@@ -148,7 +148,7 @@ def streaming_data(
         )
     objective = build_objective(args, vocabulary, model_kind)
     loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plan, fingerprint, streams))
-    return loader, f"{args.task} from a stream: {', '.join(args.data_path)}, {plan.describe()}"
+    return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {plan.describe()}"
 
 
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:

@@ -259,7 +259,7 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
         for name in ("input_ids", "labels"):
             assert render_ids(batch[name][row].numpy(), vocabulary.decode, shown) in lines
     if task == "prefix_lm":
-        assert inputs < 0.3 and first[0][1]["labels"].shape[1] < 48
+        assert inputs < 0.35 and first[0][1]["labels"].shape[1] < 48
 
 
 @pytest.fixture(scope="module")

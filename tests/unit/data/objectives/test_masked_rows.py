@@ -11,7 +11,7 @@ from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskedRows, MaskingRate
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import documents
@@ -40,8 +40,9 @@ def text(tmp_path_factory):
 
 def masked(text, rows=None, rate=MaskingRate(0.15), **options):  # noqa: B008 - immutable
     ours = text[1]
-    ids = {"mask_id": ours.mask, "special_ids": ours.special_ids, "vocab_size": ours.vocab_size}
-    return MaskedRows(rows or text[3], rate, **ids, **options)
+    ids = TokenIds(ours.vocab_size, ours.pad, mask_id=ours.mask, special_ids=ours.special_ids)
+    seed = options.pop("seed", 0)
+    return MaskedRows(rows or text[3], MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), rate, seed)
 
 
 def unmasked(batch):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 import random
 import shutil
 import threading
@@ -301,17 +300,6 @@ def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp
 
 
 # ---- what can go wrong ----
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"), [({}, "targets are "), ({"task": "ul2", "denoisers": ("R:1:0.5",)}, "denoiser R:1:0.5 ")]
-)
-def test_settings_are_said_once(start, in_process, caplog, changes, message):
-    caplog.set_level(logging.INFO)
-    loader = start(input_seq_len=512, target_seq_len=512, **changes)
-    take(loader, 30)
-    loader.close()
-    assert len([text for text in caplog.messages if text.startswith(message)]) == 1
 
 
 def test_a_real_worker_process_and_its_death(start, monkeypatch):
