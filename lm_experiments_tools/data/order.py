@@ -83,7 +83,7 @@ def draw_integers(key: int, epochs: np.ndarray, samples: np.ndarray, num_integer
 
 
 def row_generators(key: int, epochs: np.ndarray, rows: np.ndarray) -> Iterator[Generator]:
-    """Iterate over the random generators of rows: `Generator(Philox(key=[key, epoch << 40 | row]))` for each.
+    """Iterate over the random generators of rows: Philox with the 128-bit key (`key`, epoch << 40 | row) for each.
 
     The yielded object is always the same one, set to the row's key, which is ten times as fast as a new one. It is
     valid until the next one is taken.

@@ -4,8 +4,16 @@ from math import factorial, sqrt
 
 import numpy as np
 import pytest
+from numpy.random import Generator, Philox
 
-from lm_experiments_tools.data.order import draw_integers, epoch_shift, permute, philox_4x32, stream_key
+from lm_experiments_tools.data.order import (
+    draw_integers,
+    epoch_shift,
+    permute,
+    philox_4x32,
+    row_generators,
+    stream_key,
+)
 
 
 def chi_square_z(observed, num_cells):
@@ -124,3 +132,16 @@ def test_shift_is_uniform_over_epochs_and_keyed_by_seed():
 
 def test_uses_of_one_seed_are_separate():
     assert len({stream_key(seed, use) for seed in (0, 1, 2**70) for use in ("order", "noise", "shift")}) == 9
+
+
+def test_generators_of_rows_are_those_of_new_ones():
+    key = stream_key(-1, "noise")
+    epochs, rows = np.array([0, 1, 3, 0]), np.array([5, 0, 2**40 - 1, 5])
+
+    def draws(rng):  # among them numbers of 32 bits, of which a generator keeps a half
+        return [rng.random(), rng.integers(7, dtype=np.int32), rng.permutation(9).tolist(), rng.poisson(3.0)]
+
+    # A list with a number above 2**63 would become float64, and lose its last bits.
+    keys = [np.array([key, e << 40 | r], np.uint64) for e, r in zip(epochs.tolist(), rows.tolist(), strict=True)]
+    new = [Generator(Philox(key=each)) for each in keys]
+    assert [draws(rng) for rng in row_generators(key, epochs, rows)] == [draws(rng) for rng in new]

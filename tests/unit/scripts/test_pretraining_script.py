@@ -373,7 +373,7 @@ def test_each_thing_is_said_once_and_validation_alone_tells_nothing_of_training(
     caplog.set_level(logging.INFO)
     (work / "more.jsonl").write_text((work / "text.jsonl").read_text())
     start(vocab, data_path=("text.jsonl", "more.jsonl"), valid_data_path="text.jsonl")
-    assert caplog.text.count("tokens long, not 16") == 1
+    assert "span corruption, 34 tokens -> 32 inputs + 8 targets" in caplog.text
     assert "updates, " in caplog.text and "AdamW, lr 0.001, schedule constant" in caplog.text
     first = ["lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed"]
     (settings,) = told

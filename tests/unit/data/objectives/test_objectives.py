@@ -345,8 +345,16 @@ def test_padding_of_micro_batches_is_small_where_they_are_buckets(make, bucket_r
     assert low <= 1 - tokens / cells < high
 
 
+class EvenTokens(Objective):
+    """An objective whose lengths depend on the tokens."""
+
+    def example(self, tokens, rng):
+        return {"input_ids": tokens[tokens % 2 == 0], "labels": tokens[tokens % 3 == 0]}
+
+
 def test_lengths_are_those_of_the_samples():
-    for data in (prefix_lm(text(997)), ul2(text(997)), MixtureDataset([ul2(text(997)), ul2(text(500))])):
+    mixture = MixtureDataset([ul2(text(997)), ul2(text(500))])
+    for data in (prefix_lm(text(997)), ul2(text(997)), mixture, dataset(EvenTokens, text(997), input_length=32)):
         samples = np.arange(2 * len(data))
         batch = data.batch(samples)
         lengths = np.stack([batch["attention_mask"].sum(axis=1), (batch["labels"] != -100).sum(axis=1)])
