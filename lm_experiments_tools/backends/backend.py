@@ -357,7 +357,7 @@ class Backend(Workers):
         ]
         precision = tree["precision"] if tree else None
         renumbered = {"optimizer": {"state": states, "param_groups": groups}, "precision": precision}
-        self.load_optimizer_state(renumbered)
+        self.load_optimizer_state(renumbered if tree else None)  # else this worker receives rank 0's
         return self.broadcast(len(states))
 
     def share_weights(self, model: nn.Module) -> None:
