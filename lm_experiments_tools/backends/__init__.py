@@ -48,7 +48,8 @@ def get_backend(args: TrainerArgs) -> Backend:
     detected, tasks = detect_backend(), cluster.started_tasks()
     name = detected if args.backend == "auto" else args.backend
     if any(variable in os.environ for variable in ("WORLD_SIZE", "HOROVOD_SIZE")):
-        tasks = None  # torchrun or horovodrun has formed a job already
+        # torchrun or horovodrun has formed a job already.
+        tasks = None
     # Horovod with MPI forms its own job, and srun may start several independent runs
     is_alone = tasks is not None and (name == "horovod" or (name == "local" and tasks.launcher == "srun"))
     if tasks is not None and name == "accelerate":

@@ -92,7 +92,8 @@ class DDPReduction(Reduction):
 
     def release(self) -> None:
         self.model = None
-        self.accelerator.free_memory()  # with its reference to DDP, whose hooks would reduce gradients once more
+        # Accelerate holds a reference to DDP, whose hooks would reduce gradients once more.
+        self.accelerator.free_memory()
         vars(self._inner).pop("_is_accelerate_prepared", None)
 
 
@@ -180,7 +181,8 @@ class AccelerateBackend(Backend):
         _check_unprepared(model, optimizer)
         check_whole(model, "Accelerate")
         super().setup(model, optimizer)
-        if self.reduction.is_exact:  # DDP would send rank 0's weights
+        # Exact sums take the place of DDP, which would have sent rank 0's weights.
+        if self.reduction.is_exact:
             self.broadcast_tensors([*model.parameters(), *model.buffers()])
 
     def _make_reduction(self, optimizer: Optimizer | None) -> Reduction:
@@ -190,7 +192,8 @@ class AccelerateBackend(Backend):
         return DDPReduction(self.accelerator, self._reproducible, trains=trains, as_fp16=self.fp16_allreduce)
 
     def follow_frozen(self) -> None:
-        if self.world_size > 1 and not self.reduction.is_exact:  # DDP reduces what it was made for
+        # DDP reduces the parameters that it was made for, so it is made anew.
+        if self.world_size > 1 and not self.reduction.is_exact:
             self.release()
             self.model = self.reduction.wrap(self.model)
 
@@ -245,7 +248,8 @@ class AccelerateBackend(Backend):
 
     def _drop_wrapper(self) -> None:
         self.model, self._host_group = self._inner, None
-        self.reduction = Reduction()  # one of DDP holds the wrapper
+        # A reduction by DDP holds the wrapper.
+        self.reduction = Reduction()
         self.accelerator.free_memory()
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
@@ -289,12 +293,15 @@ class FullyShardedBackend(AccelerateBackend):
             "transformer_cls_names_to_wrap": units,
             "mixed_precision_policy": plugin.mixed_precision_policy or fsdp.mixed_precision(self.precision.dtype),
         }
-        if not plugin.cpu_ram_efficient_loading:  # where only rank 0 has weights
+        # With efficient loading only rank 0 has weights, and Accelerate sends them.
+        if not plugin.cpu_ram_efficient_loading:
             self.broadcast_tensors([*model.parameters(), *model.buffers()])
-        stepped = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)  # FSDP2 prepares no model alone
+        # Accelerate prepares a model for FSDP2 only together with an optimizer.
+        stepped = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
         with fsdp.ends_in_one_unit(model, units), fsdp.set_for_now(plugin, settings):
             self.model, _ = self.accelerator.prepare(model, stepped)
-        if hasattr(model, "generate"):  # it calls parts of the model, whose weights only the root gathers
+        # `generate` calls parts of the model, whose weights only the root module gathers.
+        if hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")
         self._inner = model
         self.reduction = FSDPReduction(self.accelerator, self.model, self._reproducible)
@@ -345,8 +352,10 @@ class DeepSpeedBackend(AccelerateBackend):
     shards_state = True
 
     def __init__(self, accelerator: Accelerator, args: TrainerArgs) -> None:
-        super().__init__(accelerator, Precision())  # the engine casts the model, so forward passes need no autocast
-        self._runs_ahead = False  # its step waits for the device
+        # The engine casts the model, so forward passes need no autocast.
+        super().__init__(accelerator, Precision())
+        # DeepSpeed's step waits for the device.
+        self._runs_ahead = False
         from deepspeed.accelerator import get_accelerator
 
         if args.fp16 and not get_accelerator().is_fp16_supported():
@@ -358,7 +367,8 @@ class DeepSpeedBackend(AccelerateBackend):
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        if self._inner is model and self.model is not model:  # but an engine
+        # A model that was set up before is inside an engine.
+        if self._inner is model and self.model is not model:
             check_not_trained_again("DeepSpeed", optimizer)
             return
         _check_unprepared(model, optimizer)
@@ -377,19 +387,23 @@ class DeepSpeedBackend(AccelerateBackend):
         deepspeed_config.check_optimizer(optimizer, self.stage)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
-        made_whole = not any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # not by zero.Init
+        # Parameters that zero.Init has made are shards already.
+        made_whole = not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         cast = self.dtype != torch.float32 and made_whole
         given = {n: tensor.detach() for n, tensor in saved_state(model).items()} if cast and self.is_main else None
         groups = take_groups(optimizer)
         with deepspeed_config.refusals():
             self.model, _ = self.accelerator.prepare(model, optimizer)
         self.reduction = ZeROReduction(self.model, self.world_size, self._reproducible)
-        self.wait_long()  # also in the groups that the engine has made
+        # The engine has made further process groups.
+        self.wait_long()
         self.optimizer = self.model.optimizer
-        self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
+        # The training loop decides how many skipped steps are too many.
+        self.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._whole, self._kind = UnshardedOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__
         self.precision.scaler = LossScale(self.optimizer.loss_scaler) if self.optimizer.loss_scaler.dynamic else None
-        if cast:  # and the engine has made its fp32 weights of that
+        # The engine has made its fp32 weights of the rounded ones, so the given ones are put back.
+        if cast:
             self.load_model_state(given)
 
     def release(self, *, forget: bool = False) -> None:
@@ -476,7 +490,8 @@ class DeepSpeedBackend(AccelerateBackend):
         total = torch.zeros((), dtype=torch.float64)
         for parameter in self.unwrap().parameters():
             own = parameter.ds_tensor.detach().flatten()
-            length = max(0, min(own.numel(), parameter.ds_numel - self.rank * own.numel()))  # the rest is padding
+            # The rest of the last shards is padding.
+            length = max(0, min(own.numel(), parameter.ds_numel - self.rank * own.numel()))
             total += own[:length].double().square().sum().cpu()
         return math.sqrt(self.sum(total).item())
 

@@ -116,7 +116,8 @@ class Backend(Workers):
             optimizer: None to evaluate only.
         """
         self._inner = model if is_spread(model) else model.to(self.device)
-        self.reduction = self._make_reduction(optimizer)  # before apex takes fp32 copies of the parameters
+        # The hooks of a reduction belong to the model's own parameters, so they are made before apex copies these.
+        self.reduction = self._make_reduction(optimizer)
         model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
         self.model = self.reduction.wrap(model)
 
@@ -182,9 +183,11 @@ class Backend(Workers):
         names = partial(self._non_finite_names, parameters, norms)
         if not wait and self._can_skip_on_device():
             return self._launch_step(parameters, norm, max_norm, max_value, names)
-        grad_norm = norm.item()  # waits for the device, once a step
+        # This waits for the device, once a step.
+        grad_norm = norm.item()
         finite = math.isfinite(grad_norm)
-        if finite and not (max_norm and max_norm >= grad_norm + 1e-6):  # torch would multiply all gradients by 1
+        # Where the norm is small enough, torch would multiply all gradients by 1.
+        if finite and not (max_norm and max_norm >= grad_norm + 1e-6):
             _clip(parameters, norm, max_norm, max_value)
         self.precision.step(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
@@ -328,7 +331,8 @@ class Backend(Workers):
         load_optimizer_tree(optimizer, tree.get("optimizer"), self, self.place_state, is_shared=is_shared)
         self.precision.load_state_dict(saved["precision"])
         exponents = saved.get("exponents", [])
-        if self.reduction.is_exact and len(exponents) == len(self.reduction.exponents):  # else of a run without
+        # A checkpoint of a run without `--reproducible` has none.
+        if self.reduction.is_exact and len(exponents) == len(self.reduction.exponents):
             self.reduction.exponents = exponents
 
     def load_optimizer_state_by_name(self, tree: Any, *, same_kind: bool) -> int:
@@ -357,7 +361,8 @@ class Backend(Workers):
         ]
         precision = tree["precision"] if tree else None
         renumbered = {"optimizer": {"state": states, "param_groups": groups}, "precision": precision}
-        self.load_optimizer_state(renumbered if tree else None)  # else this worker receives rank 0's
+        # A worker without a tree receives rank 0's.
+        self.load_optimizer_state(renumbered if tree else None)
         return self.broadcast(len(states))
 
     def share_weights(self, model: nn.Module) -> None:
@@ -369,13 +374,15 @@ class Backend(Workers):
 
     def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
         """Convert a saved tensor of a parameter's optimizer state to this worker's device, or to its shard."""
-        return full(value).to(parameter.device) if value.shape else value  # a scalar is a number of steps
+        # A scalar is a number of steps, which optimizers keep on the host.
+        return full(value).to(parameter.device) if value.shape else value
 
     # ---- for the log
     def weights_norm(self) -> float:
         """Global L2 norm of the weights; collective where weights are sharded."""
         parameters = self.unwrap().parameters()
-        return float(total_norm(p.detach() for p in parameters if p.is_floating_point()))  # others are quantised
+        # Other parameters are quantised.
+        return float(total_norm(p.detach() for p in parameters if p.is_floating_point()))
 
     def describe(self) -> str:
         """Describe the parallelism that is in use in one line, for the log."""

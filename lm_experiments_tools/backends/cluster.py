@@ -65,7 +65,8 @@ def started_tasks(environ: Mapping[str, str] = os.environ) -> Tasks | None:
     by_srun, by_mpi = _slurm_step(environ), _mpi_tasks(environ)
     if by_mpi is None or (by_srun is not None and (by_srun.count, by_srun.rank) == (by_mpi.count, by_mpi.rank)):
         return by_srun
-    return by_mpi  # whose own daemons are tasks of srun
+    # mpirun's own daemons may be tasks of srun.
+    return by_mpi
 
 
 def _mpi_tasks(environ: Mapping[str, str]) -> Tasks | None:

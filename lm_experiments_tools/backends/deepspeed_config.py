@@ -67,7 +67,8 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
     fill(config, "gradient_clipping", args.clip_grad_norm or 0.0, "--clip_grad_norm", source)
     fill(config, "fp16.enabled", args.fp16, "--fp16", source)
     fill(config, "bf16.enabled", args.bf16, "--bf16", source)
-    if args.fp16:  # as torch.amp, where the file does not say otherwise
+    # Loss scaling is that of torch.amp where the file does not say otherwise.
+    if args.fp16:
         for key, value in {"loss_scale": 0, "loss_scale_window": 2000, "initial_scale_power": 16}.items():
             fill(config, f"fp16.{key}", value, None, source)
         fill(config, "fp16.hysteresis", 1, None, source)
@@ -108,7 +109,8 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except (AssertionError, DeepSpeedConfigError, ValueError) as error:
-        listed = error.errors() if hasattr(error, "errors") else []  # pydantic's, a ValueError
+        # Errors of pydantic are ValueErrors with a list.
+        listed = error.errors() if hasattr(error, "errors") else []
         text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in listed) or str(error)
         raise UserError(f"DeepSpeed does not take its configuration: {text}") from error
 

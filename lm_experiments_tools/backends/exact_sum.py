@@ -84,11 +84,13 @@ class ExactSum(Reduction):
         if not present:
             return
         largest = _largest([self.parameters[i].grad for i in present])
-        self._largest[present] = torch.maximum(self._largest[present], largest)  # a NaN stays one
+        # `maximum` keeps a NaN.
+        self._largest[present] = torch.maximum(self._largest[present], largest)
         self._counts[present] += 1
         for i in present:
             gradient, units = self.parameters[i].grad.flatten(), 2.0 ** (self._bits - self.exponents[i])
-            for chunk in _chunks(gradient):  # a product with a power of two is exact
+            # A product with a power of two is exact.
+            for chunk in _chunks(gradient):
                 integers = (gradient[chunk].to(torch.float32) * units).round_()
                 if self._has_addend[i]:
                     self._parts[i][chunk] += integers.to(torch.int64)
@@ -109,7 +111,8 @@ class ExactSum(Reduction):
                 part.zero_()
         limits = torch.tensor([2.0**e for e in self.exponents], dtype=torch.float64, device=self._largest.device)
         self._counts[number : 2 * number] = self._largest >= limits
-        self._counts[2 * number :] = ~(self._largest < 2.0**_LARGEST)  # a NaN, or infinite in fp32
+        # The comparison is false for a NaN and for what is infinite in fp32.
+        self._counts[2 * number :] = ~(self._largest < 2.0**_LARGEST)
         for chunk in self._sums.split(_SENT_AT_ONCE):
             self._workers.sum_in_place(chunk)
         used, overflowed, not_finite = (column.tolist() for column in self._counts.view(3, number))
@@ -152,7 +155,8 @@ class ExactSum(Reduction):
         self._started, self._added = True, 0
         self._counts.zero_()
         self._largest.zero_()
-        self._has_addend = [False] * len(self.parameters)  # else the sum holds the last gradient's bits
+        # A sum without addends still holds the bits of the last gradient.
+        self._has_addend = [False] * len(self.parameters)
 
     def _as_gradient(self, i: int, *, is_finite: bool) -> Tensor:
         """The sum as a gradient; in fp32 it takes the first half of the sum's own memory."""
@@ -161,7 +165,8 @@ class ExactSum(Reduction):
             flat = sums.view(torch.float32)[: len(sums)]
         else:
             flat = sums.new_empty(len(sums), dtype=parameter.dtype)
-        for chunk in _chunks(sums):  # each is read before it is overwritten
+        # The result takes the sum's own memory, so each chunk is read before it is overwritten.
+        for chunk in _chunks(sums):
             flat[chunk] = (sums[chunk].to(torch.float64) * unit).to(flat.dtype)
         if not is_finite:
             flat.fill_(math.nan)
@@ -179,7 +184,8 @@ class ExactSum(Reduction):
 def _largest(tensors: list[Tensor]) -> Tensor:
     """float64[len(tensors)], the largest absolute value of each; NaN where there is one."""
     filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in filled]  # ten times as fast as a norm
+    # The two extremes take a tenth of the time of a norm.
+    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in filled]
     return torch.stack(extremes).abs().amax(1).to(torch.float64)
 
 
@@ -234,4 +240,5 @@ def use_ordered_kernels(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and only helps debugging
+        # Filling uninitialized memory costs time and only helps debugging.
+        torch.utils.deterministic.fill_uninitialized_memory = False

@@ -65,7 +65,8 @@ class HorovodReduction(Reduction):
 
     def release(self) -> None:
         if self._reducer is not None:
-            self._reducer._grad_accs.clear()  # its hooks live on these, and would send each gradient a second time
+            # Horovod's hooks live on the accumulators, and would send each gradient a second time.
+            self._reducer._grad_accs.clear()
             self._reducer = None
 
     def passes(self, last: bool) -> AbstractContextManager[None]:
@@ -161,7 +162,8 @@ class HorovodBackend(Backend):
         _check_supported(model, optimizer)
         check_whole(model, "Horovod")
         model.to(self.device)
-        for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
+        # A gradient has its parameter's strides, and Horovod sends only contiguous ones.
+        for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
         self.broadcast_tensors([*model.parameters(), *model.buffers()])
         super().setup(model, optimizer)

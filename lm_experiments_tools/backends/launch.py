@@ -100,9 +100,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if accelerator.parallelism_config is not None:
         raise UserError("the Accelerator's parallelism_config is not supported: only data parallelism is")
     if found == 1:
-        import psutil  # comes with accelerate
+        # psutil comes with accelerate.
+        import psutil
 
-        with suppress(psutil.Error, AttributeError):  # no parent, or one of another user
+        # The parent may be gone, or another user's.
+        with suppress(psutil.Error, AttributeError):
             check_parent(psutil.Process().parent().cmdline())
 
 

@@ -78,7 +78,8 @@ class LossScaledFp16(Precision):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, finite: bool) -> None:
-        if finite:  # the norm can overflow where each gradient is finite, so what unscale_ found is not enough
+        # The norm can overflow where each gradient is finite, so what `unscale_` found is not enough.
+        if finite:
             self.scaler.step(optimizer)
         self.scaler.update()
         scale = self.scaler.get_scale()
@@ -120,7 +121,8 @@ class ApexAmp(Precision):
         return list(self.amp.master_params(optimizer))
 
     def step(self, optimizer: Optimizer, finite: bool) -> None:
-        optimizer.step()  # apex has patched it to skip after an overflow
+        # apex has patched `step` to skip after an overflow.
+        optimizer.step()
 
 
 def get_precision(

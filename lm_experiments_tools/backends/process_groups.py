@@ -120,14 +120,16 @@ def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
     Args:
         drop_wrapper: weak reference to the method by which the backend drops its DDP wrapper.
     """
-    if not dist.is_initialized() or hasattr(sys, "last_value"):  # after an error others may wait in a collective
+    # After an error the other workers may still wait in a collective.
+    if not dist.is_initialized() or hasattr(sys, "last_value"):
         return
     if drop := drop_wrapper():
         drop()
     del drop
     gc.collect()
     if not any(issubclass(type(thing), nn.parallel.DistributedDataParallel) for thing in gc.get_objects()):
-        for group in reversed([g for g in c10d._world.pg_map if dist.get_backend(g) == "gloo"]):  # the default last
+        # The default group goes last.
+        for group in reversed([g for g in c10d._world.pg_map if dist.get_backend(g) == "gloo"]):
             dist.destroy_process_group(group)
 
 

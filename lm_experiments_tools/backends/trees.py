@@ -80,7 +80,8 @@ def load_optimizer_tree(
 
     def received(part: Any) -> Any:
         """Broadcast rank 0's part to every worker, as CPU tensors; only its structure is pickled."""
-        if is_shared:  # the tensors are mapped from files, which may be removed
+        # The tensors are mapped from files, which may be removed, so they are copied.
+        if is_shared:
             return tree_map_only(Tensor, torch.clone, part)
         part = tree_map_only(SlicedTensor, full, part)
         structure = tree_map_only(Tensor, lambda t: t.detach().to("meta"), part)
@@ -101,7 +102,8 @@ def load_optimizer_tree(
         group.update({name: own[name] for name in _IMPLEMENTATION if name in own})
     numbers = [number for group in groups for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer reports another number of parameters
+    # If the numbers of parameters differ, the optimizer reports it.
+    by_number = dict(zip(numbers, parameters, strict=False))
     state = {}
     for key in keys:
         state[key] = received(tree["state"][key] if tree else None)
@@ -111,7 +113,8 @@ def load_optimizer_tree(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def send_as_fp16(world_size, bucket):  # DDP refuses annotations that are strings
+# DDP refuses annotations that are strings, as all of this module's are.
+def send_as_fp16(world_size, bucket):
     """Average a bucket of gradients over workers in fp16; a hook for DDP's `register_comm_hook`.
 
     The bucket is scaled by a power of two so that the sum just fits, and divided in fp32: values down to

@@ -126,15 +126,18 @@ class UnshardedOptimizer:
             states.update(self._join(vectors, entries))
             settings = {name: value for name, value in group.items() if name in own}
             loaded.append({**own, **settings, "params": list(vectors)})
-            own["params"] = list(vectors.values())  # ZeRO 3 puts them there for the moment of a step
+            # ZeRO 3 puts the vectors there only for the moment of a step.
+            own["params"] = list(vectors.values())
         base.load_state_dict({"state": states, "param_groups": loaded})
-        for number, vector in self._vectors().items():  # torch has cast it to the vector's type
+        # torch has cast the state to the vector's type.
+        for number, vector in self._vectors().items():
             flat = {name: value for name, value in states.get(number, {}).items() if _is_flat(value)}
             base.state.get(vector, {}).update(flat)
         if self._is_stage_3:
             for group in base.param_groups:
                 group["params"] = []
-        self.zero._hp_optimizer_states_linked = False  # ZeRO 1, 2: for safe_get_full_optimizer_state
+        # ZeRO 1 and 2 link the new state for `safe_get_full_optimizer_state`.
+        self.zero._hp_optimizer_states_linked = False
 
     @torch.no_grad()
     def weight(self, parameter: Tensor, rank: int) -> Tensor | None:
@@ -143,7 +146,8 @@ class UnshardedOptimizer:
         own, buffer = self._shard(parameter), torch.zeros(shape.numel(), device=self.device)
         vector = self._vectors()[own.vector]
         buffer.narrow(0, own.offset, own.length).copy_(vector.narrow(0, own.start, own.length))
-        dist.reduce(buffer.view(torch.int32), rank)  # bits, as -0.0 + 0.0 is 0.0
+        # Bits are added, because -0.0 + 0.0 is 0.0.
+        dist.reduce(buffer.view(torch.int32), rank)
         return buffer.view(shape).to("cpu", copy=True) if rank == dist.get_rank() else None
 
     @torch.no_grad()
@@ -172,12 +176,14 @@ class UnshardedOptimizer:
         return {number: vector for number, vector in vectors if group in (None, of_group[number])}
 
     def _shard(self, parameter: Tensor) -> _Shard:
-        if self._is_stage_3:  # as many elements of each parameter on each worker, the last ones padded
+        # Stage 3 gives each worker as many elements of each parameter, and pads the last ones.
+        if self._is_stage_3:
             number, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
             offset = min(dist.get_rank() * length, parameter.ds_numel)
             return _Shard(number, start, offset, min(length, parameter.ds_numel - offset))
         number, at = self._offsets[parameter]
-        size = len(self._vectors(number)[number])  # the same for each worker, of all parameters joined
+        # Stages 1 and 2 give each worker as many elements of all parameters joined.
+        size = len(self._vectors(number)[number])
         first = dist.get_rank() * size
         begin, end = max(at, first), min(at + parameter.numel(), first + size)
         return _Shard(number, begin - first, begin - at, end - begin) if begin < end else _Shard(number, 0, 0, 0)
@@ -200,7 +206,8 @@ class UnshardedOptimizer:
         common, *others = ({n: v for n, v in state.items() if n not in flat} for _, state in entries)
         if any(other != common for other in others):
             raise ValueError("parameters of one group have different numbers of steps, of which ZeRO keeps one")
-        if type(self.zero.optimizer).__module__.startswith("deepspeed."):  # whose CPU optimizers count in Python
+        # DeepSpeed's CPU optimizers count steps in Python.
+        if type(self.zero.optimizer).__module__.startswith("deepspeed."):
             common = {name: int(value) for name, value in common.items()}
         in_fp32, joined = getattr(self.zero.optimizer, "fp32_optimizer_states", False), {}
         for number, vector in vectors.items():

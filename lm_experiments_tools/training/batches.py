@@ -192,6 +192,7 @@ class BatchStream:
 
     def _skip_used(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Skip `rows_in_epoch` rows of an epoch's batches. Raises UserError if there are fewer."""
+        # Rows are counted, not batches, so that a restart may have another batch size.
         used = 0
         while used < self.rows_in_epoch:
             if (batch := next(batches, _END)) is _END:
@@ -202,7 +203,8 @@ class BatchStream:
             used += (rows := num_rows_in(batch))
         if used == self.rows_in_epoch:
             return batches
-        unused = slice(rows - (used - self.rows_in_epoch), None)  # batches of another size than before
+        # The batches may have another size than before the restart, so one of them may be used in part.
+        unused = slice(rows - (used - self.rows_in_epoch), None)
         rest = {name: value[unused] if has_rows(value, rows) else value for name, value in batch.items()}
         return chain([rest], batches)
 

@@ -105,9 +105,11 @@ def _read_text_and_labels(teacher: nn.Module, inputs: Mapping[str, Tensor]) -> T
     is_target = labels[:, :-1] != IGNORED_LABEL
     whole = torch.cat([ids, labels[:, :-1].where(is_target, 0)], 1)
     read = torch.cat([mask, is_target.to(ids.dtype)], 1)
-    order = read.argsort(dim=1, descending=True, stable=True)  # padding to the end: a sliding window counts it
+    # Padding goes to the end, because a sliding window would count it.
+    order = read.argsort(dim=1, descending=True, stable=True)
     logits = teacher(input_ids=whole.gather(1, order), attention_mask=read.gather(1, order), use_cache=False)["logits"]
-    last = mask.sum(1, keepdim=True).clamp(min=1) - 1  # the text's last token predicts the first target
+    # The text's last token predicts the first target.
+    last = mask.sum(1, keepdim=True).clamp(min=1) - 1
     places = last + torch.arange(labels.shape[1], device=ids.device)
     return logits[torch.arange(len(ids), device=ids.device)[:, None], places]
 
@@ -118,7 +120,8 @@ def _read_restored_text(teacher: nn.Module, inputs: Mapping[str, Tensor]) -> Ten
     labels = inputs["labels"]
     text = labels.where(labels != IGNORED_LABEL, inputs["input_ids"])
     logits = teacher(input_ids=text, attention_mask=inputs.get("attention_mask"), use_cache=False)["logits"]
-    return torch.cat([torch.full_like(logits[:, :1], float("nan")), logits[:, :-1]], 1)  # nothing precedes the first
+    # Nothing precedes the first target, so nothing predicts it.
+    return torch.cat([torch.full_like(logits[:, :1], float("nan")), logits[:, :-1]], 1)
 
 
 _READINGS = {"encoder-decoder": _read_text_and_labels, "encoder": _read_restored_text}

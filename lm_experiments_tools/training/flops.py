@@ -37,7 +37,8 @@ _FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attent
 
 def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
     """Count the FLOPs of a forward and backward pass over `inputs`, by an extra forward pass; collective."""
-    buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
+    # A forward pass may change buffers, such as a norm's running mean, so they are put back.
+    buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]
     counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("blocks"):
         with backend.autocast(), counter:
@@ -95,7 +96,8 @@ def _listed_peak(name: str, dtype: torch.dtype | str) -> float | None:
     for pattern, peaks in _DATA_SHEETS.items():
         if dtype in _DTYPES and "MIG" not in name and re.fullmatch(pattern, name):
             named = dict(zip(_DTYPES, peaks, strict=True))
-            listed = named[dtype] or (named[torch.float32] if dtype == "tf32" else None)  # without TF32 it is fp32
+            # A device without TF32 multiplies in fp32.
+            listed = named[dtype] or (named[torch.float32] if dtype == "tf32" else None)
             return listed and listed * 1e12
     return None
 

@@ -278,7 +278,8 @@ def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> 
     config = getattr(model, "config", None)
     if token_bytes is None or any(getattr(config, name, 0) for name in ("z_loss", "label_smoothing")):
         return loss
-    size = max(len(token_bytes), getattr(config, "vocab_size", 0))  # padded embeddings have more IDs
+    # Padded embeddings have more IDs than the vocabulary.
+    size = max(len(token_bytes), getattr(config, "vocab_size", 0))
     return replace(loss, token_bytes=torch.from_numpy(np.pad(token_bytes, (0, size - len(token_bytes)))))
 
 
@@ -304,7 +305,8 @@ def _masked_tokens(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]
         mlm = cross_entropy(outputs["prediction_logits"].float().flatten(0, -2), inputs["labels"].flatten())
     if mlm is None:
         mlm = loss_of(outputs)
-    if "seq_relationship_logits" in outputs:  # zero gradients for the unused head: DDP waits for them
+    # DDP waits for a gradient of every parameter, so the unused head gets zeros.
+    if "seq_relationship_logits" in outputs:
         mlm = mlm + 0.0 * outputs["seq_relationship_logits"].float().sum()
     return {"loss_mlm": mlm}
 

@@ -88,6 +88,7 @@ class MetricSums:
 
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Mean of each metric over the workers that measured it."""
+        # A worker without rows for a metric lacks its name, and sums need one order on all workers.
         names = sorted(set(chain.from_iterable(backend.gather(sorted(self.sums)))))
         local = [float(self.sums.get(n, 0.0)) for n in names] + [float(self.counts.get(n, 0.0)) for n in names]
         totals = backend.sum(torch.tensor(local, dtype=torch.float64)).tolist()
@@ -112,7 +113,8 @@ def _detached(value: Any) -> Tensor | float:
     if not isinstance(value, Tensor):
         return float(value)
     value = value.detach()
-    if value.device.type == "mps":  # Apple's GPUs have no float64
+    # Apple's GPUs have no float64.
+    if value.device.type == "mps":
         value = value.cpu()
     return value.to(torch.float64, copy=True)
 
@@ -120,7 +122,8 @@ def _detached(value: Any) -> Tensor | float:
 def _on_grid(value: Tensor | float) -> Tensor | float:
     if isinstance(value, Tensor):
         return (value * _GRID).round() / _GRID
-    return round(value * _GRID) / _GRID if math.isfinite(value * _GRID) else value  # Python rounds to an int
+    # Python rounds to an int, which infinity and NaN cannot become.
+    return round(value * _GRID) / _GRID if math.isfinite(value * _GRID) else value
 
 
 def storable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,7 +187,8 @@ class AccumulatedOutputs:
         """
         if self.metrics is None:
             return {}
-        synchronize(backend.device)  # `add` copies asynchronously
+        # `add` copies asynchronously from a GPU.
+        synchronize(backend.device)
         gathered = backend.gather(self.data)
         self.data = {}
         values: dict[str, Any] = {}
@@ -224,7 +228,8 @@ class LoggingInterval:
         self.seconds += info.seconds + info.data_seconds
         self.data_seconds += info.data_seconds
         self.tokens += info.tokens
-        if info.applied:  # a non-finite step is counted and named, never averaged into the others
+        # A skipped step is counted and named elsewhere: averaged in, its NaN would hide the others.
+        if info.applied:
             self.sums.merge({name: (total, sums.counts[name]) for name, total in sums.sums.items()})
             self.grad_norm_sum += info.grad_norm
             self.steps += 1

@@ -86,7 +86,8 @@ class MicroBatch:
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
-            inputs[name][(-1,) * inputs[name].dim()] = 0  # not the first, which causal models drop
+            # It is the last label, because causal models drop the first.
+            inputs[name][(-1,) * inputs[name].dim()] = 0
             if name == "labels" and isinstance(inputs.get(LABELS_MASK), Tensor):
                 inputs[LABELS_MASK] = inputs[LABELS_MASK].clone()
                 inputs[LABELS_MASK][-1] = 1
@@ -256,7 +257,8 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
     }
     mask, valid = sides["attention_mask"], sides["labels"]
     if not has_decoder and mask is not None and valid is not None:
-        sides = {"attention_mask": mask | valid if mask.shape == valid.shape else mask}  # else labels of rows
+        # Labels of another shape belong to rows, not to tokens.
+        sides = {"attention_mask": mask | valid if mask.shape == valid.shape else mask}
     widths = {}
     for side, used in sides.items():
         if used is None or used.dim() != 2:
@@ -266,7 +268,8 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
         for name, value in rows.items():
             of_decoder = has_decoder and (name == "labels" or name.startswith("decoder_"))
             if of_decoder == (side == "labels") and value.dim() > 1 and value.shape[1] == used.shape[1] > width:
-                if used.shape[1] in value.shape[2:]:  # queries and keys: cut in one dimension they would not fit
+                # A mask over queries and keys is not cut: in one dimension alone it would not fit.
+                if used.shape[1] in value.shape[2:]:
                     return {}
                 widths[name] = width
     return widths

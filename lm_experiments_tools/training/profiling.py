@@ -31,7 +31,8 @@ class ProfileCallback:
 
     def __init__(self, start: int, num_steps: int, folder: Path) -> None:
         self.start, self.stop, self.folder = start, start + num_steps, folder
-        self.every: int | None = start  # then never: a step with a callback waits for the device
+        # Afterwards it is never due, because a step with a callback waits for the device.
+        self.every: int | None = start
         self.end = Every(None, self._end)
         self._profiler = torch.profiler.profile()
 

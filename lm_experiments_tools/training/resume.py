@@ -103,6 +103,7 @@ class Restorer:
         if resume_from is None and phase is not None:
             resume_from = phase.branch
         source = resume_from
+        # A checkpoint of this run comes before --init_checkpoint: the same command starts a job and continues it.
         if source is None and args.init_checkpoint:
             source = on_main(backend, lambda: behind_link(Path(args.init_checkpoint)))
         if source is not None:
@@ -113,8 +114,10 @@ class Restorer:
                 "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
                 "the weights would be random"
             )
-        if backend.unwrap() is not model:  # DeepSpeed makes parameters views of its own buffers
+        # A model that is set up already may have parameters that are views of DeepSpeed's buffers, and stays as it is.
+        if backend.unwrap() is not model:
             align_model(model)
+        # Facts are those of the model as it was built: wrappers change its modules.
         facts = run_facts(args, args.virtual_size(backend.world_size), model, optimizer)
         backend.setup(model, optimizer)
         say(backend, backend.describe())
@@ -129,6 +132,7 @@ class Restorer:
         dataset = getattr(self.stream and self.stream.loader, "dataset", None)
         if hasattr(dataset, "ramp_start"):
             dataset.ramp_start = start.state.ramp_start + start.state.data_offset
+        # Recorded last: until here the state has the facts of the checkpoint, to compare with.
         self._record_facts(start.state, facts)
         return start
 
@@ -252,7 +256,8 @@ class Restorer:
         resumes, differing = self.args.resume_path() is not None, differences(state.facts, now)
         # The data may have moved: its fingerprint is compared when the loader's position is restored.
         differing.pop("data_path", None)
-        if state.facts.get("WORLD_SIZE") != now["WORLD_SIZE"]:  # `_resume` warns of another number of workers
+        # `_resume` warns of another number of workers.
+        if state.facts.get("WORLD_SIZE") != now["WORLD_SIZE"]:
             differing.pop("global_batch_size", None)
         on_all(self.backend, lambda: refuse_or_report(path.parent.parent, differing, resume=resumes), only_main=True)
         self._check_validation(state)
@@ -294,7 +299,8 @@ def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: O
     harmless = harmless_flags(type(args)) - {"data_path"}
     facts = {name: value for name, value in asdict(args).items() if name not in harmless}
     facts |= {"WORLD_SIZE": world_size, **_model_facts(model)}
-    if optimizer is not None and not hasattr(args, "optimizer"):  # else the flags say it all
+    # With flags for the optimizer, the settings above say it all.
+    if optimizer is not None and not hasattr(args, "optimizer"):
         groups = optimizer.param_groups
         names = sorted(name for name in groups[0] if name != "params" and name not in _KERNELS)
         facts |= {f"optimizer.{name}": [_plain(group.get(name)) for group in groups] for name in names}
@@ -343,7 +349,8 @@ def _sources(objects: Iterable[Any]) -> Mapping[str, str]:
             continue
         try:
             text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(cls))))
-        except (OSError, TypeError, SyntaxError):  # no source: defined interactively, or in C
+        # A class that was defined interactively, or in C, has no source.
+        except (OSError, TypeError, SyntaxError):
             continue
         found[f"source of {cls.__module__}:{cls.__qualname__}"] = _digest(text)
     return found

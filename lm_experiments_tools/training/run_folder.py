@@ -42,7 +42,8 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     workers = None if is_elastic else args.virtual_size(backend.world_size)
     run = on_all(backend, lambda: claim_run(args, workers, once_more=once_more), only_main=True)
     folder = Path(args.model_path)
-    mark = folder / f".seen-{backend.broadcast(secrets.token_hex(6))}"  # a new name: network folders cache old ones
+    # Network folders cache which names exist, so the mark has a new one.
+    mark = folder / f".seen-{backend.broadcast(secrets.token_hex(6))}"
     on_main(backend, mark.touch)
     try:
         reports = backend.gather((platform.node(), mark.exists(), newest_step(folder)))
@@ -90,7 +91,8 @@ def newest_step(folder: Path) -> int:
     return max((step for step in steps if step is not None), default=-1)
 
 
-@cache  # a script claims its folder before its trainer does
+# A script claims its folder before its trainer does, and one warning is enough.
+@cache
 def _warn_once(folder: Path, main: str, hosts: str) -> None:
     logger.warning(
         "%s is not one folder for all machines: checkpoints, metrics and settings are on %s alone, where rank 0 has "

@@ -72,7 +72,8 @@ def get_schedule(
         warmup = 10_000 if name == "t5_inverse_sqrt" else 0
     if name in _FLOORS:
         options[_FLOORS[name]] = min_lr_ratio
-    if options and name in ("constant", "constant_with_warmup"):  # transformers would drop them
+    # transformers would drop options of a constant rate without a word.
+    if options and name in ("constant", "constant_with_warmup"):
         raise UserError(f"--lr_scheduler {name} takes no --lr_scheduler_options: drop {', '.join(options)}.")
     end = None if name in _ENDLESS else num_training_steps
     try:
@@ -115,12 +116,14 @@ def _build(name: str, warmup: int, length: int | None, base_lr: float | None, op
     import torch
     from transformers import get_scheduler
 
-    if name == "warmup_stable_decay":  # its decay is a tenth of the run (MiniCPM, arXiv 2404.06395)
+    # The decay is a tenth of the run (MiniCPM, arXiv 2404.06395).
+    if name == "warmup_stable_decay":
         decay = options.setdefault("num_decay_steps", math.ceil(0.1 * length))
         if warmup + decay + options.get("num_stable_steps", 0) > length:
             raise ValueError(f"{warmup} warm-up and {decay} decay updates do not fit into {length}")
         length = None if "num_stable_steps" in options else length
-    elif name == "polynomial" and warmup == length:  # transformers would divide by the length of the decay
+    # transformers would divide by the length of the decay, which is 0.
+    elif name == "polynomial" and warmup == length:
         length -= 1
     optimizer = torch.optim.SGD([torch.zeros(())], lr=base_lr or 1.0)
     return get_scheduler(name, optimizer, warmup, length, options).lr_lambdas[0]
@@ -319,7 +322,8 @@ class LearningRate:
         steps = state.step - state.schedule_start, args.iters - 1 - state.schedule_start
         curves = {then: self._schedule(then), now: self.schedule}
         if all(curves[then](step) == curves[now](step) for step in steps):
-            return None  # a schedule that has no end
+            # The two schedules have the same rates, because they have no end.
+            return None
         self.length = then if args.num_training_steps is None else now
         self.schedule, end = curves[self.length], self.length
         rates = {length: [self.base[0] * curves[length](step) for step in steps] for length in curves}

@@ -36,7 +36,8 @@ class StopSignals:
         self._noted = [0] * len(STOP_SIGNALS)
         self._previous: dict[int, Any] = {}
         self._entered = False
-        self._launcher = os.getppid() if _LAUNCHED & os.environ.keys() else None  # else it may be a shell's
+        # Without a launcher the parent may be a shell, whose end means nothing.
+        self._launcher = os.getppid() if _LAUNCHED & os.environ.keys() else None
 
     @property
     def pending(self) -> list[int]:
@@ -66,7 +67,8 @@ class StopSignals:
     def __enter__(self) -> None:
         self._entered = True
         if threading.current_thread() is threading.main_thread():
-            self._noted[STOP_SIGNALS.index(signal.SIGINT)] += exits.was_interrupted()  # before `_note` adds to it
+            # An interrupt from before this context is added before `_note` adds to the count.
+            self._noted[STOP_SIGNALS.index(signal.SIGINT)] += exits.was_interrupted()
             for number in STOP_SIGNALS:
                 if number in STOP_SIGNALS[:2] or signal.getsignal(number) is signal.SIG_DFL:
                     self._previous[number] = signal.signal(number, self._note)

@@ -56,7 +56,8 @@ class Step:
         check_loss(args, backend, model, self.targets)
         self.split = BatchSplitter(args, backend, model, self.loss, self.targets, transform)
         self.forward_kwargs = dict(forward_kwargs)
-        if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
+        # Otherwise keys and values of every layer would live to the step's end, unused.
+        if "use_cache" in self.split.names:
             self.forward_kwargs.setdefault("use_cache", False)
         self.signals, self._names = StopSignals(), self.loss.label_names()
         self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
@@ -111,13 +112,16 @@ class Step:
                 has_label = any(micro_batch.weights.values())
                 divisors.add({k: (v[1] * has_label, 1) for k, v in means.items() if isinstance(v, tuple)}, 0)
                 part = loss.part(means, micro_batch.weights, weights)
-                del outputs, means  # logits would otherwise live on through the backward pass and the update
+                # Logits would otherwise live on through the backward pass and the update.
+                del outputs, means
                 backend.backward(part, is_last)
-        if is_exact and backend.reduction.must_repeat():  # an exact sum of gradients had too few bits
+        # A gradient was too large for the grid of its exact sum. The grid is coarser now, and the passes are repeated.
+        if is_exact and backend.reduction.must_repeat():
             collector.data = before
             return self.forward_backward(micro_batches, counts, collector, position)
         scale = 1.0
-        for divisor in divisors.sums.values():  # of a model that returns `loss_sum` and `num_labels`
+        # Only a model that returns `loss_sum` and `num_labels` knows its divisor, and only after the step's passes.
+        for divisor in divisors.sums.values():
             total = backend.sum(torch.tensor([float(divisor)], dtype=torch.float64)).item()
             scale = next(iter(weights.values())) / total if total else 0.0
         return metrics, scale

@@ -176,14 +176,17 @@ class TrainingLoop:
                 if is_first and self.backend.is_main and not self.stream.seeks:
                     warn_of_batch_size(batch, self.args)
                 info = self.train_step(batch, data_seconds)
-                if is_first:  # all workers have read their data, and compiled the model
+                # By now all workers have read their data and compiled the model, so none is late for these reasons.
+                if is_first:
                     self.backend.limit_waiting()
                     is_first = False
                 for callback in self._due(info.step) if info is not None and info.applied else ():
                     callback.on_step_end(self, info)
-                    self.backend.model.train()  # the callback may have evaluated
+                    # The callback may have evaluated the model.
+                    self.backend.model.train()
             self._finish()
-            if self.phase is not None and self.args.iters < self.phase.last_step:  # else the run ends anyway
+            # Workers must agree on a signal between two phases; after the last phase the run ends anyway.
+            if self.phase is not None and self.args.iters < self.phase.last_step:
                 self.step.count(())
         self.tracker = None
         if self.signals.agreed:
@@ -202,7 +205,8 @@ class TrainingLoop:
         """Validate the untrained model (`--valid_at_start`), or make up for a validation that a signal cut short."""
         state, every = self.state, self.valid_interval
         if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
-            if (values := self.validate(self.valid_dataloader)) is not None:  # else a restart does it
+            # A validation that a signal has stopped is made by the restarted run.
+            if (values := self.validate(self.valid_dataloader)) is not None:
                 state.metrics["start"] = storable(values)
         elif every and state.step % every == 0 and state.last_validated_step < state.step and self.saved_at:
             self.validate_and_judge()
@@ -215,7 +219,8 @@ class TrainingLoop:
                 self.say(f"early stopping at step {state.step}: no better validation for {state.patience} evaluations")
             if self.interval.steps:
                 self.log_train()
-                self.saved_at = None  # a checkpoint of this step would lack the log line
+                # A checkpoint that was saved at this step lacks the log line.
+                self.saved_at = None
             if self.valid_interval and state.last_validated_step < state.step:
                 self.validate_and_judge()
                 self.saved_at = None
@@ -235,21 +240,24 @@ class TrainingLoop:
         """
         started, args, backend, step = time.perf_counter(), self.args, self.backend, self.step
         trained = [parameter.requires_grad for parameter in self._parameters]
-        if trained != self._trained:  # a callback has frozen or unfrozen some
+        # A callback has frozen or unfrozen parameters.
+        if trained != self._trained:
             self._finalize_step()
             backend.follow_frozen()
             self._trained = trained
         micro_batches = step.split(batch, args.batch_size)
         counts = step.count(micro_batches, self.saver.failed)
         if counts.failed:
-            self.saver.wait()  # raises why the checkpoint could not be written
+            # This raises the reason on all workers.
+            self.saver.wait()
         # A launcher kills a few seconds after its signal, so the step is left out if a restart reads the same batch
         # again: the position of a loader with `seek` is the samples of finished steps. Another loader, or a transform
         # that is not of this package, may have drawn random numbers, so that step is finished.
         if self.signals.agreed and self.stream.seeks and step.split.is_repeatable:
             self._finalize_step()
             return None
-        if missing := counts.num_micro_batches - len(micro_batches):  # of a worker whose batch is shorter
+        # A worker whose batch is shorter makes as many passes as the others, which sharded models wait for.
+        if missing := counts.num_micro_batches - len(micro_batches):
             micro_batches += [micro_batches[-1].as_padding()] * missing
         if self.meter is not None:
             started += self.meter.add(micro_batches, step.forward_kwargs)
@@ -259,6 +267,7 @@ class TrainingLoop:
         self.learning_rate.set(backend.optimizer, self.state.step - self.state.schedule_start)
         is_last = self.state.step + 1 >= args.iters or bool(self.signals.agreed)
         wait = is_last or bool(self._due(self.state.step + 1))
+        # Without a wait, the result of this update is read after the next step's passes have been launched.
         before_update = time.perf_counter()
         pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, scale=scale, wait=wait)
         now = time.perf_counter()
@@ -338,10 +347,12 @@ class TrainingLoop:
         """
         args, state, metric = self.args, self.state, self.args.optimize_metric
         values = self.validate(self.valid_dataloader)
-        if values is None:  # cut short by a signal; the restarted run makes up for it
+        # A signal has stopped the validation, and the restarted run makes up for it.
+        if values is None:
             return
         if metric not in values:
-            self.save()  # a mistyped name must not cost the updates made so far
+            # A mistyped name must not cost the updates made so far.
+            self.save()
             raise UserError(
                 f"--optimize_metric {metric} is not produced by validation, which gives {', '.join(sorted(values))}; "
                 "choose one of these (metrics of generated text need --use_generate_on_valid)"
@@ -373,9 +384,11 @@ class TrainingLoop:
     def tracking(self) -> Tracker:
         """Context in which metrics are also written to the files of the run directory."""
         path, resumed = None if self.args.validate_only else self.args.model_path or None, self.saved_at is not None
-        start = self.state.step if resumed else -1  # nothing logged here before is of this run
+        # Without a resume, nothing that was logged in this folder before belongs to the run.
+        start = self.state.step if resumed else -1
         unlogged = {"train": self.interval.steps > 0, "valid": self.state.last_validated_step < self.state.step}
-        again = [split for split, lacks in unlogged.items() if resumed and lacks]  # by a start that was then killed
+        # A start that was killed after its checkpoint has not logged these.
+        again = [split for split, lacks in unlogged.items() if resumed and lacks]
         rank, total = self.backend.rank, self.args.iters
         self.tracker = Tracker(path, rank=rank, start_step=start, again=again, total_steps=total)
         return self.tracker
@@ -385,7 +398,8 @@ class TrainingLoop:
         backend, (interval, self.interval) = self.backend, (self.interval, LoggingInterval())
         values = self.step.loss.with_total({**interval.sums.reduce(backend), **self.outputs.reduce(backend)})
         self.state.metrics["train"] = storable(values)
-        if backend.device.type == "cpu" and interval.steps == self.state.step:  # a GPU's update is asynchronous
+        # On a GPU an update is asynchronous, so its time would say nothing.
+        if backend.device.type == "cpu" and interval.steps == self.state.step:
             self.say(f"time of the first {interval.steps} steps: {interval.shares()}")
         groups = backend.optimizer.param_groups
         rates = [{k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None} for group in groups]
@@ -415,7 +429,8 @@ class TrainingLoop:
         """
         position = (self.state.step, self.state.consumed_samples)
         if is_best:
-            self.saved_at = None  # a checkpoint of this step does not know that it is
+            # A checkpoint that was saved at this step does not know that it is the best.
+            self.saved_at = None
         if self.saver.writer is None or self.saved_at == position or (unless_last and self.is_over()):
             return
         if self.learning_rate.plateau is not None:

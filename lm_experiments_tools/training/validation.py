@@ -55,7 +55,8 @@ def validate(
             if texts is not None:
                 outputs["generation_outputs"] = texts
             step.add_metrics(micro_batch, loss.means(micro_batch.inputs, outputs), outputs, sums, collector)
-            del outputs  # logits would otherwise live on while the next texts are generated
+            # Logits would otherwise live on while the next texts are generated.
+            del outputs
     if step.signals.agreed:
         return None
     return loss.with_total({**sums.reduce(backend), **collector.reduce(backend)})
@@ -77,10 +78,12 @@ def evaluation_micro_batches(step: Step, dataloader: Iterable, split: str) -> It
         counts = step.count(micro_batches)
         if last is None and step.args.validate_only:
             backend.limit_waiting()
+        # The counts are those of all workers, so all of them leave the loop at the same batch.
         if step.signals.agreed or (counts.samples == 0 and last is not None):
             return
         if counts.samples == 0:
             raise UserError(f"the {split} data gave no batch to evaluate; check its path")
+        # Padding micro-batches copy the last real one, whose shapes the model has already seen.
         last = micro_batches[-1] if micro_batches else last
         if last is None:
             raise UserError(
@@ -205,7 +208,8 @@ def generate(
         if "input_ids_generate" in part.batch:
             read = {n: part.batch[f"{n}_generate"].to(device) for n in names if f"{n}_generate" in part.batch}
         if "labels" in inputs and not _LENGTHS & set(options):
-            options["max_length"] = inputs["labels"].shape[-1] + 1  # one more for a special token
+            # The generated text has one special token more than the labels.
+            options["max_length"] = inputs["labels"].shape[-1] + 1
     if seed is not None:
         seed_all(seed, int(read["input_ids"].sum()))
     with torch.no_grad():
