@@ -13,7 +13,7 @@ from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import RunError, UserError
 
 LIMIT = 60.0  # seconds that a worker may wait in a collective
-BROADCASTS = 6  # that the other worker takes part in before a slow one is done
+COLLECTIVES = 6  # that the other worker takes part in before a slow one is done
 
 
 class OneOfTwo(LocalBackend):
@@ -24,10 +24,13 @@ class OneOfTwo(LocalBackend):
     def __init__(self, rank, barrier, values):
         super().__init__()
         self.rank, self._barrier, self._values = rank, barrier, values
-        self.num_broadcasts = 0
+        self.num_collectives = 0
         self.has_waited = threading.Event()
 
     def gather(self, value):
+        self.num_collectives += 1
+        if self.num_collectives == COLLECTIVES:
+            self.has_waited.set()
         self._values[self.rank] = value
         self._barrier.wait(LIMIT)
         found = list(self._values)
@@ -35,9 +38,6 @@ class OneOfTwo(LocalBackend):
         return found
 
     def broadcast(self, value):
-        self.num_broadcasts += 1
-        if self.num_broadcasts == BROADCASTS:
-            self.has_waited.set()
         return self.gather(value)[0]
 
 
@@ -69,7 +69,7 @@ def test_workers_wait_for_a_checkpoint_in_short_collectives(tmp_path):
         if backend.is_main:
             saver._writing = saver._thread.submit(backend.has_waited.wait, LIMIT)
         saver.wait()
-        return backend.num_broadcasts >= BROADCASTS
+        return backend.num_collectives >= COLLECTIVES
 
     assert on_both(save) == [True, True]
 
