@@ -1,12 +1,13 @@
 """One job of test_sharded_checkpoints.py: a run of the trainer, saved at steps 2 and 4, or continued.
 
-    checkpoint_worker.py OUT RUN [--resume] [--fails]
+    checkpoint_worker.py OUT RUN [--resume] [--fails | --dies]
 
-Rank 0 writes the gathered weights to OUT/weights.safetensors. With --fails no disk takes the files of the last rank at
-step 4; each rank writes the error message to OUT/error_RANK.
+Rank 0 writes the gathered weights to OUT/weights.safetensors. When the last rank writes its files of step 4, the disk
+--fails or the worker --dies; each rank writes the error message to OUT/error_RANK.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -34,11 +35,13 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = SeekableBatches(RaggedPairs(24), batch, backend.rank, backend.world_size)
     loop = TrainingLoop(args, backend, model, optimizer, loader)
-    assert loop.state.step == (4 if resumed else 0)
-    if "--fails" in flags and backend.rank == backend.world_size - 1:
+    (out / "begins").write_text(str(loop.state.step))
+    if {"--fails", "--dies"} & set(flags) and backend.rank == backend.world_size - 1:
         write = WorkersFiles.write
 
         def failing(files):
+            if loop.state.step >= 4 and "--dies" in flags:
+                os.kill(os.getpid(), signal.SIGKILL)
             if loop.state.step >= 4:
                 raise OSError(28, "No space left on device")
             write(files)

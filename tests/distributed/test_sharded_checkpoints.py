@@ -40,6 +40,7 @@ class Jobs:
             for settings in (folder / "run").glob("config*.json"):  # names the number of workers
                 settings.unlink()
             start(other, WORKER, folder, folder / "run", "--resume")
+            assert (folder / "begins").read_text() == "4"
         return load_file(folder / "weights.safetensors")
 
 
@@ -87,3 +88,16 @@ def test_a_worker_that_cannot_write_fails_the_save_on_all(tmp_path, kind):
         message = (tmp_path / f"error_{rank}").read_text()
         assert "the checkpoint of step 4 was not written" in message and "No space left on device" in message
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+
+
+@pytest.mark.parametrize("kind", slow(["fsdp", "zero3"], "zero3"))
+def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(jobs, tmp_path, kind):
+    """Rank 0 has written its part by then or not; the next start removes it and reaches the undisturbed weights."""
+    run = tmp_path / "run"
+    start(kind, WORKER, tmp_path, run, "--dies", fails=True)
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000002"]
+    start(kind, WORKER, tmp_path, run)
+    assert (tmp_path / "begins").read_text() == "2"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    expected, found = (load_file(folder / "weights.safetensors") for folder in (jobs.run(kind), tmp_path))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
