@@ -22,14 +22,14 @@ from tests.helpers.toys import TinyLabeller
 @pytest.fixture
 def held_writes(monkeypatch):
     """Writing in the background waits for this event; it is set in the end, so that no test hangs."""
-    event, original = threading.Event(), tree.PostponedFiles.write
+    event, original = threading.Event(), tree.WorkersFiles.write
 
     def write(self):
         assert threading.current_thread() is not threading.main_thread()
         assert event.wait(30)
         original(self)
 
-    monkeypatch.setattr(tree.PostponedFiles, "write", write)
+    monkeypatch.setattr(tree.WorkersFiles, "write", write)
     yield event
     event.set()
 
