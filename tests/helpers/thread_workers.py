@@ -1,10 +1,21 @@
 """Two workers or more in one process, for tests of their collectives."""
 
+import ast
 import threading
+from unittest import mock
 
 import torch
 
 from lm_experiments_tools.backends.backend import Backend
+
+
+_parse, _parsing = ast.parse, threading.Lock()
+
+
+def _parse_alone(*arguments, **options):
+    """`ast.parse` in one thread at a time: CPython 3.11 counts the depth of its recursion for all threads together."""
+    with _parsing:
+        return _parse(*arguments, **options)
 
 
 class ThreadBackend(Backend):
@@ -54,9 +65,10 @@ class Workers:
 
         ranks = range(len(self.slots))
         threads = [threading.Thread(target=call, args=(rank,), name=f"rank_{rank}") for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with mock.patch.object(ast, "parse", _parse_alone):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         torch.compiler.set_stance("default")  # one for the process: threads that set it restore each other's
         return [results[rank] for rank in ranks]
