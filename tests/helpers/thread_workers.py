@@ -8,7 +8,6 @@ import torch
 
 from lm_experiments_tools.backends.backend import Backend
 
-
 _parse, _parsing = ast.parse, threading.Lock()
 
 
