@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Ignored, check_conflict, is_given
 from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
@@ -142,6 +142,7 @@ def parse_denoisers(texts: Sequence[str]) -> list[DenoiserSpec]:
     return [DenoiserSpec.parse(text) for text in " ".join(texts).split()]
 
 
+_READ_BY_USERS = {"target_seq_len", "bucket_rows", "mix_rows", "append_eos"}
 _NO_PART_OF_EXAMPLES = {"bucket_rows", "mix_rows", "append_eos", "mlm_positions"}
 
 
@@ -201,10 +202,12 @@ class ObjectiveArgs:
             return OBJECTIVES.get(self.task, REGISTERED_TASK)
         found = resolve_name(self.task, said=f"--task {self.task}")
         models, reads = getattr(found, "models", None), getattr(found, "reads", ())
-        if not (models and isinstance(models, tuple) and hasattr(found, "example")):
+        if not (models and isinstance(models, tuple) and set(models) <= set(get_args(ModelKind))) or not (
+            isinstance(reads, tuple) and set(reads) <= _READ_BY_USERS
+        ):
             raise UserError(
-                f"--task {self.task} is no Objective with `models`, a tuple, and `example`: docs/new_objective.md "
-                "shows one."
+                f"--task {self.task} is no Objective with `models`, a tuple of {', '.join(get_args(ModelKind))}, and "
+                f"`reads`, a tuple of {', '.join(sorted(_READ_BY_USERS))}: docs/new_objective.md shows one."
             )
         return ObjectiveFacts(objective_class=self.task, models=models, reads=(*reads, "task_options"))
 
@@ -221,6 +224,9 @@ class ObjectiveArgs:
         if self.is_registered_task():
             return options
         known = parameters_of(resolve_name(self.objective().objective_class))
+        needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+        if missing := [name for name in needed if name not in options]:
+            raise UserError(f"--task {self.task} needs --task_options {' '.join(f'{name}=...' for name in missing)}")
         return checked_options(f"--task {self.task}", options, known, {})
 
     def highest_rate(self) -> float:

@@ -97,7 +97,8 @@ def _fitted(said: str, value: Any, parameter: Parameter) -> Any:
     if not fits:
         takes = " or ".join(_WORDS[kind] for kind in _WORDS if kind in kinds) or "a list"
         raise UserError(f"{said} is {value!r}, but it takes {takes}{example}.")
-    if isinstance(value, tuple) and isinstance(default, tuple):
+    # Such as the betas of an optimizer.
+    if isinstance(value, tuple) and isinstance(default, tuple) and default and isinstance(default[0], (int, float)):
         if len(value) != len(default) or not all(isinstance(part, (int, float, type(None))) for part in value):
             raise UserError(f"{said} is {value!r}, but it takes {len(default)} numbers{example}.")
     return value

@@ -16,6 +16,7 @@ from lm_experiments_tools.data.order import row_generators, stream_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.names import is_own
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class ObjectiveDataset(TokenStream):
         for member, length, here in self._groups(rows):
             tokens = self.read((starts[here] - member.overlap) % self.num_tokens, length)
             made = member.examples(tokens, row_generators(self._noise_key, epochs[here], rows[here]))
+            if not is_own(type(member)):
+                self._check(made, member)
             padded = self._padded(made, member)
             if not batch:
                 batch = {name: np.empty((len(rows), values.shape[1]), np.int64) for name, values in padded.items()}
@@ -99,12 +102,37 @@ class ObjectiveDataset(TokenStream):
                 for begin in range(0, len(here), _BLOCK):
                     yield member, length, here[begin : begin + _BLOCK]
 
+    def _check(self, made: Mapping[str, Rows], member: Objective) -> None:
+        """Refuse a user's examples that would be cut, rounded or shifted, or that no model could read."""
+        said, ids = f"an example of --task {type(member).__module__}:{type(member).__qualname__}", member.vocabulary
+        if missing := {"input_ids", "labels"} - made.keys():
+            raise UserError(f"{said} has no {' and no '.join(sorted(missing))}: return both.")
+        if "attention_mask" in made:
+            raise UserError(f"{said} has an attention_mask, which is made of the padding: leave it out.")
+        size = max(ids.size, *ids.sentinel_ids, 0)
+        for name, rows in made.items():
+            for values in map(np.asarray, rows):
+                if values.ndim != 1 or (values.size and values.dtype.kind not in "biu"):
+                    kind = f"of type {values.dtype} and shape {list(values.shape)}"
+                    raise UserError(f"{said} has {name} {kind}: return one row of integers.")
+                known = values[values != IGNORED_LABEL] if name == "labels" else values
+                if name in ("input_ids", "labels") and known.size and not 0 <= known.min() <= known.max() < size:
+                    raise UserError(
+                        f"{said} has {name} from {known.min()} to {known.max()}, but the vocabulary has {size} tokens."
+                    )
+        for row, labels in zip(made["input_ids"], made["labels"], strict=True):
+            if member.model_kind != "encoder-decoder" and len(row) != len(labels):
+                raise UserError(
+                    f"{said} has {len(row)} input_ids and {len(labels)} labels: the {member.model_kind} needs as many."
+                )
+
     def _padded(self, made: Mapping[str, Rows], member: Objective) -> dict[str, np.ndarray]:
         """The entries of some examples as int64[n, maximum length], with first ids, EOS and `attention_mask`."""
         ids, padded = self.objective.vocabulary, {}
         fills = {"input_ids": ids.pad_id, "labels": IGNORED_LABEL, "decoder_input_ids": ids.pad_id}
         for name, rows in made.items():
             is_target = name == "labels" or name.startswith("decoder_")
+            side = "labels" if is_target else "input_ids"
             width = self.objective.target_length if is_target else self.objective.input_length
             first = member.first_ids if name == "input_ids" else ()
             is_array = isinstance(rows, np.ndarray)
@@ -113,8 +141,9 @@ class ObjectiveDataset(TokenStream):
             if ends.max() > width:
                 is_flag = is_target and "target_seq_len" in self.objective.reads
                 flag = "target_seq_len" if is_flag else "input_seq_len"
+                advice = "name target_seq_len in `reads` and give it" if is_target and not is_flag else "raise it"
                 raise UserError(
-                    f"an example of --task has {ends.max()} {name}, EOS included, but --{flag} is {width}: raise it, "
+                    f"an example of --task has {ends.max()} {name}, EOS included, but --{flag} is {width}: {advice}, "
                     "or lower the row_length of the objective."
                 )
             padded[name] = np.full((len(rows), width), fills.get(name, 0), np.int64)
@@ -126,6 +155,14 @@ class ObjectiveDataset(TokenStream):
                 body[np.arange(body.shape[1]) < lengths[:, None]] = np.concatenate(rows)
             if name in member.with_eos:
                 body[np.arange(len(rows)), lengths] = ids.eos_id
-            if name == "input_ids" and "attention_mask" not in made:
+            elif (
+                name not in fills
+                and member.with_eos
+                and lengths.min()
+                and lengths.tolist() == list(map(len, made[side]))
+            ):
+                # An entry with a value for each token goes on at EOS with the value of the last token.
+                body[np.arange(len(rows)), lengths] = body[np.arange(len(rows)), lengths - 1]
+            if name == "input_ids":
                 padded["attention_mask"] = (np.arange(width) < ends[:, None]).astype(np.int64)
         return padded

@@ -84,9 +84,10 @@ class Objective:
             rng: random numbers of this row, a function of (seed, epoch, row).
 
         Returns:
-            `input_ids` and `labels`, without `first_ids`, EOS and padding, and any other inputs of the model.
+            `input_ids` and `labels`, without `first_ids`, EOS and padding, and any other inputs of the model but
+            `attention_mask`. An entry with a value for each input token gets the last one for EOS too.
         """
-        raise NotImplementedError
+        raise UserError(f"{type(self).__name__} is an Objective without `example`: docs/new_objective.md shows one.")
 
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> Mapping[str, Rows]:
         """Make examples from rows int64[n, length], each entry with n elements; equal to `example` row by row.
@@ -95,6 +96,8 @@ class Objective:
             rngs: random numbers of each row. A generator must not be used after the next one is taken.
         """
         made = [self.example(row, rng) for row, rng in zip(rows, rngs, strict=True)]
+        if other := next((example for example in made if example.keys() != made[0].keys()), None):
+            raise UserError(f"Some examples of --task have {', '.join(made[0])}, others {', '.join(other)}.")
         return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
 
     def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[Any, Any] | None:
@@ -158,4 +161,9 @@ class Objective:
         made.row_length = input_length - has_targets - len(made.first_ids)
         made.members, made.schedule = [made], np.zeros(1, np.int64)
         made.prepare()
+        if not isinstance(made.row_length, (int, np.integer)) or made.row_length <= made.overlap:
+            raise UserError(
+                f"rows of {made.row_length} tokens cannot be made for --input_seq_len {input_length}: raise it, or "
+                "set row_length to a positive integer in `prepare`."
+            )
         return made

@@ -1,7 +1,6 @@
 """Token streams: the tokens of all documents, one document after the other, cut into rows for training.
 
-Example with eight tokens and rows of 3 tokens, in an
-epoch that starts at token 5 (see `epoch_shift`):
+Example with eight tokens and rows of 3 tokens, in an epoch that starts at token 5 (see `epoch_shift`):
 
     stream   0 1 2 3 4 5 6 7 | 0 1 2 ...        continues at the beginning
     row 0    5 6 7

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from examples.objectives import MASS, TextInfilling
 from lm_experiments_tools.config.objectives import OBJECTIVE, OBJECTIVES
 from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
-from lm_experiments_tools.data.objectives.objective import TokenIds
+from lm_experiments_tools.data.objectives.objective import Objective, TokenIds
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import source_imports
 from run_t5_pretraining import main
@@ -171,3 +171,51 @@ def test_a_module_is_one_of_objectives_by_its_imports_alone(tmp_path, monkeypatc
         (folder / f"{name}.py").write_text(source)
     found = {name: source_imports(f"ours.deep.{name}", OBJECTIVE) for name in (*sources, "none")}
     assert found == {name: name in ("mine", "both", "derived") for name in found}
+
+
+TOKENS = SimpleNamespace(tokens=np.arange(100, 400, dtype=np.uint16), fingerprint="x")
+
+
+class Returning(Objective):
+    """An example that is what `entries` makes of a row."""
+
+    models = ("encoder-decoder", "decoder")
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def example(self, tokens, rng):
+        return self.entries(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "message"),
+    [
+        ("encoder-decoder", lambda row: {"input_ids": row}, "has no labels: return both"),
+        ("encoder-decoder", lambda row: {"input_ids": row + 0.5, "labels": row}, "input_ids of type float64"),
+        ("encoder-decoder", lambda row: {"input_ids": row[None], "labels": row}, "return one row of integers"),
+        ("encoder-decoder", lambda row: {"input_ids": None, "labels": row}, "return one row of integers"),
+        ("encoder-decoder", lambda row: {"input_ids": row + 10**6, "labels": row}, "but the vocabulary has"),
+        ("encoder-decoder", lambda row: {"input_ids": row, "labels": row - 10**6}, "but the vocabulary has"),
+        ("encoder-decoder", lambda row: {"input_ids": row, "labels": row, "attention_mask": row}, "leave it out"),
+        ("decoder", lambda row: {"input_ids": row, "labels": row[:-1]}, "the decoder needs as many"),
+        (
+            "encoder-decoder",
+            lambda row: {"input_ids": row, "labels": row, **({"token_type_ids": row} if row[0] // 16 % 2 else {})},
+            "Some examples of --task have",
+        ),
+    ],
+)
+def test_wrong_examples_of_a_user_are_refused_in_a_sentence(kind, entries, message):
+    objective = Returning.create(TokenIds(size=1000), 17, 17, kind, entries=entries)
+    with pytest.raises(UserError, match=message):
+        ObjectiveDataset(TOKENS, objective).batch(np.arange(8))
+
+
+def test_entries_of_tokens_go_on_at_eos():
+    def entries(row):
+        return {"input_ids": row, "labels": row, "segment_ids": np.ones_like(row)}
+
+    objective = Returning.create(TokenIds(size=1000), 17, 17, entries=entries)
+    batch = ObjectiveDataset(TOKENS, objective).batch(np.arange(4))
+    assert np.array_equal(batch["segment_ids"], batch["attention_mask"])
