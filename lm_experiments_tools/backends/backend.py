@@ -327,7 +327,8 @@ class Backend(Workers):
         for name, then, now in zip(names, saved.get("shapes", []), shapes, strict=False):
             if then != now:
                 raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
-        optimizer, is_shared = self.whole_optimizer, self.shards_state
+        # Only rank 0 reads the checkpoints of other programs.
+        optimizer, is_shared = self.whole_optimizer, self.shards_state and all(self.gather(bool(tree)))
         load_optimizer_tree(optimizer, tree.get("optimizer"), self, self.place_state, is_shared=is_shared)
         self.precision.load_state_dict(saved["precision"])
         exponents = saved.get("exponents", [])
