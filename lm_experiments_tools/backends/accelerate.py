@@ -192,6 +192,7 @@ class AccelerateBackend(Backend):
         return DDPReduction(self.accelerator, self._reproducible, trains=trains, as_fp16=self.fp16_allreduce)
 
     def follow_frozen(self) -> None:
+        super().follow_frozen()
         # DDP reduces the parameters that it was made for, so it is made anew.
         if self.world_size > 1 and not self.reduction.is_exact:
             self.release()

@@ -174,6 +174,7 @@ class HorovodBackend(Backend):
         return HorovodReduction(self._inner, optimizer, self.fp16_allreduce, self._reproducible)
 
     def follow_frozen(self) -> None:
+        super().follow_frozen()
         if isinstance(self.reduction, HorovodReduction):
             self.reduction.follow_frozen()
 

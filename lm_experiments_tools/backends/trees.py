@@ -73,7 +73,7 @@ def load_optimizer_tree(
 
     Args:
         tree: result of `torch.optim.Optimizer.state_dict`; None on ranks other than 0 unless `is_shared`.
-        place_state: f(parameter, full tensor of its state) -> this worker's tensor, for example a shard.
+        place_state: f(parameter, full or sliced tensor of its state) -> this worker's tensor, for example a shard.
         is_shared: every worker has the tree; otherwise rank 0 sends its own.
     """
     is_main = workers.is_main

@@ -50,18 +50,23 @@ def find_resume(
     # A folder without a manifest is a run directory, which stands for its newest checkpoint.
     if not (path / MANIFEST).exists():
         path = newest if (newest := named_checkpoint(Path(os.path.realpath(path / "last")))).exists() else path
+    newest = find_newest_valid(root) if continues and root is not None and root.is_dir() else None
+    is_again = newest is not None and read_manifest(newest)["extra"].get("resume") == resume
+    # Pruning may have removed the checkpoint by which this command was started first.
+    if not path.exists() and is_again:
+        logger.info("--%s %s is gone: this command has saved later ones, and continues from %s", flag, resume, newest)
+        return newest
     if not path.exists():
         raise UserError(
             f"--{flag} {resume}: no such checkpoint; name an existing one, or a run (auto: --model_path's)"
         )
     verify(path)
-    newest = find_newest_valid(root) if continues and root is not None and root.is_dir() else None
     if newest is None or _step_of(newest) <= _step_of(path):
         return path
     # The run's own earlier checkpoint may be named to go back to it, but only by the first start of this command.
-    if path.parent.resolve() == root.resolve() and read_manifest(newest)["extra"].get("resume") != resume:
+    if path.parent.resolve() == root.resolve() and not is_again:
         return path
-    logger.info("--%s %s: this command has saved later checkpoints, and continues from %s", flag, resume, newest)
+    logger.info("--%s %s: %s has later checkpoints, and the run continues from %s", flag, resume, model_path, newest)
     return newest
 
 

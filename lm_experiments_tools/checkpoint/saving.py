@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.backends.process_groups import last_to_report
 from lm_experiments_tools.backends.slices import assign
 from lm_experiments_tools.checkpoint.manifest import describe_files, list_files
 from lm_experiments_tools.checkpoint.train_state import TrainState
-from lm_experiments_tools.checkpoint.tree import WorkersFiles, WriteTensors, save_tree, sharded_name, slice_ranges
+from lm_experiments_tools.checkpoint.tree import WorkersFiles, save_tree, sharded_name, slice_ranges
 from lm_experiments_tools.checkpoint.weights import is_converted, save_all_but_weights, save_model, write_index
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import RunError, UserError
@@ -62,7 +64,7 @@ class Saver:
         # Python joins the thread at the end of the process, so a started write is finished.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str | None] | None = None
-        self._number = 0  # of saves so far, equal on all workers
+        self._key = ""  # of the last save, equal on all workers
 
     @classmethod
     def of_run(
@@ -135,17 +137,18 @@ class Saver:
         backend, writer, step = self.backend, self.writer, state.step
         files = WorkersFiles(is_postponed=self.in_background and self._is_training)
         workers = backend.gather(per_worker)
-        path = on_main(backend, lambda: writer.begin(step))
+        # A key of its own, because what a failed save has reported stays in the store.
+        path, self._key = on_main(backend, lambda: (writer.begin(step), secrets.token_hex(8)))
         try:
             # One after the other: gathered weights are freed before the optimizer's state is copied.
             self._save_weights(path, step, files)
             tree = backend.optimizer_state()
             ranges = backend.gather(slice_ranges(tree)) if backend.shards_state else None
             stem, write = path / "optimizer", files.keep
-            self._write(step, lambda: save_tree(stem, tree, write=write, rank=backend.rank, ranges=ranges))
+            self._write(step, lambda: _save(stem, tree, write=write, rank=backend.rank, ranges=ranges))
             del tree
             tree = self._trainer_tree(state, workers)
-            self._write(step, lambda: _save_trainer(path, tree, write), only_main=True)
+            self._write(step, lambda: _save(path / "trainer_state", tree, write=write), only_main=True)
             # Listed before any worker writes postponed files.
             own: set[Path] = set()
             self._write(step, lambda: own.update(list_files(path).values()), only_main=True)
@@ -154,7 +157,6 @@ class Saver:
                 writer.discard(step)
             raise
         own.difference_update(*backend.gather(files.written)[1:])
-        self._number += 1
         complete = partial(self._complete, path, step, files, own.union(files.written), is_best=is_best)
         if backend.is_main or backend.shards_state:
             self._writing = self._thread.submit(complete)
@@ -178,14 +180,19 @@ class Saver:
         backend, model = self.backend, self.backend.unwrap()
         if not backend.shards_state or is_adapted(model) or is_converted(model):
             weights = backend.model_state()
-            save = partial(save_model, path, model, weights, self.tokenizer_dir, files.copy)
+            # A backend that shards has made copies already.
+            write = files.keep if backend.shards_state else files.copy
+            save = partial(save_model, path, model, weights, self.tokenizer_dir, write)
             return self._write(step, save, only_main=True)
         names: list[str] = []
         self._write(step, lambda: names.extend(save_all_but_weights(path, model, self.tokenizer_dir)), only_main=True)
         names = backend.broadcast(names)
-        sizes = {n: getattr(t, "ds_numel", t.numel()) for n, t in untied(saved_state(model)).items()}
-        held = backend.model_state(assign(sizes, backend.world_size))
-        held = {name: held[name] for name in names if name in held}
+        tensors = untied(saved_state(model))
+        sizes = {n: getattr(t, "ds_numel", t.numel()) for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+        # Buffers differ between workers, and only those of one worker belong together.
+        writers = {**dict.fromkeys(tensors, 0), **assign(sizes, backend.world_size)}
+        held = backend.model_state(writers)
+        held = {name: held[name].contiguous() for name in names if name in held}
         file = path / sharded_name("model", backend.rank, backend.world_size)
         self._write(step, lambda: files.keep(held, file, {"format": "pt"}))
         parts = backend.gather((list(held), sum(tensor.nbytes for tensor in held.values())))
@@ -210,11 +217,11 @@ class Saver:
         # The report must be made after an error too: without it the other workers' files would never be removed.
         finally:
             if backend.shards_state:
-                reports = last_to_report(f"checkpoint {self._number}", reports[0])
+                reports = last_to_report(f"checkpoint {self._key}", reports[0])
             if reports and None in reports:
                 writer.discard(step)
         # Nothing here waits for another worker, so a lost one cannot keep the others' threads from ending. Its
-        # checkpoint stays unfinished, and the next start removes it.
+        # checkpoint stays unfinished, and the next save removes it.
         message = f"saved checkpoint of step {step}{' (the best so far)' if is_best else ''}"
         if reports is None or None in reports:
             return message
@@ -235,9 +242,9 @@ class Saver:
         }
 
 
-def _save_trainer(path: Path, tree: dict[str, Any], write: WriteTensors) -> None:
+def _save(stem: Path, tree: dict[str, Any], **options: Any) -> None:
     try:
-        save_tree(path / "trainer_state", tree, write=write)
-    # The object is in a loader's state_dict, or among accumulated outputs.
+        save_tree(stem, tree, **options)
+    # The object is in an optimizer's or a loader's state_dict, or among accumulated outputs.
     except TypeError as error:
         raise UserError(f"a checkpoint cannot be saved: {error}") from error

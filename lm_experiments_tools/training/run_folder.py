@@ -1,7 +1,7 @@
 """The run directory of a job: one folder shared by all machines, or one folder on each machine.
 
 Rank 0 writes all files except the other ranks' logs, and chooses the checkpoint to resume from. Separate folders work
-if rank 0 stays on the same machine.
+if rank 0 stays on the same machine. Backends that shard need a shared folder: each worker writes its part.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     if not apart:
         return run
     hosts = ", ".join(apart)
-    if backend.shards_state:
+    if backend.shards_state and not args.validate_only:
         raise agreed(
             UserError(
                 f"{folder} on {main} is not the folder of that name on {hosts}: FSDP and ZeRO write a part of each "

@@ -32,6 +32,7 @@ def main():
     )  # fmt: skip
     backend = get_backend(args)
     model = tiny_t5()
+    model.register_buffer("strided", torch.arange(12.0).view(3, 4).t() + backend.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = SeekableBatches(RaggedPairs(24), batch, backend.rank, backend.world_size)
     loop = TrainingLoop(args, backend, model, optimizer, loader)

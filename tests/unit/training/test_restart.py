@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import shutil
 import signal
 import sys
 
@@ -215,9 +216,10 @@ def test_a_requeued_return_to_an_earlier_step_goes_on_from_the_newest(tmp_path):
     assert steps() == [2, 4, 5, 6, 7] and (tmp_path / "checkpoints" / "superseded-step_000008").is_dir()
     assert start(tmp_path, resume=back, validate_only=True, **flags)[0].state.step == 2
     assert start(tmp_path, resume=str(tmp_path / "checkpoints" / "step_000004"), **flags)[0].state.step == 4
+    shutil.rmtree(back)  # as pruning does
     loop = start(tmp_path, resume=back, **flags)[0]
     loop.train()
-    assert steps() == [2, 4, 5, 6, 7, 8]
+    assert steps() == [4, 5, 6, 7, 8]
 
 
 class Tokens:
