@@ -109,7 +109,7 @@ class ObjectiveDataset(TokenStream):
             raise UserError(f"{said} has no {' and no '.join(sorted(missing))}: return both.")
         if "attention_mask" in made:
             raise UserError(f"{said} has an attention_mask, which is made of the padding: leave it out.")
-        size = max(ids.size, *ids.sentinel_ids, 0)
+        size = max([ids.size, *(int(number) + 1 for number in ids.sentinel_ids)])
         for name, rows in made.items():
             for values in map(np.asarray, rows):
                 if values.ndim != 1 or (values.size and values.dtype.kind not in "biu"):
@@ -155,14 +155,11 @@ class ObjectiveDataset(TokenStream):
                 body[np.arange(body.shape[1]) < lengths[:, None]] = np.concatenate(rows)
             if name in member.with_eos:
                 body[np.arange(len(rows)), lengths] = ids.eos_id
-            elif (
-                name not in fills
-                and member.with_eos
-                and lengths.min()
-                and lengths.tolist() == list(map(len, made[side]))
-            ):
-                # An entry with a value for each token goes on at EOS with the value of the last token.
-                body[np.arange(len(rows)), lengths] = body[np.arange(len(rows)), lengths - 1]
+            elif name not in fills and member.with_eos:
+                # A row with a value for each token goes on at EOS with the value of the last token. Each row is judged
+                # alone, because an example must not depend on the others of its batch.
+                here = np.flatnonzero((lengths > 0) & (lengths == [len(row) for row in made[side]]))
+                body[here, lengths[here]] = body[here, lengths[here] - 1]
             if name == "input_ids":
                 padded["attention_mask"] = (np.arange(width) < ends[:, None]).astype(np.int64)
         return padded

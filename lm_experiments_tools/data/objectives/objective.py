@@ -96,6 +96,8 @@ class Objective:
             rngs: random numbers of each row. A generator must not be used after the next one is taken.
         """
         made = [self.example(row, rng) for row, rng in zip(rows, rngs, strict=True)]
+        if wrong := [example for example in made if not isinstance(example, Mapping)]:
+            raise UserError(f"an example of --task is a {type(wrong[0]).__name__}: return a dict of its entries.")
         if other := next((example for example in made if example.keys() != made[0].keys()), None):
             raise UserError(f"Some examples of --task have {', '.join(made[0])}, others {', '.join(other)}.")
         return {name: [np.asarray(example[name]) for example in made] for name in made[0]}

@@ -191,6 +191,7 @@ class Returning(Objective):
 @pytest.mark.parametrize(
     ("kind", "entries", "message"),
     [
+        ("encoder-decoder", lambda row: (row, row), "is a tuple: return a dict"),
         ("encoder-decoder", lambda row: {"input_ids": row}, "has no labels: return both"),
         ("encoder-decoder", lambda row: {"input_ids": row + 0.5, "labels": row}, "input_ids of type float64"),
         ("encoder-decoder", lambda row: {"input_ids": row[None], "labels": row}, "return one row of integers"),
@@ -219,3 +220,14 @@ def test_entries_of_tokens_go_on_at_eos():
     objective = Returning.create(TokenIds(size=1000), 17, 17, entries=entries)
     batch = ObjectiveDataset(TOKENS, objective).batch(np.arange(4))
     assert np.array_equal(batch["segment_ids"], batch["attention_mask"])
+
+
+def test_an_entry_at_eos_does_not_depend_on_the_batch():
+    def entries(row):
+        ones = np.ones(len(row) - (row[0] // 16 % 2), np.int64)
+        return {"input_ids": row, "labels": row, "segment_ids": ones}
+
+    dataset = ObjectiveDataset(TOKENS, Returning.create(TokenIds(size=1000), 17, 17, entries=entries))
+    together = dataset.batch(np.arange(8))["segment_ids"]
+    assert np.array_equal(together, np.concatenate([dataset.batch(np.array([n]))["segment_ids"] for n in range(8)]))
+    assert len(np.unique(together.sum(1))) > 1
