@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 CLIPS_BY_NORM = "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
 
 
+def _syncs_always(accelerator: Accelerator) -> bool:
+    """True if every backward pass reduces gradients, not only the last one of a step."""
+    return accelerator.num_processes == 1 or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+
+
 class DDPReduction(Reduction):
     """Reduction by torch's DistributedDataParallel, which averages gradients during the last backward pass of a step.
 
@@ -64,8 +69,7 @@ class DDPReduction(Reduction):
     def __init__(self, accelerator: Accelerator, reproducible: list[Any], *, trains: bool, as_fp16: bool) -> None:
         super().__init__(accelerator.num_processes, reproducible)
         self.accelerator, self.as_fp16 = accelerator, as_fp16 and trains and accelerator.num_processes > 1
-        self.trains, kwargs = trains, accelerator.gradient_state.plugin_kwargs
-        self._sync_always = accelerator.num_processes == 1 or kwargs.get("sync_each_batch", False)
+        self.trains, self._sync_always = trains, _syncs_always(accelerator)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self._inner = model
@@ -102,9 +106,7 @@ class FSDPReduction(Reduction):
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, reproducible: list[Any]) -> None:
         super().__init__(accelerator.num_processes, reproducible)
-        kwargs = accelerator.gradient_state.plugin_kwargs
-        self._model = model
-        self._sync_always = accelerator.num_processes == 1 or kwargs.get("sync_each_batch", False)
+        self._model, self._sync_always = model, _syncs_always(accelerator)
 
     def passes(self, last: bool) -> AbstractContextManager[None]:
         self._model.set_requires_gradient_sync(last or self._sync_always)
@@ -121,6 +123,12 @@ class ZeROReduction(Reduction):
     def passes(self, last: bool) -> AbstractContextManager[None]:
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
+
+    def follow_frozen(self, model: nn.Module) -> None:
+        raise UserError(
+            "parameters were frozen or unfrozen during training, which DeepSpeed cannot follow: do so before "
+            "training, or use DDP, FSDP or Horovod"
+        )
 
 
 class AccelerateBackend(Backend):
@@ -194,7 +202,7 @@ class AccelerateBackend(Backend):
     def follow_frozen(self) -> None:
         super().follow_frozen()
         # DDP reduces the parameters that it was made for, so it is made anew.
-        if self.world_size > 1 and not self.reduction.is_exact:
+        if self.world_size > 1 and isinstance(self.reduction, DDPReduction):
             self.release()
             self.model = self.reduction.wrap(self.model)
 
@@ -312,9 +320,6 @@ class FullyShardedBackend(AccelerateBackend):
         if forget:
             super().release(forget=True)
 
-    def follow_frozen(self) -> None:
-        pass  # it reduces all gradients that there are
-
     def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         fsdp.reshard(self.unwrap())
         return super().model_state(writers)
@@ -410,12 +415,6 @@ class DeepSpeedBackend(AccelerateBackend):
     def release(self, *, forget: bool = False) -> None:
         if forget:
             super().release(forget=True)
-
-    def follow_frozen(self) -> None:
-        raise UserError(
-            "parameters were frozen or unfrozen during training, which DeepSpeed cannot follow: do so before "
-            "training, or use DDP, FSDP or Horovod"
-        )
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
         # The loss is a share of the step's already.

@@ -145,13 +145,8 @@ class Backend(Workers):
             self.reduction = Reduction()
 
     def follow_frozen(self) -> None:
-        """Reduce the gradients of the parameters that require one now, after some were frozen or unfrozen.
-
-        Raises:
-            UserError: the gradient of a parameter that was unfrozen cannot be reduced.
-        """
-        if isinstance(self.reduction, ExactSum):
-            self.reduction.check_unfrozen(self.unwrap())
+        """Tell the reduction that parameters were frozen or unfrozen; see `Reduction.follow_frozen`."""
+        self.reduction.follow_frozen(self._inner)
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Accumulate the gradient of a scalar loss, a summand of the step's; call inside `reduction.passes`.

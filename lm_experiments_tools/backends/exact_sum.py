@@ -131,7 +131,7 @@ class ExactSum(Reduction):
         if last:
             self.finish()
 
-    def check_unfrozen(self, model: nn.Module) -> None:
+    def follow_frozen(self, model: nn.Module) -> None:
         """Refuse parameters that were unfrozen after the sums were made for the others. Raises UserError."""
         known = set(map(id, self.parameters))
         added = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]

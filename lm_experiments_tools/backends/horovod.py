@@ -46,20 +46,20 @@ class HorovodReduction(Reduction):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, as_fp16: bool, reproducible: list[Any]) -> None:
         super().__init__(hvd.size(), reproducible)
-        self._model, self._as_fp16 = model, as_fp16
+        self._as_fp16 = as_fp16
         self._of_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
         self._reducer: Any = None
-        self.follow_frozen()
+        self.follow_frozen(model)
 
-    def follow_frozen(self) -> None:
+    def follow_frozen(self, model: nn.Module) -> None:
         """Make Horovod's optimizer for the parameters that require a gradient now."""
         self.release()
         # Not the optimizer's alone: a callback may add what it unfreezes to the optimizer later.
-        used = dict.fromkeys([*self._of_optimizer, *self._model.parameters()] if self._of_optimizer else [])
+        used = dict.fromkeys([*self._of_optimizer, *model.parameters()] if self._of_optimizer else [])
         self._reduced = [p for p in used if p.requires_grad]
         if self._as_fp16 or not self._reduced:
             return
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
         named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(self._reduced)]
         self._reducer = hvd.DistributedOptimizer(torch.optim.SGD(self._reduced, lr=0.0), named_parameters=named)
 
@@ -172,11 +172,6 @@ class HorovodBackend(Backend):
         if self._addends is not None or optimizer is None or self.world_size == 1:
             return super()._make_reduction(optimizer)
         return HorovodReduction(self._inner, optimizer, self.fp16_allreduce, self._reproducible)
-
-    def follow_frozen(self) -> None:
-        super().follow_frozen()
-        if isinstance(self.reduction, HorovodReduction):
-            self.reduction.follow_frozen()
 
     def share_weights(self, model: nn.Module) -> None:
         pass  # `setup` does

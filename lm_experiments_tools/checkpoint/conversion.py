@@ -6,17 +6,19 @@ import contextlib
 import copy
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 
-def conversions_of(model: nn.Module) -> Any:
-    """Conversions between a `PreTrainedModel` and its files; empty if names and shapes are the same in both."""
+def is_converted(model: nn.Module) -> bool:
+    """True for a model of transformers whose files have other names or shapes of weights than the model."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return False
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
 
 
 def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -25,13 +27,10 @@ def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[s
     For example, a file of Qwen3-MoE has a matrix per expert, and the model a single tensor for all of them. Weights
     that the model stores in the same way are returned unchanged.
     """
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    if not is_converted(model):
         return weights
-    # the class without the name and methods that FSDP2 adds
+    # FSDP2 adds a class in front of the model's own.
     cls = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
-    if not conversions_of(model):
-        return weights
     with quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
         loaded, info = cls.from_pretrained(
             None,

@@ -52,15 +52,17 @@ def find_resume(
         path = newest if (newest := named_checkpoint(Path(os.path.realpath(path / "last")))).exists() else path
     newest = find_newest_valid(root) if continues and root is not None and root.is_dir() else None
     is_again = newest is not None and read_manifest(newest)["extra"].get("resume") == resume
-    # Pruning may have removed the checkpoint by which this command was started first.
-    if not path.exists() and is_again:
-        logger.info("--%s %s is gone: this command has saved later ones, and continues from %s", flag, resume, newest)
-        return newest
     if not path.exists():
+        # Pruning may have removed the checkpoint by which this command was started first.
+        if is_again:
+            logger.info("--%s %s is gone: this command has saved later ones; it goes on from %s", flag, resume, newest)
+            return newest
         raise UserError(
             f"--{flag} {resume}: no such checkpoint; name an existing one, or a run (auto: --model_path's)"
         )
-    verify(path)
+    # The newest one has been verified already.
+    if newest is None or newest.resolve() != path.resolve():
+        verify(path)
     if newest is None or _step_of(newest) <= _step_of(path):
         return path
     # The run's own earlier checkpoint may be named to go back to it, but only by the first start of this command.

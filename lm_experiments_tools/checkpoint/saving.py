@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,10 +19,11 @@ from torch import nn
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.backends.process_groups import last_to_report
 from lm_experiments_tools.backends.slices import assign
+from lm_experiments_tools.checkpoint.conversion import is_converted
 from lm_experiments_tools.checkpoint.manifest import describe_files, list_files
 from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.checkpoint.tree import WorkersFiles, save_tree, sharded_name, slice_ranges
-from lm_experiments_tools.checkpoint.weights import is_converted, save_all_but_weights, save_model, write_index
+from lm_experiments_tools.checkpoint.weights import save_all_but_weights, save_model, write_index
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import is_adapted, saved_state, untied
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Saver:
@@ -150,8 +153,7 @@ class Saver:
             tree = self._trainer_tree(state, workers)
             self._write(step, lambda: _save(path / "trainer_state", tree, write=write), only_main=True)
             # Listed before any worker writes postponed files.
-            own: set[Path] = set()
-            self._write(step, lambda: own.update(list_files(path).values()), only_main=True)
+            own = set(self._write(step, lambda: list_files(path).values(), only_main=True) or ())
         except (RunError, UserError):
             if backend.is_main:
                 writer.discard(step)
@@ -163,14 +165,14 @@ class Saver:
         if not files.is_postponed:
             self.wait()
 
-    def _write(self, step: int, function: Callable[[], None], *, only_main: bool = False) -> None:
-        """Run a function that writes files of this worker; collective."""
+    def _write(self, step: int, function: Callable[[], T], *, only_main: bool = False) -> T | None:
+        """Run a function on the files of this worker and return its result, None where it was not run; collective."""
 
-        def guarded() -> None:
+        def guarded() -> T:
             with self.writer.guarded(step, removes=False):
-                function()
+                return function()
 
-        on_all(self.backend, guarded, only_main=only_main or not self.backend.shards_state)
+        return on_all(self.backend, guarded, only_main=only_main or not self.backend.shards_state)
 
     def _save_weights(self, path: Path, step: int, files: WorkersFiles) -> None:
         """Write the model. Where a backend shards, each worker writes the full tensors that are assigned to it.
@@ -184,9 +186,8 @@ class Saver:
             write = files.keep if backend.shards_state else files.copy
             save = partial(save_model, path, model, weights, self.tokenizer_dir, write)
             return self._write(step, save, only_main=True)
-        names: list[str] = []
-        self._write(step, lambda: names.extend(save_all_but_weights(path, model, self.tokenizer_dir)), only_main=True)
-        names = backend.broadcast(names)
+        rest = partial(save_all_but_weights, path, model, self.tokenizer_dir)
+        names = backend.broadcast(self._write(step, rest, only_main=True))
         tensors = untied(saved_state(model))
         sizes = {n: getattr(t, "ds_numel", t.numel()) for n, t in tensors.items() if isinstance(t, nn.Parameter)}
         # Buffers differ between workers, and only those of one worker belong together.
@@ -209,16 +210,16 @@ class Saver:
         Returns:
             Message for the log if another worker commits.
         """
-        backend, writer, reports = self.backend, self.writer, [None]
+        backend, writer, entries = self.backend, self.writer, None
         try:
             with writer.guarded(step, removes=False):
                 files.write()
-                reports = [describe_files(path, own)]
+                entries = describe_files(path, own)
         # The report must be made after an error too: without it the other workers' files would never be removed.
         finally:
-            if backend.shards_state:
-                reports = last_to_report(f"checkpoint {self._key}", reports[0])
-            if reports and None in reports:
+            key = f"checkpoint {self._key}"
+            reports = last_to_report(key, entries) if backend.shards_state else [entries]
+            if reports is not None and None in reports:
                 writer.discard(step)
         # Nothing here waits for another worker, so a lost one cannot keep the others' threads from ending. Its
         # checkpoint stays unfinished, and the next save removes it.

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
-from lm_experiments_tools.checkpoint.conversion import conversions_of, to_model_names, without_progress_bars
+from lm_experiments_tools.checkpoint.conversion import to_model_names, without_progress_bars
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import is_listed, named_checkpoint, shards_of, verify_model
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, TASK_FILE
@@ -102,12 +102,6 @@ def save_model(
     apply_umask(*path.rglob("*.safetensors"))
     if tokenizer_dir is not None and not copy_tokenizer(Path(tokenizer_dir), path):
         raise UserError(f"{tokenizer_dir} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
-
-
-def is_converted(model: nn.Module) -> bool:
-    """True if a file has other names or shapes of weights than the model, so that they must be written together."""
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(model, library.PreTrainedModel) and bool(conversions_of(model))
 
 
 def save_all_but_weights(path: Path, model: nn.Module, tokenizer_dir: Path | None) -> list[str]:

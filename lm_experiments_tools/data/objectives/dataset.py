@@ -60,14 +60,9 @@ class ObjectiveDataset(TokenStream):
             UserError: an example is longer than the maximum lengths.
         """
         epochs, rows = self.rows_of(samples)
-        starts = self.starts_of(epochs, rows)
         batch: dict[str, np.ndarray] = {}
         for member, length, here in self._groups(rows):
-            tokens = self.read((starts[here] - member.overlap) % self.num_tokens, length)
-            made = member.examples(tokens, row_generators(self._noise_key, epochs[here], rows[here]))
-            if not is_own(type(member)):
-                self._check(made, member)
-            padded = self._padded(made, member)
+            padded = self._padded(self._made(member, length, epochs[here], rows[here]), member)
             if not batch:
                 batch = {name: np.empty((len(rows), values.shape[1]), np.int64) for name, values in padded.items()}
             if padded.keys() != batch.keys():
@@ -81,16 +76,22 @@ class ObjectiveDataset(TokenStream):
         epochs, rows = self.rows_of(samples)
         lengths = np.empty((2, len(rows)), np.int64)
         for member, length, here in self._groups(rows):
-            generators = row_generators(self._noise_key, epochs[here], rows[here])
-            found = member.lengths(length, generators)
+            found = member.lengths(length, row_generators(self._noise_key, epochs[here], rows[here]))
             if found is None:
-                starts = (self.starts_of(epochs[here], rows[here]) - member.overlap) % self.num_tokens
-                made = member.examples(self.read(starts, length), generators)
+                made = self._made(member, length, epochs[here], rows[here])
                 found = tuple([len(row) for row in made[name]] for name in ("input_ids", "labels"))
             for side, name in enumerate(("input_ids", "labels")):
                 lengths[side, here] = np.asarray(found[side]) + (name in member.with_eos)
             lengths[0, here] += len(member.first_ids)
         return lengths
+
+    def _made(self, member: Objective, length: int, epochs: np.ndarray, rows: np.ndarray) -> Mapping[str, Rows]:
+        """Examples of rows of one length, as the objective makes them."""
+        tokens = self.read((self.starts_of(epochs, rows) - member.overlap) % self.num_tokens, length)
+        made = member.examples(tokens, row_generators(self._noise_key, epochs, rows))
+        if not is_own(type(member)):
+            self._check(made, member)
+        return made
 
     def _groups(self, rows: np.ndarray) -> Iterator[tuple[Objective, int, np.ndarray]]:
         """Rows of one objective and one length, some at a time: the objective, tokens per row, indices into `rows`."""
