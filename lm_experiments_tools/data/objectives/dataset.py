@@ -121,6 +121,14 @@ class ObjectiveDataset(TokenStream):
                     raise UserError(
                         f"{said} has {name} from {known.min()} to {known.max()}, but the vocabulary has {size} tokens."
                     )
+        # A decoder's inputs are the labels one place later, so the one before EOS is the last label.
+        ends = "labels" in member.with_eos
+        for row, labels in zip(made.get("decoder_input_ids", ()), made["labels"], strict=False):
+            if len(row) != len(labels) + ends:
+                raise UserError(
+                    f"{said} has {len(row)} decoder_input_ids and {len(labels)} labels{', without EOS' * ends}: return "
+                    f"{len(labels) + ends}, or leave them out."
+                )
         for row, labels in zip(made["input_ids"], made["labels"], strict=True):
             if member.model_kind != "encoder-decoder" and len(row) != len(labels):
                 raise UserError(

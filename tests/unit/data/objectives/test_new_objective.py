@@ -199,6 +199,11 @@ class Returning(Objective):
         ("encoder-decoder", lambda row: {"input_ids": row + 10**6, "labels": row}, "but the vocabulary has"),
         ("encoder-decoder", lambda row: {"input_ids": row, "labels": row - 10**6}, "but the vocabulary has"),
         ("encoder-decoder", lambda row: {"input_ids": row, "labels": row, "attention_mask": row}, "leave it out"),
+        (
+            "encoder-decoder",
+            lambda row: {"input_ids": row, "labels": row, "decoder_input_ids": row},
+            "16 decoder_input_ids and 16 labels, without EOS: return 17",
+        ),
         ("decoder", lambda row: {"input_ids": row, "labels": row[:-1]}, "the decoder needs as many"),
         (
             "encoder-decoder",
