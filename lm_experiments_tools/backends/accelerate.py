@@ -189,7 +189,7 @@ class AccelerateBackend(Backend):
         _check_unprepared(model, optimizer)
         check_whole(model, "Accelerate")
         super().setup(model, optimizer)
-        # Exact sums take the place of DDP, which would have sent rank 0's weights.
+        # With exact sums there is no DDP wrapper, which would have sent rank 0's weights.
         if self.reduction.is_exact:
             self.broadcast_tensors([*model.parameters(), *model.buffers()])
 
@@ -257,7 +257,7 @@ class AccelerateBackend(Backend):
 
     def _drop_wrapper(self) -> None:
         self.model, self._host_group = self._inner, None
-        # A reduction by DDP holds the wrapper.
+        # `DDPReduction` holds a reference to the DDP wrapper too.
         self.reduction = Reduction()
         self.accelerator.free_memory()
 
@@ -393,7 +393,7 @@ class DeepSpeedBackend(AccelerateBackend):
         deepspeed_config.check_optimizer(optimizer, self.stage)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
-        # Parameters that zero.Init has made are shards already.
+        # Parameters created inside `zero.Init` are sharded already.
         made_whole = not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         cast = self.dtype != torch.float32 and made_whole
         given = {n: tensor.detach() for n, tensor in saved_state(model).items()} if cast and self.is_main else None
@@ -401,14 +401,14 @@ class DeepSpeedBackend(AccelerateBackend):
         with deepspeed_config.refusals():
             self.model, _ = self.accelerator.prepare(model, optimizer)
         self.reduction = ZeROReduction(self.model, self.world_size, self._reproducible)
-        # The engine has made further process groups.
+        # The engine has created process groups of its own, whose timeouts are set here.
         self.wait_long()
         self.optimizer = self.model.optimizer
         # The training loop decides how many skipped steps are too many.
         self.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._whole, self._kind = UnshardedOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__
         self.precision.scaler = LossScale(self.optimizer.loss_scaler) if self.optimizer.loss_scaler.dynamic else None
-        # The engine has made its fp32 weights of the rounded ones, so the given ones are put back.
+        # The engine has copied its fp32 weights from the model after casting it, so the given ones are put back.
         if cast:
             self.load_model_state(given)
 
@@ -417,7 +417,7 @@ class DeepSpeedBackend(AccelerateBackend):
             super().release(forget=True)
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        # The loss is a share of the step's already.
+        # The loss is divided by the token count of the whole step already, so DeepSpeed must not divide it again.
         self.model.backward(loss * self.reduction.averaged_over, scale_wrt_gas=False)
 
     def clip_and_step(
@@ -490,7 +490,7 @@ class DeepSpeedBackend(AccelerateBackend):
         total = torch.zeros((), dtype=torch.float64)
         for parameter in self.unwrap().parameters():
             own = parameter.ds_tensor.detach().flatten()
-            # The rest of the last shards is padding.
+            # DeepSpeed pads the parameter to equal shards, and padding does not count.
             length = max(0, min(own.numel(), parameter.ds_numel - self.rank * own.numel()))
             total += own[:length].double().square().sum().cpu()
         return math.sqrt(self.sum(total).item())

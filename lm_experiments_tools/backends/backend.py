@@ -383,7 +383,7 @@ class Backend(Workers):
     def weights_norm(self) -> float:
         """Global L2 norm of the weights; collective where weights are sharded."""
         parameters = self.unwrap().parameters()
-        # Other parameters are quantised.
+        # Quantized weights are integers, whose norm means nothing.
         return float(total_norm(p.detach() for p in parameters if p.is_floating_point()))
 
     def describe(self) -> str:

@@ -126,8 +126,8 @@ class ObjectiveDataset(TokenStream):
         for row, labels in zip(made.get("decoder_input_ids", ()), made["labels"], strict=False):
             if len(row) != len(labels) + ends:
                 raise UserError(
-                    f"{said} has {len(row)} decoder_input_ids and {len(labels)} labels{', without EOS' * ends}: return "
-                    f"{len(labels) + ends}, or leave them out."
+                    f"{said} has {len(row)} decoder_input_ids and {len(labels)} labels{', without EOS' * ends}: "
+                    f"return {len(labels) + ends}, or leave them out."
                 )
         for row, labels in zip(made["input_ids"], made["labels"], strict=True):
             if member.model_kind != "encoder-decoder" and len(row) != len(labels):
