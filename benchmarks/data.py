@@ -51,9 +51,10 @@ class Inputs:
 def native(inputs: Inputs, is_built_in: bool = True) -> Iterator[float]:
     """Span corruption, or the objective of docs/new_objective.md, which makes one example at a time."""
     from lm_experiments_tools import Objective
+    from lm_experiments_tools.data.dataset import Dataset
     from lm_experiments_tools.data.loader import TrainLoader
-    from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
     from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
+    from lm_experiments_tools.data.objectives.token_rows import TokenRows
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
@@ -64,7 +65,7 @@ def native(inputs: Inputs, is_built_in: bool = True) -> Iterator[float]:
             return {"input_ids": rng.permutation(tokens), "labels": tokens}
 
     objective = (SpanCorruption if is_built_in else Deshuffling).create(vocabulary, INPUTS)
-    dataset = ObjectiveDataset(IndexedDataset(inputs.folder / "tokens"), objective)
+    dataset = Dataset(TokenRows(IndexedDataset(inputs.folder / "tokens"), objective))
     targets = TARGETS if is_built_in else INPUTS
     for rows in TrainLoader(dataset, BATCH, prefetch=False):
         assert rows["input_ids"].shape == (BATCH, INPUTS) and rows["labels"].shape == (BATCH, targets)
@@ -162,6 +163,7 @@ def seqio_cached(inputs: Inputs) -> Iterator[float]:
 
 
 def bert_ours(inputs: Inputs, length: int) -> Iterator[float]:
+    from lm_experiments_tools.data.dataset import Dataset
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from megatron.bert_dataset import BertDataset
@@ -169,7 +171,7 @@ def bert_ours(inputs: Inputs, length: int) -> Iterator[float]:
 
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=inputs.bert_vocab)
     tokens = IndexedDataset(str(inputs.folder / BERT_DATA))
-    dataset = BertDataset(tokens, tokenizer, max_seq_length=length, cache_dir=inputs.folder)
+    dataset = Dataset(BertDataset(tokens, tokenizer, max_seq_length=length, cache_dir=inputs.folder))
     for rows in TrainLoader(dataset, BATCH, prefetch=False):
         assert rows["input_ids"].shape == (BATCH, length)
         yield BATCH

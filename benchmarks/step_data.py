@@ -54,12 +54,12 @@ def _bert_batch(shape: Shape, draw: object, generator: torch.Generator) -> dict[
 
 
 class _Lengths:
-    """A `data.buckets.SizedDataset` that has nothing but lengths int64[2, n], read in a random order each epoch."""
+    """Lengths int64[2, n] of samples that are read in a random order each epoch."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         from lm_experiments_tools.data.order import permute
 
-        self.all, self.permute, self.fingerprint = lengths, permute, "lengths"
+        self.all, self.permute = lengths, permute
 
     def __len__(self) -> int:
         return self.all.shape[1]
@@ -84,17 +84,15 @@ def text_lengths(shape: Shape) -> np.ndarray:
 
 
 def _batches_of_texts(shape: Shape, draw: object, sorted_by_length: bool) -> Iterator[dict[str, Tensor]]:
-    from lm_experiments_tools.data.buckets import BucketedDataset
+    from lm_experiments_tools.data.arrangement import Buckets
 
     lengths = _Lengths(text_lengths(shape))
-    bucketed = BucketedDataset(lengths, shape.rows, 0, target_step=TARGET_STEP, least_window=SORTED_ROWS)
+    buckets = Buckets(lengths.lengths, len(lengths), shape.rows, 0, TARGET_STEP, SORTED_ROWS)
     number = 0
     while True:
         samples = np.arange(number, number + shape.rows)
         number += shape.rows
-        inputs, targets = torch.from_numpy(
-            lengths.lengths(bucketed.arranged(samples) if sorted_by_length else samples)
-        )
+        inputs, targets = torch.from_numpy(lengths.lengths(buckets(samples) if sorted_by_length else samples))
         widths = [-(-int(side.max()) // 8) * 8 for side in (inputs, targets)]  # both programs pad to multiples of 8
         masks = [torch.arange(width) < side[:, None] for width, side in zip(widths, (inputs, targets), strict=True)]
         yield {

@@ -31,8 +31,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lm_experiments_tools.data.objectives.token_stream import BLOCK, CHECKED_AT_START, check_ids
-from lm_experiments_tools.data.order import draw_integers, permute, stream_key
+from lm_experiments_tools.data.objectives.token_rows import BLOCK, CHECKED_AT_START, check_ids
+from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.errors import UserError
@@ -191,7 +191,7 @@ class BertDataset:
         return f"raise --input_seq_len {self.max_seq_length}{split}"
 
     def __len__(self) -> int:
-        """Samples in an epoch, the same in each."""
+        """Rows in an epoch, the same in each."""
         return len(self.mapping.rows)
 
     def describe(self) -> str:
@@ -204,10 +204,6 @@ class BertDataset:
             f"BERT, {segments}, of {self.max_seq_length} tokens, {self.masked_lm_prob:.0%} masked by {unit}; "
             f"{len(self):,} samples of {self.tokens.num_tokens:,} training tokens"
         )
-
-    @property
-    def pad_id(self) -> int:
-        return self.tokenizer.pad
 
     @property
     def fingerprint(self) -> str:
@@ -229,21 +225,18 @@ class BertDataset:
         parts = [_VERSION, self.tokens.fingerprint, asdict(self.settings), self.binary_head, self.nsp]
         return json_sha256(parts)
 
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make a batch of BERT samples from their sample numbers int64[n], which count over all epochs.
+    def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Make the BERT samples of rows int64[n] in epochs int64[n].
 
         Returns:
             `input_ids`, `token_type_ids`, `attention_mask` and `labels` int64[n, max_seq_length]; with `binary_head`
             also `next_sentence_label` int64[n], 1 for a wrong pair.
         """
-        samples = np.asarray(samples, np.int64)
-        epochs, indices = np.divmod(samples, len(self))
-        rows = permute(indices, len(self), self.seed, epochs)
-        shape = (len(samples), self.max_seq_length)
+        shape = (len(rows), self.max_seq_length)
         names = ("input_ids", "token_type_ids", "attention_mask", "labels")
         batch = {name: np.empty(shape, np.int64) for name in names}
-        batch["next_sentence_label"] = np.empty(len(samples), np.int64)
-        for begin in range(0, len(samples), BLOCK):
+        batch["next_sentence_label"] = np.empty(len(rows), np.int64)
+        for begin in range(0, len(rows), BLOCK):
             block = slice(begin, begin + BLOCK)
             self._fill({name: values[block] for name, values in batch.items()}, epochs[block], rows[block])
         if not self.binary_head:
@@ -254,13 +247,11 @@ class BertDataset:
         """Return the memory-mapped arrays that the samples are read from."""
         return *self.tokens.maps(), self.mapping.rows
 
-    def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the samples with the given numbers from the disk.
+    def will_need(self, epochs: np.ndarray, rows: np.ndarray) -> None:
+        """Prefetch the rows from the disk.
 
         Their positions are read from the index of the token file, which may itself wait for the disk.
         """
-        epochs, indices = np.divmod(samples, len(self))
-        rows = permute(indices, len(self), self.seed, epochs)
         will_need(self.mapping.rows, rows, rows + 1)
         first, end, _ = self.mapping.rows[rows].astype(np.int64).T
         will_need(self.tokens.sequence_pointers, first, np.minimum(end + 1, len(self.tokens)))

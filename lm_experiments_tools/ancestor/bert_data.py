@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.ancestor.notice import notice
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.mixture import blending_order
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
-from megatron.bert_dataset import BertDataset as Samples
+from megatron.bert_dataset import BertDataset as Rows
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
 
 _NAMES = {"input_ids": "text", "token_type_ids": "types", "attention_mask": "padding_mask", "labels": "labels"}
@@ -56,7 +57,7 @@ class BertDataset:
         notice("megatron.data.bert_dataset", "run_bert_pretraining.py, or megatron.bert_dataset.BertDataset")
         if tokenizer is None:
             raise UserError("BertDataset needs tokenizer=: there is no global one, as Megatron's arguments made.")
-        self.samples = Samples(
+        rows = Rows(
             indexed_dataset,
             tokenizer,
             max_seq_length=max_seq_length,
@@ -68,6 +69,7 @@ class BertDataset:
             mask_label_id=mask_label_id,
             seed=seed,
         )
+        self.samples, self.mask_label_id = Dataset(rows), mask_label_id
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -77,7 +79,7 @@ class BertDataset:
             raise IndexError(f"sample {index} of {len(self)}")
         row = {name: values[0] for name, values in self.samples.batch(np.array([index])).items()}
         sample = {_NAMES[name]: row[name] for name in _NAMES}
-        sample["loss_mask"] = (sample["labels"] != self.samples.mask_label_id).astype(np.int64)
+        sample["loss_mask"] = (sample["labels"] != self.mask_label_id).astype(np.int64)
         return {**sample, "is_random": int(row.get("next_sentence_label", 0))}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args
 
-from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Ignored, check_conflict, is_given
+from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Ignored, is_given
 from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name, source_imports
@@ -48,7 +48,7 @@ class ObjectiveFacts:
     @property
     def varies_in_length(self) -> bool:
         """True if the examples of the objective differ in length, so that batches group them by length."""
-        return "bucket_rows" in self.reads
+        return "mix_rows" in self.reads
 
     @property
     def parts_documents(self) -> bool:
@@ -70,13 +70,13 @@ OBJECTIVES = {
     "prefix_lm": ObjectiveFacts(
         objective_class=f"{_HOME}.prefix_lm:PrefixLM",
         models=("encoder-decoder",),
-        reads=("target_seq_len", "bucket_rows", "mix_rows", "append_eos"),
+        reads=("target_seq_len", "mix_rows", "append_eos"),
         in_seqio=True,
     ),
     "ul2": ObjectiveFacts(
         objective_class=f"{_HOME}.ul2:UL2",
         models=("encoder-decoder",),
-        reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows", "mix_rows", "append_eos"),
+        reads=("target_seq_len", "denoisers", "mode_tokens", "mix_rows", "append_eos"),
     ),
     "causal_lm": ObjectiveFacts(
         objective_class=f"{_HOME}.causal_lm:CausalLM",
@@ -142,8 +142,8 @@ def parse_denoisers(texts: Sequence[str]) -> list[DenoiserSpec]:
     return [DenoiserSpec.parse(text) for text in " ".join(texts).split()]
 
 
-_READ_BY_USERS = {"target_seq_len", "bucket_rows", "mix_rows", "append_eos"}
-_NO_PART_OF_EXAMPLES = {"bucket_rows", "mix_rows", "append_eos", "mlm_positions"}
+_READ_BY_USERS = {"target_seq_len", "mix_rows", "append_eos"}
+_NO_PART_OF_EXAMPLES = {"mix_rows", "append_eos", "mlm_positions"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +173,9 @@ class ObjectiveArgs:
     mlm_positions: MlmPositions = None
     """mlm: tokens whose words are scored, only those with a label or all. None: those with a label, in our
     BERT and ModernBERT."""
-    bucket_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
-    """prefix_lm, ul2: rows of similar length to put together, instead of --mix_rows; 1: rows in random order."""
     mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
     """prefix_lm, ul2: rows that hold all lengths in their shares, in order of length, so that micro-batches pad
-    little. None: all rows of a step, over all workers."""
+    little. None: all rows of a step, over all workers; 1: rows in random order."""
     append_eos: Annotated[bool, OF_NATIVE_PIPELINE] = True
     """prefix_lm, ul2, causal_lm: end each document of raw text with EOS. Token files are as `lmtools tokenize
     --append_eos` made them or not."""
@@ -194,7 +192,6 @@ class ObjectiveArgs:
             if flag not in self.objective().reads and is_given(self, flag):
                 readers = ", ".join(name for name, objective in known.items() if flag in objective.reads)
                 raise UserError(f"--{flag} is not read by --task {self.task} but by {readers}.")
-        check_conflict(self, "bucket_rows", "mix_rows", "choose one way of putting rows together")
 
     def objective(self) -> ObjectiveFacts:
         """The objective that `--task` names. Raises UserError if its module has no such objective."""

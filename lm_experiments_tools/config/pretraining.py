@@ -53,7 +53,7 @@ class MixtureArgs:
         return any(is_given(self, flag) for flag in inspect.get_annotations(MixtureArgs))
 
     def mixing(self) -> dict[str, Any]:
-        """Keyword arguments for the class `MixtureDataset`, which mixes the data paths."""
+        """Keyword arguments for the class `data.mixture.Mixture`, but for the sizes of the data sets."""
         limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
 

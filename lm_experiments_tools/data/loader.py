@@ -16,29 +16,36 @@ import torch
 
 from lm_experiments_tools.labels import IGNORED_LABEL
 
-_ROWS_AT_ONCE, _CELLS_AT_ONCE = 256, 1 << 20  # 8 MiB
+_CELLS_AT_ONCE = 1 << 20  # of an array: 8 MiB
 # the entries of a batch that a loss is a mean over, and the number of an example that is to be predicted
 LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
 class SampleDataset(Protocol):
-    """Interface of training datasets: samples that can be read by number, in any order.
+    """Interface of datasets that loaders read: samples by number, in any order, such as `data.dataset.Dataset`.
 
-    Numbers continue over epochs: an epoch has `len(dataset)` samples, and sample `len(dataset)` is the first of the
-    second epoch.
+    Numbers continue over epochs: an epoch has `samples_per_epoch` samples, and the number after the last one is the
+    first of the second epoch.
+
+    Attributes:
+        samples_per_epoch: None if unknown.
+        rows_at_once: samples that one call of `batch` makes for nearly the cost of a few.
     """
+
+    samples_per_epoch: int | None
+    rows_at_once: int
 
     @property
     def fingerprint(self) -> str: ...
 
-    def __len__(self) -> int: ...
-
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]: ...
-
-    def describe(self) -> str: ...
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Make a batch of the samples with the given numbers int64[n]."""
 
     def will_need(self, samples: np.ndarray) -> None:
         """Prefetch the samples with the given numbers from the disk."""
+
+    def close(self) -> None:
+        """End the processes that make samples."""
 
 
 class ValidSource(Protocol):
@@ -160,7 +167,7 @@ class TrainLoader(TrainSource):
 
     @property
     def samples_per_epoch(self) -> int | None:
-        return len(self.dataset)
+        return self.dataset.samples_per_epoch
 
     def seek(self, consumed_samples: int) -> None:
         super().seek(consumed_samples)
@@ -200,9 +207,9 @@ class TrainLoader(TrainSource):
         return [{name: values[k - rows : k] for name, values in batch.items()} for k in ends]
 
     def _how_many_at_once(self, batch: dict[str, np.ndarray]) -> int:
-        """Steps made by one call, which costs nearly the same for 8 rows as for 64."""
+        """Steps made by one call."""
         cells = sum(values.size for values in batch.values())
-        return max(1, min(_ROWS_AT_ONCE // self.rows_per_worker, _CELLS_AT_ONCE // cells))
+        return max(1, min(self.dataset.rows_at_once // self.rows_per_worker, _CELLS_AT_ONCE // cells))
 
     def close(self) -> None:
         """Stop the background thread of this loader. Later batches are made synchronously."""
@@ -210,6 +217,7 @@ class TrainLoader(TrainSource):
         self.seek(self._consumed)
         if self._abandoned is not None:
             self._abandoned.exception()
+        self.dataset.close()
 
 
 class ValidLoader:
@@ -234,7 +242,7 @@ class ValidLoader:
         num_samples: int | None = None,
     ) -> None:
         self.dataset, self.rows_per_batch, self.rank, self.world_size = dataset, rows_per_batch, rank, world_size
-        self.num_samples = min(len(dataset), num_samples or len(dataset))
+        self.num_samples = min(dataset.samples_per_epoch, num_samples or dataset.samples_per_epoch)
 
     @property
     def fingerprint(self) -> str:

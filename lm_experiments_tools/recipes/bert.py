@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.config.bert import SENTENCES
-from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
-from lm_experiments_tools.data.mixture import MixtureDataset
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, Masking, MaskingRate
 from lm_experiments_tools.data.objectives.objective import TokenIds
-from lm_experiments_tools.data.order import stream_key
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
@@ -156,16 +155,11 @@ def bert_pretraining_data(
     return PretrainingData(
         tokenizer,
         tokenizer.vocab_size,
-        None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
+        None if train is None else TrainLoader(train, *where, ahead=read_at_random(train.members)),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         tokenizer_dir,
         f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
     )
-
-
-def _members(train: BertDataset | MixtureDataset | MaskedRows) -> list[Any]:
-    rows = train.rows if isinstance(train, MaskedRows) else train
-    return rows.datasets if isinstance(rows, MixtureDataset) else [rows]
 
 
 def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
@@ -180,7 +174,7 @@ def bert_datasets(
     args: BertPretrainingArgs,
     tokenizer: BertDataTokenizer,
     open_tokens: Callable[[str], IndexedDataset] | None = None,
-) -> tuple[SampleDataset | None, BertDataset | None]:
+) -> tuple[Dataset | None, Dataset | None]:
     """Build the training and validation samples of BERT pre-training from Megatron's files of sentences.
 
     Args:
@@ -190,7 +184,7 @@ def bert_datasets(
         Training samples (None with `--validate_only`) and validation samples (None without `--valid_data_path`).
     """
     open_tokens = open_tokens or open_sentences
-    dataset = partial(
+    rows = partial(
         BertDataset,
         tokenizer=tokenizer,
         max_seq_length=args.input_seq_len,
@@ -203,35 +197,27 @@ def bert_datasets(
         max_ngram=args.max_ngram,
         max_sentence_length=args.max_sentence_length,
         max_unread=args.max_unread,
-        seed=args.seed,
         cache_dir=CACHE / args.data_name,
     )
     passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
-    train = None if args.validate_only else _mixed(args, partial(dataset, **passes), tokenizer.pad, open_tokens)
-    return train, None if args.valid_data_path is None else dataset(open_tokens(args.valid_data_path))
 
+    def train_rows(path: str, seed: int) -> BertDataset:
+        return rows(open_tokens(path), seed=seed, **passes)
 
-def _mixed(
-    args: BertPretrainingArgs, dataset: Callable[..., Any], pad_id: int, open_tokens: Callable[[str], IndexedDataset]
-) -> Any:
-    """`dataset(tokens)` of the only `--data_path`, or a mixture of those of all."""
-    if len(args.data_path) == 1:
-        return dataset(open_tokens(args.data_path[0]))
-    # A seed for each: equal ones would give members of equal size the same order and noise.
-    members = [
-        dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"))
-        for number, path in enumerate(args.data_path)
-    ]
-    return MixtureDataset(members, pad_id=pad_id, **args.mixing())
+    train = valid = None
+    if not args.validate_only:
+        train = Dataset.mixed(args.data_path, train_rows, args.seed, args.mixing())
+    if args.valid_data_path is not None:
+        valid = Dataset(rows(open_tokens(args.valid_data_path), seed=args.seed))
+    return train, valid
 
 
 # ---- plain text -----------------------------------------------------------------------------------------------------
 def document_datasets(
     args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
-) -> tuple[MaskedRows | None, MaskedRows | None]:
+) -> tuple[Dataset | None, Dataset | None]:
     """Build the training and validation samples of BERT pre-training from plain text; see `bert_datasets`."""
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
-    ids = {"pad_id": tokenizer.pad, "vocab_size": tokenizer.vocab_size}
     vocabulary = TokenIds(
         tokenizer.vocab_size, tokenizer.pad, mask_id=tokenizer.mask, special_ids=tokenizer.special_ids
     )
@@ -240,22 +226,25 @@ def document_datasets(
     starts_word = tokenizer.starts_word if args.whole_word else None
     masked_lm = MaskedLM.create(vocabulary, **length, replace=args.mask_replace, starts_word=starts_word)
 
-    def rows(tokens: IndexedDataset, seed: int = args.seed) -> DocumentRows | ObjectiveDataset:
+    def rows(path: str, seed: int) -> DocumentRows | TokenRows:
+        tokens = open_tokens(path)
         if args.packing == "stream":
-            return ObjectiveDataset(tokens, blocks, seed)
+            return TokenRows(tokens, blocks, seed)
         has_end = bool(tokens.meta.get("append_eos") or tokens.meta.get("append_eod"))
         return DocumentRows(
             tokens, args.input_seq_len, cls_id=tokenizer.cls, sep_id=tokenizer.sep, has_end=has_end, seed=seed,
-            packed=args.packing == "documents", min_length=args.min_document_length, **ids,
+            packed=args.packing == "documents", min_length=args.min_document_length,
+            pad_id=tokenizer.pad, vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
 
     train = valid = None
     if not args.validate_only:
         rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
-        train = MaskedRows(_mixed(args, rows, tokenizer.pad, open_tokens), masked_lm, rate, args.seed)
+        masking = Masking(masked_lm, rate, args.seed)
+        train = Dataset.mixed(args.data_path, rows, args.seed, args.mixing(), masking)
     if args.valid_data_path is not None:
         rate = MaskingRate(args.valid_mlm_prob or args.mlm_prob)
-        valid = MaskedRows(rows(open_tokens(args.valid_data_path)), masked_lm, rate, args.seed)
+        valid = Dataset(rows(args.valid_data_path, args.seed), masking=Masking(masked_lm, rate, args.seed))
     return train, valid
 
 

@@ -61,7 +61,7 @@ from lm_experiments_tools.recipes.finetuning import (
     with_new_tokens,
     write_task,
 )
-from lm_experiments_tools.recipes.finetuning_data import example_dataset, finetuning_data, text_encoder
+from lm_experiments_tools.recipes.finetuning_data import example_rows, finetuning_data, text_encoder
 from lm_experiments_tools.training.micro_batches import MicroBatch
 from lm_experiments_tools.training.validation import generate
 
@@ -305,12 +305,12 @@ class FineTuner:
         answer = self._probabilities if return_probabilities else self._labels
         examples = self._examples([texts] if isinstance(texts, str) else texts)
         encoded = encode_examples(examples, encoder, args.model_type)
-        dataset = example_dataset(replace(args, pad_to_multiple_of=None), encoded, self.tokenizer, training=False)
+        rows = example_rows(replace(args, pad_to_multiple_of=None), encoded, self.tokenizer, training=False)
         found: list[Any] = []
         with evaluated(self.model), torch.no_grad(), self.backend.autocast():
-            for start in range(0, len(dataset), batch_size):
-                rows = np.arange(start, min(start + batch_size, len(dataset)))
-                found += self._answers(dataset.rows(np.zeros_like(rows), rows), options, answer)
+            for start in range(0, len(rows), batch_size):
+                some = np.arange(start, min(start + batch_size, len(rows)))
+                found += self._answers(rows.batch(np.zeros_like(some), some), options, answer)
         if encoder.sources.loses():
             flag = "--input_seq_len" + (" - --target_seq_len =" if self.args.model_type == "decoder" else "")
             logger.warning("predict: %s", encoder.sources.describe("texts", flag))

@@ -22,8 +22,9 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.config.finetuning import LABEL_TASKS
-from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
-from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleDataset, encode_examples
+from lm_experiments_tools.data.arrangement import Buckets, LongestFirst
+from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows, encode_examples
 from lm_experiments_tools.data.examples.examples import (
     LABEL_FIELDS,
     TARGET_FIELDS,
@@ -43,15 +44,14 @@ from lm_experiments_tools.data.examples.instructions import (
     PromptParts,
     instruction_examples,
 )
-from lm_experiments_tools.data.examples.packing import PackedDataset
+from lm_experiments_tools.data.examples.packing import PackedRows
 from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve, with_split
 from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
-from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.objective import TokenIds
-from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
+from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import naming
@@ -283,7 +283,7 @@ class _Reader:
             logger.warning("%s: it is predicted, and only what needs none is measured", reason)
         return False
 
-    def _blocks(self, paths: Sequence[str], limit: int | None, seed: int) -> SampleDataset:
+    def _blocks(self, paths: Sequence[str], limit: int | None, seed: int) -> Dataset:
         """Blocks of text; with a limit only of as much of it, from the beginning on."""
         args = self.args
         tokens = tokenize_text(paths, self.tokenizer, BadRows(args.max_bad_lines))
@@ -293,9 +293,9 @@ class _Reader:
             fingerprint += f"/{len(tokens)}"
         ids = TokenIds(len(self.tokenizer), pad_id(self.tokenizer), end_id(self.tokenizer))
         objective = CausalLM.create(ids, args.input_seq_len, model_kind="decoder")
-        return ObjectiveDataset(TokensInMemory(tokens, fingerprint), objective, seed)
+        return Dataset(TokenRows(TokensInMemory(tokens, fingerprint), objective, seed))
 
-    def _train_dataset(self) -> SampleDataset:
+    def _train_dataset(self) -> Dataset:
         args = self.args
         if args.task == "causal_lm":
             return self._blocks(args.data_path, args.max_train_samples, args.seed)
@@ -307,12 +307,13 @@ class _Reader:
             examples, self.labelled = numbered(self.labelled, self.found, self.label_names, words), None
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
-        dataset = self._dataset(examples, "train", encoder)
+        rows = self._rows(examples, "train", encoder)
         if args.packing:
-            return PackedDataset(dataset)
+            return Dataset(PackedRows(rows))
         # By default all rows of a step: it then holds the same samples however it is split.
-        rows = args.bucket_rows or args.global_batch_size(self.backend.world_size)
-        return BucketedDataset(dataset, rows, args.seed, TARGET_STEP, WINDOW if rows > 1 else 0)
+        size = args.bucket_rows or args.global_batch_size(self.backend.world_size)
+        dataset, window = Dataset(rows), WINDOW if size > 1 else 0
+        return dataset.arranged(Buckets(dataset.lengths, len(rows), size, args.seed, TARGET_STEP, window))
 
     def _eval_split(self, split: str, path: str, limit: int | None) -> EvalSplit:
         where = self.backend.rank, self.backend.world_size
@@ -322,11 +323,12 @@ class _Reader:
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
         encoder = self._encoder()
         examples = chosen(list(self._examples([path], partial(self._read, split=split, encoder=encoder))), limit)
-        dataset = SortedSamples(self._dataset(examples, split, encoder), target_step=TARGET_STEP)
-        loader = ValidLoader(dataset, rows, *where)
+        dataset = Dataset(self._rows(examples, split, encoder))
+        arrangement = LongestFirst(dataset.lengths, len(dataset), TARGET_STEP)
+        loader = ValidLoader(dataset.arranged(arrangement), rows, *where)
         return EvalSplit(split, loader, examples)
 
-    def _dataset(self, examples: Iterable[Example], split: str, encoder: TextEncoder) -> ExampleDataset:
+    def _rows(self, examples: Iterable[Example], split: str, encoder: TextEncoder) -> ExampleRows:
         args, training = self.args, split == "train"
         counts: dict[int, int] = {}
         examples = counted(examples, counts) if self.label_names else examples
@@ -341,7 +343,7 @@ class _Reader:
         lines = summary(encoded, self.label_names, counts)
         for line in [*lines, first_example(encoded, self.tokenizer, self.label_names)] if training else ():
             logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
-        return example_dataset(args, encoded, self.tokenizer, training=training)
+        return example_rows(args, encoded, self.tokenizer, training=training)
 
     def _encoder(self) -> TextEncoder:
         """Tokenizes one split, and counts what it cuts off."""
@@ -363,16 +365,14 @@ class _Reader:
             logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
 
 
-def example_dataset(
-    args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool
-) -> ExampleDataset:
-    """Build the dataset of encoded examples that fits the model's kind and the task.
+def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool) -> ExampleRows:
+    """Build the rows of encoded examples that fits the model's kind and the task.
 
     Args:
         encoded: the tokenized examples.
         training: False for validation and test data.
     """
-    return ExampleDataset(
+    return ExampleRows(
         encoded,
         args.model_type,
         pad_id=pad_id(tokenizer),

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
+from lm_experiments_tools.data.arrangement import LongestFirst
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives.registry import build_objective, mixed_dataset
+from lm_experiments_tools.data.objectives.registry import build_objective, pretraining_dataset
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -220,15 +220,16 @@ def _train_loader(args: T5PretrainingArgs, model_kind: ModelKind, backend: Backe
     tokens = [sources.tokens(path) for path in args.data_path]
     cold = read_at_random(tokens)
     objective = build_objective(args, sources.vocabulary, model_kind)
-    dataset = mixed_dataset(args, objective, tokens, backend.world_size)
+    dataset = pretraining_dataset(args, objective, tokens, backend.world_size)
     return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size, ahead=cold)
 
 
 def _valid_loader(
     args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind, backend: Backend, tokens: IndexedDataset
 ) -> ValidLoader:
-    dataset = mixed_dataset(args, build_objective(args, vocabulary, model_kind), [tokens])
-    if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
-        dataset = SortedSamples(dataset.dataset, args.valid_samples)
+    dataset = pretraining_dataset(args, build_objective(args, vocabulary, model_kind), [tokens])
+    if dataset.arrangement is not None:  # --valid_samples of an order by length would be of a few lengths only
+        num_samples = min(len(dataset), args.valid_samples or len(dataset))
+        dataset = dataset.arranged(LongestFirst(dataset.lengths, num_samples))
     rows = args.rows_on_worker(backend.world_size)
     return ValidLoader(dataset, rows, backend.rank, backend.world_size, num_samples=args.valid_samples)

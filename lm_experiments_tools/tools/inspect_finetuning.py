@@ -66,7 +66,7 @@ def _evaluation(args: Any, split: EvalSplit, label_names: Sequence[str], tokeniz
         for _ in counted(split.examples if label_names else (), counts):
             pass
         names = label_names if counts.keys() - {None} else ()
-        facts += [("", line) for line in summary(dataset.dataset.encoded, names, counts)]
+        facts += [("", line) for line in summary(dataset.members[0].encoded, names, counts)]
     return split.name, facts, _samples(args, dataset, min(args.samples, len(dataset)), label_names, tokenizer)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.text.records import RejectedRecords, records
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.encoding import EncodedWriter, TextEncoder
@@ -136,8 +135,7 @@ def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     dataset, _ = make(settings, tokenizer, opened.__getitem__)
     facts = [("objective", f"{dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")]
-    members = dataset.datasets if isinstance(dataset, MixtureDataset) else [dataset]
-    pairs = zip(sources, members, strict=True) if args.packing == SENTENCES else ()
+    pairs = zip(sources, dataset.members, strict=True) if args.packing == SENTENCES else ()
     for source, member in pairs:
         counts = member.mapping.counts
         lost = f"{counts.unread:.2%} of the tokens of {source.path} fit in no sample"

@@ -410,7 +410,7 @@ def differences(
             parts[0] * parts[1] * parts[2] if all(isinstance(p, int) for p in parts) else None
         )
     for rows in ("bucket_rows", "mix_rows"):
-        if then.get(rows) or now.get(rows):  # none means the rows of a step; which of the two, a fingerprint tells
+        if then.get(rows) or now.get(rows):  # none means the rows of a step
             for config in (then, now):
                 config[rows] = config.get(rows) or config["global_batch_size"]
     if not (then.get("text_fields") and now.get("text_fields")):  # none means by names; the data's fingerprint tells

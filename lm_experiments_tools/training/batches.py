@@ -216,26 +216,19 @@ def position_lost(then: str | None, now: str | None) -> str:
         then, now: data fingerprints of the checkpoint and of this run; None if unknown. The suffix /bucket_rows=N or
             /mix_rows=N shows that rows were grouped by length.
     """
-    data, flag, rows = _arrangement(then)
-    data_now, flag_now, rows_now = _arrangement(now)
-    if rows and rows_now and data == data_now:
-        kinds = {"bucket_rows": "buckets", "mix_rows": "mixed steps"}
+    data, _, order = (then or "").rpartition("/")
+    data_now, _, order_now = (now or "").rpartition("/")
+    if data and data == data_now and "rows=" in order:
+        before, after = order.replace("=", " "), order_now.replace("=", " ")
         return (
-            f"the checkpoint's data is in {kinds[flag]} of {rows} rows and this run's in {kinds[flag_now]} of "
-            f"{rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
+            f"the checkpoint's data is ordered by --{before} and this run's by --{after}, so its position has no "
+            f"meaning; give --{before} to continue"
         )
     return (
         "the training data, its vocabulary, sequence lengths, span lengths or --seed are not those of the checkpoint, "
         "so its position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
         "without --skip_used_data"
     )
-
-
-def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
-    """(what is before /FLAG=N, FLAG, N) of a fingerprint that ends so, otherwise empty strings."""
-    data, _, arrangement = (fingerprint or "").rpartition("/")
-    flag, _, rows = arrangement.partition("=")
-    return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
 
 
 def _parts_of(loader: Any) -> list[Any]:

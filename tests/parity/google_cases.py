@@ -29,7 +29,6 @@ from t5.data import preprocessors, preprocessors_test  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5PreTrainedModel  # noqa: E402
 
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM  # noqa: E402
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset  # noqa: E402
 from lm_experiments_tools.data.objectives.objective import TokenIds  # noqa: E402
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM  # noqa: E402
 from lm_experiments_tools.data.objectives.span_corruption import (  # noqa: E402
@@ -38,6 +37,7 @@ from lm_experiments_tools.data.objectives.span_corruption import (  # noqa: E402
     random_spans_lengths,
     replace_spans,
 )
+from lm_experiments_tools.data.objectives.token_rows import TokenRows  # noqa: E402
 from lm_experiments_tools.data.order import epoch_shift, row_generators, stream_key  # noqa: E402
 from lm_experiments_tools.data.seqio.client import to_batch  # noqa: E402
 from lm_experiments_tools.data.seqio.tasks import TaskExamples  # noqa: E402
@@ -156,10 +156,9 @@ def split_tokens(dataset, unused_vocabulary, max_tokens_per_segment):
 @counted
 def token_rows(example, length):
     source = SimpleNamespace(tokens=example["targets"].astype(np.uint16), fingerprint="")
-    data = ObjectiveDataset(source, CausalLM.create(IDS, length))
-    epoch = next(e for e in range(100_000) if epoch_shift(data.seed, e, data.num_tokens) == 0)
-    samples = epoch * len(data) + np.arange(len(data))
-    labels = data.batch(samples)["labels"][np.argsort(data.rows_of(samples)[1])]
+    rows = TokenRows(source, CausalLM.create(IDS, length))
+    epoch = next(e for e in range(100_000) if epoch_shift(rows.seed, e, rows.num_tokens) == 0)
+    labels = rows.batch(np.full(len(rows), epoch), np.arange(len(rows)))["labels"]
     return [{"targets": row[row != -100]} for row in labels]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.data.examples.dataset import ExampleDataset, encode_examples
+from lm_experiments_tools.data.examples.dataset import ExampleRows, encode_examples
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     InstructionData,
@@ -148,17 +148,16 @@ def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example
     examples = list(islice(found, 6))
     assert all(len(set(example.variants)) == 5 for example in examples)
     encoded = encode_examples(examples, encoder, "encoder-decoder", all_targets=True)
-    dataset = ExampleDataset(encoded, "encoder-decoder", pad_id=0, seed=1, limits=(1024, 64))
+    data = ExampleRows(encoded, "encoder-decoder", pad_id=0, seed=1, limits=(1024, 64))
 
-    samples = np.arange(40 * len(dataset))
-    epochs, rows = dataset.rows_of(samples)
-    sources, targets = dataset.draw(epochs, rows)
+    epochs, rows = np.divmod(np.arange(40 * len(data)), len(data))
+    sources, targets = data.draw(epochs, rows)
     for number, example in enumerate(examples):
         forms = sources[rows == number] - encoded.first_source[number]
         assert set(forms.tolist()) == set(range(5))
         drawn = targets[rows == number] - encoded.first_target[number]
         assert set(drawn.tolist()) == set(range(len(example.targets)))
-    batch = {name: torch.from_numpy(values) for name, values in dataset.batch(samples[7:9]).items()}
+    batch = {name: torch.from_numpy(values) for name, values in data.batch(epochs[7:9], rows[7:9]).items()}
     for row, ids in enumerate(batch["input_ids"]):
         text = tokenizer.decode(ids[batch["attention_mask"][row].bool()], skip_special_tokens=True)
         forms = [tokenizer.decode(tokenizer(form)["input_ids"], skip_special_tokens=True)

@@ -26,7 +26,7 @@ import numpy as np
 from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.data.examples.ragged import Ragged, RaggedBuilder
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder
-from lm_experiments_tools.data.order import draw_integers, permute, stream_key
+from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
@@ -118,8 +118,8 @@ def _firsts(counts: list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
 
-class ExampleDataset:
-    """Fine-tuning examples as a `SizedDataset`: batches by sample number, shuffled anew in each epoch.
+class ExampleRows:
+    """Fine-tuning examples, a `data.dataset.Rows`.
 
     Args:
         encoded: token ids and labels of the examples.
@@ -146,7 +146,7 @@ class ExampleDataset:
     ) -> None:
         self.encoded, self.kind, self.pad_id, self.seed = encoded, kind, pad_id, seed
         self.limits, self.multiple, self.with_prompts, self.title = limits, multiple or 1, with_prompts, title
-        self.fingerprint = self._fingerprint()
+        self.fingerprint, self.order = self._fingerprint(), None
 
     def __len__(self) -> int:
         return len(self.encoded)
@@ -169,18 +169,6 @@ class ExampleDataset:
             if array is not None:
                 digest.update(array.tobytes())
         return digest.hexdigest()
-
-    def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Convert sample numbers, which count over all epochs, to epochs and examples.
-
-        Args:
-            samples: sample numbers int64[n].
-
-        Returns:
-            The epoch int64[n] and the number of the example int64[n] of each sample.
-        """
-        epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
-        return epochs, permute(places, len(self), self.seed, epochs)
 
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw one source and one target for each example, at random if an example has several of them.
@@ -205,17 +193,14 @@ class ExampleDataset:
         drawn = draw_integers(stream_key(self.seed, f"drawn {purpose}"), epochs, rows, 1)[0]
         return firsts[rows] + (drawn * counts.astype(np.uint64) >> _32).astype(np.int64)
 
-    def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the lengths of the given samples in tokens, from which batches of similar lengths are made.
-
-        Args:
-            samples: sample numbers int64[n].
+    def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the lengths of examples int64[n] in epochs int64[n], from which batches of similar lengths are made.
 
         Returns:
             int64[2, n]: numbers of input tokens and of target tokens. For a decoder, prompt and target are both input,
             and the second row is 0.
         """
-        sources, targets = self.draw(*self.rows_of(samples))
+        sources, targets = self.draw(epochs, rows)
         inputs = self.encoded.sources.lengths[sources]
         if targets is None:
             return np.stack([inputs, np.zeros_like(inputs)])
@@ -224,11 +209,7 @@ class ExampleDataset:
             return np.stack([inputs + outputs, np.zeros_like(inputs)])
         return np.stack([inputs, outputs])
 
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return a batch of the samples with the given numbers int64[n], which count over all epochs."""
-        return self.rows(*self.rows_of(samples))
-
-    def rows(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Make a batch of the given examples, padded to the longest of them.
 
         Args:

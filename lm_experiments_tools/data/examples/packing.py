@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleDataset
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows
 from lm_experiments_tools.data.examples.ragged import Ragged
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -34,8 +34,8 @@ _OPEN_ROWS = 64
 _VERSION = 1  # of the mapping (seed, examples) -> rows; part of the fingerprint
 
 
-class PackedDataset:
-    """Fine-tuning examples packed several to a row, which avoids padding. A sample is one such row.
+class PackedRows:
+    """Fine-tuning examples packed several to a row, which avoids padding. A `data.dataset.Rows`.
 
     Each example of a row is marked by its own segment id, or by position ids that start at 0 again for a decoder.
     Attention does not cross from one example to another.
@@ -44,8 +44,8 @@ class PackedDataset:
         dataset: the examples to pack.
     """
 
-    def __init__(self, dataset: ExampleDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: ExampleRows) -> None:
+        self.dataset, self.seed = dataset, dataset.seed
         longest = _longest(dataset.encoded)
         if dataset.kind == "decoder":
             longest = longest.sum(axis=0, keepdims=True)
@@ -67,18 +67,14 @@ class PackedDataset:
     def fingerprint(self) -> str:
         return f"{self.dataset.fingerprint}/packed={_VERSION}"
 
+    order = None
+
     def describe(self) -> str:
         """Describe the number of examples and rows, and the fraction of padding, for the log."""
         return f"{self.dataset.describe()}; packed in {len(self):,} rows, {1.0 - self._filled:.1%} padding"
 
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return a batch of packed rows, int64[n, width] per key.
-
-        Args:
-            samples: int64[n], sample numbers, which count rows over all epochs.
-        """
-        epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
-        rows = permute(places, len(self), self.dataset.seed, epochs)
+    def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the packed rows int64[n] in epochs int64[n], as int64[n, width] per key."""
         counts = self.members.lengths[rows]
         examples = self.members.flat(rows)
         sources, targets = self.dataset.draw(np.repeat(epochs, counts), examples)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lm_experiments_tools.data.objectives.token_stream import CHECKED_AT_START, check_ids
+from lm_experiments_tools.data.objectives.token_rows import CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import draw_integers, permute, stream_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
@@ -84,7 +84,7 @@ def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
 
 
 class DocumentRows:
-    """Rows of whole documents for BERT-like encoders, as a `SampleDataset`: each between [CLS] and [SEP].
+    """Rows of whole documents for BERT-like encoders, a `data.dataset.Rows`: each document between [CLS] and [SEP].
 
     Each epoch reads the documents in another order, and each token once. Documents longer than a row are cut.
 
@@ -168,8 +168,8 @@ class DocumentRows:
             f"{self.tokens.num_tokens:,} tokens"
         )
 
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make a batch of rows from their sample numbers int64[n], which count over all epochs.
+    def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows int64[n] in epochs int64[n], without labels.
 
         Returns:
             int64[n, width]: `input_ids`, `attention_mask` and, if packed, `segment_ids` (1, 2, ... for the documents
@@ -178,7 +178,7 @@ class DocumentRows:
         Raises:
             UserError: a token id is outside the vocabulary.
         """
-        sizes, begins, lengths = self._chunks_of(samples)
+        sizes, begins, lengths = self._chunks_of(epochs, rows)
         row, first = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
         ends = np.cumsum(lengths)
         starts = ends - lengths
@@ -200,15 +200,13 @@ class DocumentRows:
         """Return the memory-mapped arrays that the rows are read from."""
         return self.tokens.maps()
 
-    def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the samples with the given numbers from the disk."""
-        _, begins, lengths = self._chunks_of(samples)
+    def will_need(self, epochs: np.ndarray, rows: np.ndarray) -> None:
+        """Prefetch the rows from the disk."""
+        _, begins, lengths = self._chunks_of(epochs, rows)
         self.tokens.will_need(begins, begins + lengths - 2)
 
-    def _chunks_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _chunks_of(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of chunks of each row int64[n]; begin and length of each chunk, row after row."""
-        epochs, indices = np.divmod(np.asarray(samples, np.int64), len(self))
-        rows = permute(indices, len(self), self.seed, epochs)
         pattern = np.searchsorted(self._row_ends, rows, side="right")
         number = rows - (self._row_ends - self._patterns.counts)[pattern]  # among the rows of its pattern
         sizes = self._patterns.sizes[pattern]

@@ -25,11 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.objectives.objective import Objective
-from lm_experiments_tools.data.objectives.token_stream import BLOCK
+from lm_experiments_tools.data.objectives.token_rows import BLOCK
 from lm_experiments_tools.data.order import row_generators, stream_key
-from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 _VERSION = 2  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
@@ -131,7 +129,7 @@ class MaskedLM(Objective):
 
 
 class Blocks(Objective):
-    """Blocks of `input_length` tokens without labels, which `MaskedRows` masks."""
+    """Blocks of `input_length` tokens without labels, which `Masking` masks."""
 
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
         return {"input_ids": tokens}
@@ -160,16 +158,15 @@ class MaskingRate:
         return self.start + (end - self.start) * np.minimum(samples / self.num_samples, 1.0)
 
 
-class MaskedRows:
-    """Masked LM samples: masks tokens in the rows of another dataset, for encoders such as BERT.
+class Masking:
+    """Masks the tokens of each sample of a `Dataset`, for encoders such as BERT.
 
-    The mask depends only on (seed, sample number).
+    The mask depends only on (seed, sample number), not on what the rows are made of.
 
     Args:
-        rows: dataset whose batches have `input_ids` int64[number of rows, length of a row].
         objective: masks the tokens.
         rate: masking rate, instead of the objective's.
-        seed: determines the mask.
+        seed: determines the masks.
 
     Attributes:
         ramp_start: number of the sample at which the rate begins to change. Samples are numbered by their position in
@@ -178,40 +175,26 @@ class MaskedRows:
 
     ramp_start = 0
 
-    def __init__(self, rows: SampleDataset, objective: MaskedLM, rate: MaskingRate, seed: int = 0) -> None:
-        self.rows, self.objective, self.rate, self.seed = rows, objective, rate, seed
+    def __init__(self, objective: MaskedLM, rate: MaskingRate, seed: int = 0) -> None:
+        self.objective, self.rate, self.seed = objective, rate, seed
         self._noise_key = stream_key(seed, "masks")
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def describe(self) -> str:
-        """Describe the objective and the data, for the log."""
+        """Describe the masks, for the log."""
         rate, unit = self.rate, "tokens" if self.objective.starts_word is None else "words"
         end = "" if rate.end is None else f" to {rate.end:g} at sample {rate.num_samples:,}"
         parts = "/".join(f"{100 * part:g}" for part in self.objective.replace)
-        return f"masked LM, {rate.start:g}{end} of the {unit}, mask/random/keep {parts}; {self.rows.describe()}"
+        return f"masked LM, {rate.start:g}{end} of the {unit}, mask/random/keep {parts}"
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over data and masking settings; equal fingerprints mean equal samples."""
-        parts = [_VERSION, self.rows.fingerprint, astuple(self.rate), self.seed, self.objective.settings()]
-        return json_sha256(parts)
+    def settings(self) -> list[Any]:
+        """Return everything that determines the masks of a row, as JSON values, for a fingerprint."""
+        return [_VERSION, astuple(self.rate), self.seed, self.objective.settings()]
 
-    @property
-    def order(self) -> str | None:
-        """sha256 over the data and the order of the rows, without the masks; None if `rows` has no such hash."""
-        return getattr(self.rows, "order", None)
+    def __call__(self, batch: dict[str, np.ndarray], samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the batch of samples int64[n] with masked `input_ids`, and with `labels` int64[n, length].
 
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make a batch of masked rows from their sample numbers int64[n], which count over all epochs.
-
-        Returns:
-            The batch of the dataset `rows` with masked `input_ids`, and `labels` int64[n, length], -100 for tokens
-            that were not chosen.
+        The label of a token that was not chosen is -100.
         """
-        samples = np.asarray(samples, np.int64)
-        batch = self.rows.batch(samples)
         ids = batch["input_ids"]
         labels = np.empty_like(ids)
         for begin in range(0, len(samples), BLOCK):
@@ -224,7 +207,3 @@ class MaskedRows:
             masked = self.objective.masked(ids[here], random, rate)
             ids[here], labels[here] = masked["input_ids"], masked["labels"]
         return {**batch, "labels": labels}
-
-    def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the samples with the given numbers from the disk."""
-        self.rows.will_need(samples)

@@ -44,7 +44,7 @@ class TokenIds:
 class Objective:
     """A training objective: makes an example from a row of tokens. Subclasses define `example`.
 
-    A row is a segment of the token stream, which is the tokens of all documents. `ObjectiveDataset` appends EOS, pads,
+    A row is a segment of the token stream, which is the tokens of all documents. `TokenRows` appends EOS, pads,
     makes attention masks and batches. An objective's arguments are those of its `__init__`.
 
     Attributes:

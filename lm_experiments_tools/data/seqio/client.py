@@ -308,7 +308,8 @@ class WrittenExamples:
         self._rows = np.memmap(path, np.int32, "r").reshape(-1, sum(lengths))
         self.fingerprint, self._lengths, self._pad_id = fingerprint, lengths, pad_id
 
-    def __len__(self) -> int:
+    @property
+    def samples_per_epoch(self) -> int:
         return len(self._rows)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -316,4 +317,4 @@ class WrittenExamples:
         return to_batch(self._rows[samples], self._lengths[0], self._pad_id)
 
     def describe(self) -> str:
-        return f"{len(self):,} validation examples"
+        return f"{len(self._rows):,} validation examples"

@@ -1,8 +1,9 @@
 """Training examples for `--streaming`: worker processes tokenize the text in chunks, ahead of training.
 
 The text is divided into streams, which are endless sequences of documents. A chunk is some consecutive documents of a
-stream. The examples of a stream are numbered from 0, chunk after chunk. The file `stream-00003.jsonl` records the
-number of examples and the end position of each chunk of stream 3, so that a resumed run does not read the text again.
+stream. The examples of a stream are numbered from 0, chunk after chunk. The file `text-0-stream-00003.jsonl` records
+the number of examples and the end position of each chunk of stream 3 of the first text, so that a resumed run does not
+read the text again.
 Without this file the stream is read from its beginning and gives the same examples.
 """
 
@@ -20,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.loader import SampleDataset, in_background
+from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.loader import in_background
 from lm_experiments_tools.data.streaming.worker import Chunk, ChunkRequest, ChunkSettings, rejected_path, work
 from lm_experiments_tools.data.text.records import allowed, too_many
 from lm_experiments_tools.data.workers import Worker, WorkerEnded
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 15.0  # seconds of waiting before a message says what for
 _SECONDS_TO_STOP = 10.0
 
-BuildFunction = Callable[[Chunk, int, int], SampleDataset]
+BuildFunction = Callable[[Chunk, ChunkRequest], Dataset]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ChunkRecord:
 
     Attributes:
         num_samples, num_tokens: examples and tokens of the chunk.
-        end: position in the text where the chunk ends, a `MixedPosition` as JSON.
+        end: position in the text where the chunk ends, a `Position` as JSON.
     """
 
     num_samples: int
@@ -49,23 +51,23 @@ class ChunkRecord:
 
 
 class ExampleStream:
-    """The training examples of one stream of documents: an endless dataset with access by number.
+    """The training examples of one stream of documents: endless, with access by number.
 
     Args:
         folder: folder of the files that record the chunks of all streams.
-        number: index of this stream.
+        text, number: index of the text, and of this stream of it.
 
     Attributes:
         pending: chunks (groups of documents) that workers are tokenizing, by their numbers.
     """
 
-    def __init__(self, folder: Path, number: int):
-        self.folder, self.number = folder, number
+    def __init__(self, folder: Path, text: int, number: int):
+        self.folder, self.text, self.number = folder, text, number
         self.pending: dict[int, futures.Future[None]] = {}
-        self._index = folder / f"stream-{number:05d}.jsonl"
+        self._index = folder / f"text-{text}-stream-{number:05d}.jsonl"
         self._records: list[ChunkRecord] = []
         self._begins = [0]  # first example of each chunk and of the next one
-        self._open: dict[int, SampleDataset] = {}
+        self._open: dict[int, Dataset] = {}
         self._low, self._lock = 0, threading.Lock()
         for record in self._read_index():
             self._append(record)
@@ -85,16 +87,6 @@ class ExampleStream:
     def _append(self, record: ChunkRecord) -> None:
         self._records.append(record)
         self._begins.append(self._begins[-1] + record.num_samples)
-
-    def __len__(self) -> int:
-        return 1 << 62
-
-    def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the numbers of input and target tokens, int64[2, n], of n examples, which must be in memory."""
-        lengths = np.empty((2, len(samples)), np.int64)
-        for here, dataset, numbers in self.locate(samples):
-            lengths[:, here] = dataset.lengths(numbers)
-        return lengths
 
     @property
     def num_known(self) -> int:
@@ -137,9 +129,11 @@ class ExampleStream:
     def request(self, number: int) -> ChunkRequest:
         """Return the request that makes a worker tokenize a chunk, either the next one or one made before."""
         begin = self._records[number - 1].end if number else {}
-        return ChunkRequest(self.number, number, begin, again=number < len(self._records))
+        return ChunkRequest(
+            self.text, self.number, number, self._begins[number], begin, again=number < len(self._records)
+        )
 
-    def accept(self, number: int, chunk: Chunk, dataset: SampleDataset) -> None:
+    def accept(self, number: int, chunk: Chunk, dataset: Dataset) -> None:
         """Add a chunk of tokenized text, and the examples made of it, to the stream.
 
         Args:
@@ -163,7 +157,7 @@ class ExampleStream:
             if number >= self.chunk_of(self._low):
                 self._open[number] = dataset
 
-    def locate(self, samples: np.ndarray) -> Iterable[tuple[np.ndarray, SampleDataset, np.ndarray]]:
+    def locate(self, samples: np.ndarray) -> Iterable[tuple[np.ndarray, Dataset, np.ndarray]]:
         """Find the chunks (groups of documents) that contain the examples with the given numbers.
 
         Returns:
@@ -193,30 +187,30 @@ class ChunkFeed:
     Args:
         streams: the streams that this training process reads.
         settings: settings for the workers.
-        build: function (chunk, stream number, chunk number) -> dataset of the chunk's examples.
+        build: function (chunk, request for it) -> dataset of the chunk's examples.
         num_workers: number of processes.
     """
 
     def __init__(
         self, streams: Sequence[ExampleStream], settings: ChunkSettings, build: BuildFunction, num_workers: int
     ):
-        self.streams = {stream.number: stream for stream in streams}
+        self.streams = {(stream.text, stream.number): stream for stream in streams}
         self._settings, self._build = settings, build
         self._errors: dict[Worker, Exception] = {}  # of workers that have ended
         self._workers = [Worker(work, settings) for _ in range(min(num_workers, len(streams)))]
-        locked_workers = [(worker, threading.Lock()) for worker in self._workers]
-        self._worker_of = {s.number: locked_workers[k % len(locked_workers)] for k, s in enumerate(streams)}
+        locked = [(worker, threading.Lock()) for worker in self._workers]
+        self._worker_of = {where: locked[k % len(locked)] for k, where in enumerate(self.streams)}
 
-    def wait_for(self, wanted: dict[int, tuple[int, int]]) -> None:
+    def wait_for(self, wanted: dict[tuple[int, int], tuple[int, int]]) -> None:
         """Wait until the examples of a batch are in memory, then start to tokenize the next text in the background.
 
         Args:
-            wanted: {stream number: (first example, last example)}.
+            wanted: {(text, stream): (first example, last example)}.
 
         Raises:
             UserError, OSError: a worker cannot read or tokenize the text.
         """
-        ranges = [(self.streams[number], *bounds) for number, bounds in wanted.items()]
+        ranges = [(self.streams[where], *bounds) for where, bounds in wanted.items()]
         for stream, low, _ in ranges:
             stream.drop_before(low)
         while missing := [(s, n) for s, low, high in ranges if (n := s.missing(low, high)) is not None]:
@@ -237,7 +231,7 @@ class ChunkFeed:
             stream.pending[number] = in_background(self._make, stream, stream.request(number))
 
     def _make(self, stream: ExampleStream, request: ChunkRequest) -> None:
-        worker, lock = self._worker_of[stream.number]
+        worker, lock = self._worker_of[stream.text, stream.number]
         with lock:
             if worker in self._errors:
                 raise self._errors[worker]
@@ -252,7 +246,7 @@ class ChunkFeed:
             except (UserError, OSError) as error:
                 self._errors[worker] = error
                 raise
-        stream.accept(request.number, chunk, self._build(chunk, request.stream, request.number))
+        stream.accept(request.number, chunk, self._build(chunk, request))
 
     def _finish(self, stream: ExampleStream, number: int) -> None:
         future = stream.pending[number]

@@ -1,28 +1,30 @@
 """Training while the text is being read and tokenized: `--streaming`.
 
-The text is divided into V streams, which are endless sequences of documents. A chunk is some consecutive documents of
-a stream. A worker is a training process.
+A text is divided into V streams, which are endless sequences of documents. A chunk is some consecutive documents of a
+stream. A worker is a training process.
 
     text -> V streams of documents -> chunks of tokens -> examples -> batches of this worker
             (text.py)                 (worker.py)         (chunks.py)
 
-Sample g is example g // V of stream g % V. Examples are shuffled within their chunk. The order depends only on the
-seed. Worker r of W reads every n-th stream, beginning with stream r % n, where n is the greatest common divisor of W
-and V. If W divides V, no two workers read the same document. Two workers and four streams:
+Sample g is an example of stream g % V, and number g // V of that stream. Examples are shuffled within their chunk. The
+order depends only on the seed. Worker r of W reads every n-th stream, beginning with stream r % n, where n is the
+greatest common divisor of W and V. If W divides V, no two workers read the same document. Two workers and four
+streams:
 
     g          0  1  2  3  4  5  6  7
     stream     0  1  2  3  0  1  2  3
     worker     0  1  0  1  0  1  0  1
 
-Each stream has its own epochs. Several texts are mixed document by document within each stream. The last example of a
-chunk is short and padded. `datasets.IterableDataset` is not used because its order depends on the number of workers
-and its state does not restore the shuffle buffer (benchmarks/log.md).
+Each stream has its own epochs. Several texts are mixed example by example within each stream (`Mixture`). The last
+example of a chunk is short and padded. `datasets.IterableDataset` is not used because its order depends on the number
+of workers and its state does not restore the shuffle buffer (benchmarks/log.md).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,15 +32,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.data.buckets import BucketedDataset
-from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
-from lm_experiments_tools.data.objectives.registry import build_objective, grouped_by_length, mixed_rows
-from lm_experiments_tools.data.objectives.token_stream import TokensInMemory
+from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.loader import TrainLoader
+from lm_experiments_tools.data.mixture import Mixture, mixing_rates
+from lm_experiments_tools.data.objectives.registry import arranged_by_length, build_objective, mixed_rows
+from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
-from lm_experiments_tools.data.streaming.text import MixedPlan
-from lm_experiments_tools.data.streaming.worker import Chunk, ChunkSettings
+from lm_experiments_tools.data.streaming.text import StreamPlan
+from lm_experiments_tools.data.streaming.worker import Chunk, ChunkRequest, ChunkSettings
+from lm_experiments_tools.data.text.sources import content_of
 from lm_experiments_tools.data.text.vocabulary import Vocabulary, warn_of_unknown
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.data.tokens.files import token_prefix
@@ -55,9 +58,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_VERSION = 4  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
+_VERSION = 5  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
+_PERIOD = 1 << 16  # samples of a stream after which the order of the texts in a mixture repeats
 
 
 class StreamedDataset:
@@ -69,68 +73,56 @@ class StreamedDataset:
         feed: tokenizes the text of the streams.
         fingerprint: hash of text, settings and seed.
         num_streams: number of streams over all workers.
-        buckets: by stream number, the examples grouped by length; empty if all have the same length.
+        mixture: which text each sample of a stream comes from; None for one text.
     """
 
-    def __init__(
-        self, feed: ChunkFeed, fingerprint: str, num_streams: int, buckets: Mapping[int, BucketedDataset]
-    ) -> None:
-        self.feed, self.fingerprint, self.num_streams, self._buckets = feed, fingerprint, num_streams, buckets
+    samples_per_epoch = None
+    order = masking = None
+
+    def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, mixture: Mixture | None = None) -> None:
+        self.feed, self.fingerprint, self.num_streams, self.mixture = feed, fingerprint, num_streams, mixture
+        self.rows_at_once = _ROWS_AT_ONCE * len(feed.streams)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized."""
+        """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized.
+
+        Raises:
+            RunError: the text cannot be read, or a worker process has died.
+        """
         streams, numbers = samples % self.num_streams, samples // self.num_streams
-        wanted = {}
-        for stream in np.unique(streams).tolist():
-            here = numbers[streams == stream]
-            wanted[stream] = self._range(stream, int(here.min()), int(here.max()))
-        self.feed.wait_for(wanted)
+        texts = np.zeros_like(samples)
+        if self.mixture is not None:
+            texts, numbers = self.mixture.locate(numbers)
+        rows_of = {
+            (text, stream): np.flatnonzero((texts == text) & (streams == stream))
+            for text, stream in np.unique(np.stack([texts, streams]), axis=1).T.tolist()
+        }
+        try:
+            self.feed.wait_for({
+                where: (int(numbers[rows].min()), int(numbers[rows].max())) for where, rows in rows_of.items()
+            })  # fmt: skip
+        except OSError as error:
+            raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
         batch: dict[str, np.ndarray] = {}
-        for stream in wanted:
-            rows = np.flatnonzero(streams == stream)
-            places = numbers[rows]
-            if stream in self._buckets:
-                places = self._buckets[stream].arranged(places)
-            for here, dataset, indices in self.feed.streams[stream].locate(places):
+        for where, rows in rows_of.items():
+            for here, dataset, indices in self.feed.streams[where].locate(numbers[rows]):
                 for name, values in dataset.batch(indices).items():
                     if name not in batch:
                         batch[name] = np.empty((len(samples), *values.shape[1:]), values.dtype)
                     batch[name][rows[here]] = values
         return batch
 
-    def _range(self, stream: int, low: int, high: int) -> tuple[int, int]:
-        """Examples needed for those from `low` to `high`: with buckets, whole windows."""
-        if stream not in self._buckets:
-            return low, high
-        window = self._buckets[stream].window
-        return low // window * window, (high // window + 1) * window - 1
-
-
-class StreamLoader(TrainLoader):
-    """Training batches of a `StreamedDataset`, made from text that is tokenized during the run.
-
-    Raises RunError if the text cannot be read or a worker process dies.
-    """
-
-    samples_per_epoch = None
-
-    def _next_batch(self) -> dict[str, np.ndarray]:
-        try:
-            return super()._next_batch()
-        except OSError as error:
-            raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
-
-    def _how_many_at_once(self, batch: dict[str, np.ndarray]) -> int:
-        return max(1, _ROWS_AT_ONCE * len(self.dataset.feed.streams) // self.rows_per_worker)
+    def will_need(self, samples: np.ndarray) -> None:
+        """Do nothing: the text is read ahead in any case."""
 
     def close(self) -> None:
         """End the worker processes that tokenize the text."""
-        self.dataset.feed.close()
+        self.feed.close()
 
 
 def streaming_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, model_kind: ModelKind
-) -> tuple[StreamLoader, str]:
+) -> tuple[TrainLoader, str]:
     """Build the data loader of `--streaming` and its description for the log.
 
     All ranks (training processes) must call this function. It reads and tokenizes the first text.
@@ -138,17 +130,19 @@ def streaming_data(
     Raises:
         UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
-    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
-    streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
-    if backend.is_main and plan.num_streams % backend.world_size:
-        logger.info(
-            "%d workers do not divide %d streams, so several of them read the same text (see --streams)",
+    plans, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
+    num_streams = plans[0].num_streams
+    if backend.is_main and num_streams % backend.world_size:
+        logger.warning(
+            "the text can be divided into %d streams of equal size, which %d workers do not divide, so several read "
+            "the same text: tokenize it before (lmtools tokenize), or give more or smaller files, or --streams",
+            num_streams,
             backend.world_size,
-            plan.num_streams,
         )
     objective = build_objective(args, vocabulary, model_kind)
-    loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plan, fingerprint, streams))
-    return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {plan.describe()}"
+    loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plans, fingerprint))
+    described = f"{sum(len(plan.shards) for plan in plans)} shards in {num_streams} streams"
+    return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {described}"
 
 
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:
@@ -162,32 +156,48 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[MixedPlan, str]:
-    """The text and the fingerprint of data, objective and seed."""
+def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[list[StreamPlan], str]:
+    """The texts, all with the same number of streams, and the fingerprint of data, objective and seed."""
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
-    text, per_line = (args.data_path, args.streams, args.seed), {"document_per_line": args.document_per_line}
-    if args.is_weighted():
-        plan = MixedPlan.make(*text, **args.mixing(), **per_line)
-    else:
-        plan = MixedPlan.of_one(*text, **per_line)
+    texts = [(path,) for path in args.data_path] if args.is_weighted() else [args.data_path]
+    plans = [
+        StreamPlan.make(text, args.streams, stream_key(args.seed, f"text {number}"), args.document_per_line)
+        for number, text in enumerate(texts)
+    ]
+    num_streams = min(plan.num_streams for plan in plans)
+    plans = [replace(plan, num_streams=num_streams) for plan in plans]
     parts = {
         "version": _VERSION,
-        "text": plan.identity(),
+        "text": [content_of(plan.shards) for plan in plans],
+        "mixing": None if len(plans) == 1 else _rates(args, plans).tolist(),
         "text_key": args.text_key,
         "vocabulary": vocabulary.identity,
         "encode_by": vocabulary.encode_by,
         "append_eos": args.ends_documents(),
         "objective": args.settings_of_examples(),
-        "streams": plan.num_streams,
+        "streams": num_streams,
         "seed": args.seed,
     }
-    arrangement = ""
-    if args.objective().varies_in_length:
-        rows = args.bucket_rows
-        arrangement = f"/bucket_rows={rows}" if rows else f"/mix_rows={mixed_rows(args, world_size)}"
-    return plan, json_sha256(parts) + arrangement
+    order = f"/mix_rows={mixed_rows(args, world_size)}" if args.objective().varies_in_length else ""
+    return plans, json_sha256(parts) + order
+
+
+def _rates(args: T5PretrainingArgs, plans: Sequence[StreamPlan]) -> np.ndarray:
+    """Relative numbers of examples of each text. The size of a text is that of its files in bytes."""
+    mixing = args.mixing()
+    weights = np.array(mixing["weights"] or [1.0] * len(plans), np.float64)
+    if mixing["blending"] == "megatron":
+        return weights
+    kinds = {(shard.kind == "dataset", shard.end is None) for plan in plans for shard in plan.shards}
+    if len(kinds) > 1 or (True, True) in kinds:
+        raise UserError(
+            f"the sizes of {', '.join(args.data_path)} do not compare (unknown for datasets, and only some files are "
+            "compressed): give the shares by --data_blending megatron and --data_weights"
+        )
+    sizes = [sum(shard.num_bytes for shard in plan.shards) for plan in plans]
+    return mixing_rates(sizes, weights, mixing["maximum"], mixing["temperature"])
 
 
 def _open(
@@ -195,35 +205,37 @@ def _open(
     vocabulary: Vocabulary,
     objective: Objective,
     backend: Backend,
-    plan: MixedPlan,
+    plans: Sequence[StreamPlan],
     fingerprint: str,
-    streams: range,
-) -> StreamLoader:
+) -> TrainLoader:
     """Start the workers and wait for the first examples, to find most errors here."""
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    num_streams, world_size = plans[0].num_streams, backend.world_size
 
-    def build(chunk: Chunk, stream: int, number: int) -> SampleDataset:
-        seed = stream_key(args.seed, f"stream {stream}, chunk {number}")
-        if number == 0:
+    def build(chunk: Chunk, request: ChunkRequest) -> Dataset:
+        where = f"text {request.text}, stream {request.stream}, chunk {request.number}"
+        if request.number == 0:
             num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
-            warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {stream}")
-        return ObjectiveDataset(TokensInMemory(chunk.tokens), objective, seed)
+            warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {request.stream}")
+        dataset = Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, stream_key(args.seed, where)))
+        return arranged_by_length(args, dataset, world_size, num_streams, request.num_before)
 
     encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
-    settings = ChunkSettings(plan.on_this_machine(), str(folder), encoder, args.max_bad_lines)
-    num_workers = args.data_n_workers or min(_WORKERS, available_cores())
-    feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
-    buckets = {}
-    if args.objective().varies_in_length:
-        for number, stream in feed.streams.items():
-            buckets[number] = grouped_by_length(args, stream, backend.world_size, number, plan.num_streams)
-    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, buckets)
-    unread = {number: (0, 0) for number, stream in feed.streams.items() if not stream.num_known}
+    own_plans = tuple(plan.on_this_machine() for plan in plans)
+    settings = ChunkSettings(own_plans, str(folder), encoder, args.max_bad_lines)
+    streams = streams_of(backend.rank, world_size, num_streams)
+    examples = [ExampleStream(folder, text, number) for text in range(len(plans)) for number in streams]
+    feed = ChunkFeed(examples, settings, build, args.data_n_workers or min(_WORKERS, available_cores()))
+    mixture = None
+    if len(plans) > 1:
+        mixture = Mixture([_PERIOD // len(plans)] * len(plans), _rates(args, plans).tolist(), "megatron")
+    unread = {where: (0, 0) for where, stream in feed.streams.items() if not stream.num_known}
     if unread:
         try:
             feed.wait_for(unread)
         except (UserError, OSError):
             feed.close()
             raise
-    return StreamLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
+    dataset = StreamedDataset(feed, fingerprint, num_streams, mixture)
+    return TrainLoader(dataset, args.rows_on_worker(world_size), backend.rank, world_size)

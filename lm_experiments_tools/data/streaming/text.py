@@ -8,34 +8,20 @@ shards are assigned to V streams, differently in each epoch. Six shards of equal
     stream 1    0 5 2     3 1 5     1 2 4   ...
 
 V depends on the data and on `--streams`, not on the number of workers. A stream, and each `Position` in it, is a
-function of (data, seed).
-
-Several texts (`--data_weights`, `--data_temperature` and so on) are mixed in each stream. The next document comes from
-the text that is furthest below its fraction of the bytes. The bytes read of each text are part of the position, so a
-mixture is a function of (data, settings, seed). Two texts of equal weights, with documents of 3 bytes (a) and of 1
-byte (b):
-
-    bytes of a, b    0 0    3 0    3 1    3 2    3 3    6 3   ...
-    document         a      b      b      b      a      b     ...
-
-Some texts cannot be divided into V parts of about equal size, such as one compressed file. Such a text is divided into
-n parts, where n is a divisor of V. Each part is read by V / n streams, which use its documents in round robin, so that
-no document is in two streams.
+function of (data, seed). A text that cannot be cut, such as one compressed file, is one stream.
 """
 
 import heapq
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.text.records import (
     Record,
@@ -44,9 +30,8 @@ from lm_experiments_tools.data.text.records import (
     locate,
     no_documents,
     read_shard,
-    utf8_length,
 )
-from lm_experiments_tools.data.text.sources import Shard, content_of, file_stamp, plan_shards
+from lm_experiments_tools.data.text.sources import Shard, file_stamp, plan_shards
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -66,8 +51,6 @@ class Position:
         epoch, shard: how often the stream has read the text, and the number of the current shard (part of the text).
         items: records read in this shard, with those that could not be used.
         rejected, lines: unusable records and all records of epoch 0, which meets each record once.
-        documents: documents read in all epochs.
-        num_bytes: bytes of the documents that the stream used.
     """
 
     epoch: int = 0
@@ -75,8 +58,6 @@ class Position:
     items: int = 0
     rejected: int = 0
     lines: int = 0
-    documents: int = 0
-    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,9 +69,7 @@ class StreamPlan:
     seed: int
 
     @classmethod
-    def make(
-        cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False, document_per_line: bool = False
-    ) -> "StreamPlan":
+    def make(cls, inputs: Sequence[str], max_streams: int, seed: int, document_per_line: bool = False) -> "StreamPlan":
         """Divide a text into as many streams of about equal size as possible.
 
         The inputs are cut into shards (parts of files or datasets). The largest stream has at most 1.1 times the
@@ -100,7 +79,6 @@ class StreamPlan:
             inputs: files, folders and datasets.
             max_streams: maximum number of streams.
             seed: determines which stream reads which shards.
-            divisor: True to use a number of streams that divides `max_streams`.
             document_per_line: each line of a text file is a document.
 
         Raises:
@@ -113,7 +91,7 @@ class StreamPlan:
             wanted = min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
             shards = plan_shards(inputs, wanted, document_per_line=document_per_line)
         sizes = sorted(_weights(shards), reverse=True)
-        counts = [n for n in range(min(max_streams, len(shards)), 0, -1) if not (divisor and max_streams % n)]
+        counts = range(min(max_streams, len(shards)), 0, -1)
         return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
@@ -180,11 +158,10 @@ class StreamText:
         max_bad_lines: maximum number of unusable records of this text in the stream; None stops only where most
             records are unusable.
         listed_in: path of the list of unusable records, for error messages.
-        sharing: number of streams that read the text and use its documents in round robin, and the index of this one.
-        rejected: list that receives the records rejected in epoch 0; None for a new list.
 
     Attributes:
         position: position after the last document.
+        rejected: unusable records met in epoch 0.
     """
 
     def __init__(
@@ -195,11 +172,9 @@ class StreamText:
         text_key: str,
         max_bad_lines: int | None,
         listed_in: str | os.PathLike = "",
-        sharing: tuple[int, int] = (1, 0),
-        rejected: list[Rejected] | None = None,
     ):
-        self.plan, self.stream, self.position, self.sharing = plan, stream, position, sharing
-        self.rejected: list[Rejected] = [] if rejected is None else rejected
+        self.plan, self.stream, self.position = plan, stream, position
+        self.rejected: list[Rejected] = []
         self._text_key, self._counts = text_key, RejectedRecords(max_bad_lines, of_part=True)
         self._counts.path = Path(listed_in)
         self._counts.count, self._counts.lines = position.rejected, position.lines
@@ -212,8 +187,7 @@ class StreamText:
                 num_without += 1
                 for document in self._documents(shards[self.position.shard]):
                     num_without = 0
-                    if (self.position.documents - 1) % self.sharing[0] == self.sharing[1]:
-                        yield document
+                    yield document
                 if num_without > len(self.plan.shards):
                     raise no_documents(list(dict.fromkeys(shard.path for shard in self.plan.shards)), self._counts)
                 self.position = replace(self.position, shard=self.position.shard + 1, items=0)
@@ -243,170 +217,11 @@ class StreamText:
 
     def _advance(self, shard: Shard, item: Record | Rejected) -> None:
         position, counts = self.position, self._counts
-        documents, num_bytes = position.documents, position.num_bytes
-        if isinstance(item, Record):
-            if position.epoch == 0:
-                counts.accept()
-            if documents % self.sharing[0] == self.sharing[1]:
-                num_bytes += utf8_length(item.value)
-            documents += 1
-        elif item.is_empty:
+        if isinstance(item, Rejected) and item.is_empty:
             counts.num_empty += 1
+        elif position.epoch == 0 and isinstance(item, Record):
+            counts.accept()
         elif position.epoch == 0:
             self.rejected.append(located := locate(shard, item))
             counts.add(located.where, located.reason)
-        counted = (position.items + 1, counts.count, counts.lines, documents, num_bytes)
-        self.position = Position(position.epoch, position.shard, *counted)
-
-
-# ---- the texts of a stream ----
-
-
-@dataclass(frozen=True)
-class MixedPosition:
-    """A position in a stream that mixes several texts, from which a resumed run reads on.
-
-    Attributes:
-        texts: the position in each text.
-        rejected, lines: unusable records and all records. If several streams read a text, only one of them counts
-            each.
-    """
-
-    texts: tuple[Position, ...]
-    rejected: int = 0
-    lines: int = 0
-
-
-@dataclass(frozen=True)
-class MixedPlan:
-    """How several texts are divided among streams and mixed: the plan of each text, and its fraction of the bytes."""
-
-    plans: tuple[StreamPlan, ...]
-    shares: tuple[float, ...]
-    num_streams: int
-
-    @classmethod
-    def of_one(
-        cls, inputs: Sequence[str], max_streams: int, seed: int, document_per_line: bool = False
-    ) -> "MixedPlan":
-        """Plan a streamed run over inputs that are read as one text, without mixing.
-
-        Args:
-            inputs: files, folders and datasets.
-            max_streams: maximum number of streams that the text is divided into.
-            seed: determines the order of the text.
-            document_per_line: each line of a text file is a document.
-        """
-        plan = StreamPlan.make(inputs, max_streams, seed, document_per_line=document_per_line)
-        return cls((plan,), (1.0,), plan.num_streams)
-
-    @classmethod
-    def make(
-        cls,
-        inputs: Sequence[str],
-        num_streams: int,
-        seed: int,
-        *,
-        weights: Sequence[float] | None,
-        blending: str,
-        maximum: float | None,
-        temperature: float,
-        document_per_line: bool = False,
-    ) -> "MixedPlan":
-        """Plan a streamed run over several texts that are mixed by weight.
-
-        Args:
-            inputs: the texts, each a file, folder or dataset.
-            num_streams: number of streams that every text is divided into.
-            seed: determines the order of the text.
-            weights, blending, maximum, temperature: see `MixtureDataset`; the size of a text is that of its files in
-                bytes.
-            document_per_line: each line of a text file is a document.
-        """
-        seeds = [stream_key(seed, f"text {number}") for number in range(len(inputs))]
-        plans = [
-            StreamPlan.make([path], num_streams, seed, True, document_per_line)
-            for path, seed in zip(inputs, seeds, strict=True)
-        ]
-        rates = np.array(weights or [1.0] * len(plans), np.float64)
-        if blending == "proportional":
-            _check_sizes(inputs, plans)
-            sizes = [sum(shard.num_bytes for shard in plan.shards) for plan in plans]
-            rates = mixing_rates(sizes, rates, maximum, temperature)
-        return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
-
-    def on_this_machine(self) -> "MixedPlan":
-        """Return the plan with the modification times that the input files have on this machine.
-
-        Raises UserError if file sizes differ from those on the machine that made the plan.
-        """
-        return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
-
-    def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
-        """Open the text of a stream at a position.
-
-        Args:
-            stream: index of the stream.
-            begin: a `MixedPosition` as JSON; {} for the start of the text.
-            options: further arguments of `StreamText`.
-        """
-        texts = tuple(Position(**text) for text in begin.get("texts", [{}] * len(self.plans)))
-        return MixedText(self, stream, MixedPosition(**{**begin, "texts": texts}), **options)
-
-    def identity(self) -> list[Any]:
-        """Return JSON values that identify the texts and how they are mixed, to notice that they have changed.
-
-        The values cover the texts, their weights, the number of streams and the seeds.
-        """
-        return [[content_of(plan.shards), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
-
-    def describe(self) -> str:
-        """Describe the texts and their weights, for the log."""
-        shares = " : ".join(f"{share:.2%}" for share in self.shares)
-        mixed = f"mixed {shares} of their bytes, " if len(self.plans) > 1 else ""
-        return f"{mixed}{sum(len(plan.shards) for plan in self.plans)} shards in {self.num_streams} streams"
-
-
-def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
-    """Refuse proportions by sizes that are unknown or not comparable."""
-    kinds = {(shard.kind == "dataset", shard.end is None) for plan in plans for shard in plan.shards}
-    if len(kinds) > 1 or (True, True) in kinds:
-        raise UserError(
-            f"the sizes of {', '.join(inputs)} do not compare (unknown for datasets, and only some files are "
-            "compressed): give the shares by --data_blending megatron and --data_weights"
-        )
-
-
-class MixedText:
-    """The documents of one stream, as an endless iterator over a mixture of texts.
-
-    Attributes:
-        position: position after the last document.
-        rejected: unusable records met in epoch 0. If several streams read a text, only one of them lists each.
-    """
-
-    def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **options: Any):
-        self.position, self.rejected, self._texts = position, [], []
-        self._shares = np.array(plan.shares)
-        for part, begin in zip(plan.plans, position.texts, strict=True):
-            index, number = divmod(stream, part.num_streams)
-            sharing = (plan.num_streams // part.num_streams, index)
-            rejected = [] if index else self.rejected
-            self._texts.append(StreamText(part, number, begin, **options, sharing=sharing, rejected=rejected))
-        self._listed = [text for text in self._texts if text.sharing[1] == 0]
-
-    def __iter__(self) -> Iterator[Record]:
-        endless = [iter(text) for text in self._texts]
-        while True:
-            document = next(endless[self._next_text()])
-            positions = tuple(text.position for text in self._texts)
-            listed = [text.position for text in self._listed]
-            self.position = MixedPosition(positions, sum(p.rejected for p in listed), sum(p.lines for p in listed))
-            yield document
-
-    def _next_text(self) -> int:
-        """The text with the largest deficit in bytes."""
-        if len(self._texts) == 1:
-            return 0
-        num_bytes = np.array([text.position.num_bytes for text in self._texts])
-        return int((self._shares * max(int(num_bytes.sum()), 1) - num_bytes).argmax())
+        self.position = Position(position.epoch, position.shard, position.items + 1, counts.count, counts.lines)

@@ -1,6 +1,5 @@
 """Worker process of a `--streaming` run: tokenizes the documents of its streams, chunk by chunk, without torch."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.streaming.text import MixedPlan, MixedPosition, MixedText
+from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
 from lm_experiments_tools.data.text.records import Rejected, utf8_length
 from lm_experiments_tools.data.tokens.encoding import TextEncoder, batches
 from lm_experiments_tools.data.workers import Caller
@@ -34,13 +33,16 @@ class ChunkRequest:
     A stream is an endless sequence of documents, a fixed part of the text.
 
     Attributes:
-        stream, number: index of the stream, and of the chunk in it.
-        begin: position in the text where the chunk starts, a `MixedPosition` as JSON.
+        text, stream, number: index of the text, of its stream, and of the chunk in that.
+        num_before: examples of the stream before the chunk.
+        begin: position in the text where the chunk starts, a `Position` as JSON.
         again: True if the chunk was made before, so that its rejected records are listed already.
     """
 
+    text: int
     stream: int
     number: int
+    num_before: int
     begin: dict[str, Any]
     again: bool
 
@@ -50,14 +52,14 @@ class ChunkSettings:
     """Settings of a worker process that tokenizes text for `--streaming`.
 
     Attributes:
-        plan: the texts and how they are divided among streams.
+        plans: how each text is divided among streams.
         folder: folder for the list of unusable records.
         encoder: converts text to token ids.
         max_bad_lines: maximum number of unusable records of all streams that a training process reads; None for
             the default limit.
     """
 
-    plan: MixedPlan
+    plans: tuple[StreamPlan, ...]
     folder: str
     encoder: TextEncoder
     max_bad_lines: int | None
@@ -69,7 +71,7 @@ class Chunk:
 
     Attributes:
         tokens: ids of the documents, one document after the other.
-        end: position after the last document, a `MixedPosition` as JSON.
+        end: position after the last document, a `Position` as JSON.
     """
 
     tokens: np.ndarray
@@ -83,7 +85,7 @@ class StreamTokens:
         position: position after the last document that was returned.
     """
 
-    def __init__(self, text: MixedText, encoder: TextEncoder):
+    def __init__(self, text: StreamText, encoder: TextEncoder):
         self.text, self._encoder = text, encoder
         self._encoded = self._encode()
         self.position = text.position
@@ -93,7 +95,7 @@ class StreamTokens:
         ids, self.position = next(self._encoded)
         return ids
 
-    def _encode(self) -> Iterator[tuple[np.ndarray, MixedPosition]]:
+    def _encode(self) -> Iterator[tuple[np.ndarray, Position]]:
         found = ((document, self.text.position) for document in self.text)
         for batch in batches(found, lambda item: utf8_length(item[0].value), _BATCH_BYTES):
             encoded = self._encoder.encode([part for document, _ in batch for part in self._encoder.parts(document)])
@@ -109,7 +111,7 @@ class ChunkMaker:
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings
-        self._streams: dict[int, StreamTokens] = {}
+        self._streams: dict[tuple[int, int], StreamTokens] = {}
 
     def make(self, request: ChunkRequest) -> Chunk:
         """Tokenize the requested chunk of a stream. Raises the same errors as iterating a `StreamText`."""
@@ -126,21 +128,18 @@ class ChunkMaker:
                 self._list(rejected[:num_rejected])
             del rejected[:num_rejected]
             if not finished:
-                del self._streams[request.stream]
-        end = json.loads(json.dumps(asdict(stream.position)))  # as the stream's index returns it
-        return Chunk(np.concatenate(documents).astype(self.settings.encoder.dtype), end)
+                del self._streams[request.text, request.stream]
+        return Chunk(np.concatenate(documents).astype(self.settings.encoder.dtype), asdict(stream.position))
 
     def _stream_at(self, request: ChunkRequest) -> StreamTokens:
-        settings, stream = self.settings, self._streams.get(request.stream)
-        text = settings.plan.open(
-            request.stream,
-            request.begin,
-            text_key=settings.encoder.key,
-            max_bad_lines=settings.max_bad_lines,
-            listed_in=rejected_path(settings.folder),
-        )
-        if stream is None or stream.position != text.position:
-            stream = self._streams[request.stream] = StreamTokens(text, settings.encoder)
+        settings, where = self.settings, (request.text, request.stream)
+        stream, begin = self._streams.get(where), Position(**request.begin)
+        if stream is None or stream.position != begin:
+            text = StreamText(
+                settings.plans[request.text], request.stream, begin, settings.encoder.key, settings.max_bad_lines,
+                listed_in=rejected_path(settings.folder),
+            )  # fmt: skip
+            stream = self._streams[where] = StreamTokens(text, settings.encoder)
         return stream
 
     def _list(self, rejected: list[Rejected]) -> None:

@@ -76,10 +76,9 @@ CONFLICTS = [
     ({"mlm_probability": 0.3}, ["--mlm_probability", "mlm"]),
     ({"data_weights": (2.0,)}, ["--data_weights", "--data_path"]),
     ({"data_blending": "megatron"}, ["--data_blending", "--data_path"]),
-    ({"task": "causal_lm", "bucket_rows": 8}, ["--bucket_rows", "prefix_lm, ul2"]),
+    ({"task": "causal_lm", "mix_rows": 8}, ["--mix_rows", "prefix_lm, ul2"]),
     ({"append_eos": False}, ["--append_eos", "--task span_corruption"]),
-    ({"task": "ul2", "bucket_rows": 8, "mix_rows": 8}, ["--bucket_rows", "--mix_rows"]),
-    ({"task": "prefix_lm", "data_pipeline": "seqio", "bucket_rows": 8}, ["--bucket_rows", "--data_pipeline native"]),
+    ({"task": "prefix_lm", "data_pipeline": "seqio", "mix_rows": 8}, ["--mix_rows", "--data_pipeline native"]),
     ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),
     # denoisers
     ({"task": "ul2", "denoisers": ()}, ["--denoisers", "empty"]),
@@ -104,7 +103,7 @@ OUT_OF_RANGE = [
     *[(name, math.nan) for name in ("clip_grad_norm", "clip_grad_value", "lr_min_ratio", "dropout_rate")],
     *[("lr", value) for value in (0.0, -1e-3, math.inf)],
     *[(name, value) for name in ("noise_density", "mlm_probability") for value in (0.0, 1.0)],
-    *[(name, 0) for name in ("bucket_rows", "mix_rows", "pad_to_multiple_of")],
+    *[(name, 0) for name in ("mix_rows", "pad_to_multiple_of")],
     *[("dropout_rate", value) for value in (-0.1, 1.0)],
     ("mean_noise_span_length", 0.5),
     *[("stall_timeout", value) for value in (1, 10**6 + 1)],  # Horovod and torch count milliseconds in 32 bits
@@ -147,7 +146,7 @@ def test_senseless_number_is_refused_with_its_flag_and_value(name, value):
         {"validate_only": True, "lr": None} | VALID,
         {"early_stopping_patience": -1, "max_bad_lines": 0},
         {"save_interval": 10, "save_best": True} | VALID | RUN,
-        {"task": "ul2", "denoisers": ("R:3:0.15@2 X:64:.5", "S:0.25"), "mode_tokens": False, "bucket_rows": 64},
+        {"task": "ul2", "denoisers": ("R:3:0.15@2 X:64:.5", "S:0.25"), "mode_tokens": False, "mix_rows": 64},
         {"task": "mlm", "mlm_probability": 0.3},
         {"task": "package.tasks:mine", "data_path": (), "vocab": "v.model", "target_seq_len": 64},
     ],
@@ -177,7 +176,7 @@ def test_denoisers_are_read_from_compact_text():
 def test_settings_of_examples_are_those_that_the_objective_reads(task):
     """A flag that is added later changes no fingerprint of a run that does not read it."""
     always = {"task", "input_seq_len"}
-    read = set(OBJECTIVES[task].reads) - {"bucket_rows", "mix_rows", "append_eos", "mlm_positions"}
+    read = set(OBJECTIVES[task].reads) - {"mix_rows", "append_eos", "mlm_positions"}
     assert set(t5_args(task=task).settings_of_examples()) == always | read
 
 

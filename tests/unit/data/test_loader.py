@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.errors import UserError
 
 SENTINELS = np.arange(9_999, 9_899, -1)
@@ -25,7 +26,7 @@ def dataset(num_tokens=1000, input_length=32, tokens=None, target_length=None, s
     """Every token is its own id, 10, 11, ..., so that a token can be recognised wherever it turns up."""
     tokens = source(np.arange(10, 10 + num_tokens)) if tokens is None else tokens
     objective = SpanCorruption.create(TokenIds(10_000, sentinel_ids=SENTINELS), input_length, target_length)
-    return ObjectiveDataset(tokens, objective, seed)
+    return Dataset(TokenRows(tokens, objective, seed))
 
 
 def same(first, second):
@@ -45,9 +46,9 @@ def test_noise_of_a_row_is_fresh_in_each_epoch():
 
 
 def test_target_length_is_a_limit():
-    exact = dataset(5000, 512).objective
+    exact = dataset(5000, 512).members[0].objective
     assert (exact.row_length, exact.target_length) == (568, 114)
-    assert dataset(5000, 512, target_length=192).objective.target_length == 114
+    assert dataset(5000, 512, target_length=192).members[0].objective.target_length == 114
     with pytest.raises(UserError, match=r"--target_seq_len 113 would cut the targets"):
         dataset(5000, 512, target_length=113)
 
@@ -117,7 +118,7 @@ def test_batches_have_torch_int64_tensors_of_fixed_shape():
         assert set(batch) == {"input_ids", "attention_mask", "labels"}
         assert all(value.dtype == torch.int64 for value in batch.values())
         assert batch["input_ids"].shape == batch["attention_mask"].shape == (7, 32)
-        assert batch["labels"].shape == (7, loader.dataset.objective.target_length)
+        assert batch["labels"].shape == (7, loader.dataset.members[0].objective.target_length)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +169,7 @@ def test_a_dataset_that_ends_its_thread_ends_the_run(error):
     """A SystemExit of the data is no end of the run with exit code 0, and no wait for a batch that never comes."""
 
     class Ending:
-        fingerprint = "ending"
-
-        def __len__(self):
-            return 100
+        fingerprint, samples_per_epoch, rows_at_once = "ending", 100, 256
 
         def batch(self, samples):
             if samples[0] > 0:

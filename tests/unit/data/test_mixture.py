@@ -6,16 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.mixture import MixtureDataset, blending_order
+from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.mixture import Mixture, blending_order
 from lm_experiments_tools.errors import UserError
 
 
 class Numbers:
-    """Sample g is the row [member, g], so that a sample can be recognised wherever it turns up."""
+    """Row r of epoch e is [member, sample number], so that a sample can be recognised wherever it turns up."""
 
-    def __init__(self, member, length, width=2, **extra):
-        self.member, self.length, self.width, self.extra = member, length, width, extra
-        self.fingerprint = f"{member}/{length}/{width}"
+    def __init__(self, member, length, **extra):
+        self.member, self.length, self.extra, self.seed = member, length, extra, member
+        self.fingerprint, self.order = f"{member}/{length}/{sorted(extra)}", f"{member}/{length}"
 
     def __len__(self):
         return self.length
@@ -23,10 +24,12 @@ class Numbers:
     def describe(self):
         return f"numbers of {self.member}"
 
-    def batch(self, samples):
-        rows = np.repeat(np.asarray(samples)[:, None], self.width, axis=1)
-        rows[:, 0] = self.member
-        return {"input_ids": rows, "attention_mask": np.ones_like(rows), "labels": rows + 1000, **self.extra}
+    def batch(self, epochs, rows):
+        return {"input_ids": np.stack([np.full_like(rows, self.member), epochs * self.length + rows], 1), **self.extra}
+
+
+def mixed(members, *arguments, **settings):
+    return Dataset(members, Mixture([len(member) for member in members], *arguments, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +79,23 @@ def test_order_is_megatrons(megatron_helpers, kind):
 
 
 def test_a_mixture_reads_what_megatrons_indices_say(megatron_helpers):
-    mixture = MixtureDataset([Numbers(0, 700), Numbers(1, 300), Numbers(2, 411)], [1, 3, 0.5], "megatron")
+    mixture = Mixture([700, 300, 411], [1, 3, 0.5], "megatron")
     assert len(mixture) == 700 + 300 + 411
     order, numbers = megatron_order(megatron_helpers, np.array([1, 3, 0.5]) / 4.5, len(mixture))
-    rows = mixture.batch(np.arange(len(mixture)))["input_ids"]
-    np.testing.assert_array_equal(rows, np.stack([order, numbers], axis=1))
+    found = mixture.locate(np.arange(len(mixture)))
+    np.testing.assert_array_equal(found, [order, numbers])
 
 
 def test_the_worked_example():
-    members = [Numbers(0, 2), Numbers(1, 4)]
-    assert MixtureDataset(members).locate(np.arange(6))[0].tolist() == [1, 0, 1, 0, 1, 1]
-    shares = MixtureDataset(members, blending="megatron")
+    assert Mixture([2, 4]).locate(np.arange(6))[0].tolist() == [1, 0, 1, 0, 1, 1]
+    shares = Mixture([2, 4], blending="megatron")
     assert shares.locate(np.arange(6))[0].tolist() == [0, 1, 0, 1, 0, 1]
     assert blending_order(np.array([0.6, 0.4]), 6).tolist() == [0, 1, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("count", [255, 256, 1836])
 def test_as_many_members_as_flan_has_tasks(count):
-    mixture = MixtureDataset([Numbers(k, 1 + k % 3) for k in range(count)])
+    mixture = Mixture([1 + k % 3 for k in range(count)])
     members, numbers = mixture.locate(np.arange(len(mixture)))
     assert sorted(zip(members.tolist(), numbers.tolist(), strict=True)) == [
         (member, number) for member in range(count) for number in range(1 + member % 3)
@@ -114,8 +116,8 @@ def test_as_many_members_as_flan_has_tasks(count):
     ],
 )
 def test_weights_maximum_and_temperature_decide_how_much_an_epoch_takes_of_each(limits, quotas):
-    mixture = MixtureDataset([Numbers(k, n) for k, n in enumerate([1500, 40, 333])], **limits)
-    taken = mixture.samples_per_epoch
+    mixture = Mixture([1500, 40, 333], **limits)
+    taken = mixture.taken
     assert taken.tolist() == quotas
     for epoch in range(3):  # each goes on where it stopped: nothing comes again before everything was read
         members, numbers = mixture.locate(np.arange(len(mixture)) + epoch * len(mixture))
@@ -124,62 +126,63 @@ def test_weights_maximum_and_temperature_decide_how_much_an_epoch_takes_of_each(
 
 
 def test_a_sample_does_not_depend_on_its_batch():
-    mixture = MixtureDataset([Numbers(0, 1000), Numbers(1, 210)], [1, 2.5])
+    mixture = mixed([Numbers(0, 1000), Numbers(1, 210)], [1, 2.5])
     whole = mixture.batch(np.arange(3 * len(mixture)))["input_ids"]
     some = np.random.default_rng(0).integers(0, 3 * len(mixture), 300)
     np.testing.assert_array_equal(mixture.batch(some)["input_ids"], whole[some])
 
 
-def test_shorter_members_are_padded():
-    mixture = MixtureDataset([Numbers(0, 4, width=2), Numbers(1, 4, width=3)], pad_id=9)
-    batch = mixture.batch(np.array([0, 1]))
-    assert batch["input_ids"].tolist() == [[0, 0, 9], [1, 0, 0]]
-    assert batch["labels"].tolist() == [[1000, 1000, -100], [1001, 1000, 1000]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert mixture.batch(np.array([0]))["input_ids"].shape == (1, 3)  # whatever stands beside it
+def test_every_row_of_an_epoch_is_read_once_in_another_order():
+    dataset = mixed([Numbers(0, 40), Numbers(1, 30)])
+    epochs = [dataset.batch(np.arange(70) + 70 * epoch)["input_ids"].tolist() for epoch in range(3)]
+    for number, epoch in enumerate(epochs):
+        expected = [[0, 40 * number + row] for row in range(40)] + [[1, 30 * number + row] for row in range(30)]
+        assert sorted(epoch) == expected != epoch
+    assert len({tuple(row % 40 for member, row in epoch if member == 0) for epoch in epochs}) == 3
 
 
 def test_order_is_that_of_the_members_rows_whatever_is_made_of_them():
-    def order(rows=("a", "b"), **settings):
-        members = [Numbers(0, 4), Numbers(1, 4)]
+    def mixture(rows=("a", "b"), extra=(), **settings):
+        members = [Numbers(0, 4, **dict.fromkeys(extra)), Numbers(1, 4)]
         for member, name in zip(members, rows, strict=True):
             member.order = name
-        return MixtureDataset(members, **settings).order
+        return mixed(members, **settings)
 
-    masked_otherwise = [Numbers(0, 4, width=3), Numbers(1, 4, width=3)]
-    masked_otherwise[0].order, masked_otherwise[1].order = "a", "b"
-    assert MixtureDataset(masked_otherwise).order == order() != MixtureDataset(masked_otherwise).fingerprint
-    assert len({order(), order(("a", "c")), order(weights=[1, 2])}) == 3
-    assert order(("a", None)) is None
+    assert mixture(extra=["masks"]).order == mixture().order != mixture().fingerprint
+    assert mixture(extra=["masks"]).fingerprint != mixture().fingerprint
+    assert len({mixture().order, mixture(("a", "c")).order, mixture(weights=[1, 2]).order}) == 3
+    assert mixture(("a", None)).order is None
 
 
 def test_fingerprint_names_members_weights_and_blending():
     def fingerprint(length=4, **settings):
-        return MixtureDataset([Numbers(0, length), Numbers(1, 4)], **settings).fingerprint
+        return mixed([Numbers(0, length), Numbers(1, 4)], **settings).fingerprint
 
-    changes = [{}, {"length": 5}, {"weights": [1, 2]}, {"blending": "megatron"}, {"pad_id": 1}]
-    changes += [{"maximum": 4}, {"temperature": 4}]
+    changes = [{}, {"length": 5}, {"weights": [1, 2]}, {"blending": "megatron"}, {"maximum": 4}, {"temperature": 4}]
     prints = [fingerprint(**change) for change in changes]
     assert len(set(prints)) == len(prints) and prints[0] == fingerprint(weights=[1, 1])
-    assert (
-        "8 of 4 samples (weight 2) of numbers of 1"
-        in MixtureDataset([Numbers(0, 4), Numbers(1, 4)], [1, 2]).describe()
-    )
+    described = mixed([Numbers(0, 4), Numbers(1, 4)], [1, 2]).describe()
+    assert "8 of 4 samples (weight 2) of numbers of 1" in described
+
+
+def test_members_with_other_entries_are_refused():
+    dataset = mixed([Numbers(0, 4), Numbers(1, 4, position_ids=np.zeros((2, 2)))])
+    with pytest.raises(UserError, match="others input_ids, position_ids"):
+        dataset.batch(np.arange(4))
 
 
 @pytest.mark.parametrize(
-    ("datasets", "settings", "sentence"),
+    ("sizes", "settings", "sentence"),
     [
-        ([Numbers(0, 4), Numbers(1, 0)], {}, "Dataset 1 of the mixture has no samples"),
-        ([Numbers(0, 4)], {"weights": [1, 2]}, "2 weights for 1 datasets"),
-        ([Numbers(0, 4)], {"weights": [0]}, "weight of dataset 0 is 0.0"),
-        ([Numbers(0, 4)], {"weights": [float("nan")]}, "weight of dataset 0 is nan"),
-        ([Numbers(0, 4)], {"maximum": 0.0}, "maximum of the mixture is 0.0"),
-        ([Numbers(0, 4)], {"temperature": float("nan")}, "temperature of the mixture is nan"),
-        ([Numbers(0, 4)], {"temperature": 2, "blending": "megatron"}, "neither a maximum nor a temperature"),
-        ([Numbers(0, 4), Numbers(1, 4, position_ids=np.zeros((1, 2)))], {}, "Dataset 0 .* position_ids"),
+        ([4, 0], {}, "Dataset 1 of the mixture has no samples"),
+        ([4], {"weights": [1, 2]}, "2 weights for 1 datasets"),
+        ([4], {"weights": [0]}, "weight of dataset 0 is 0.0"),
+        ([4], {"weights": [float("nan")]}, "weight of dataset 0 is nan"),
+        ([4], {"maximum": 0.0}, "maximum of the mixture is 0.0"),
+        ([4], {"temperature": float("nan")}, "temperature of the mixture is nan"),
+        ([4], {"temperature": 2, "blending": "megatron"}, "neither a maximum nor a temperature"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(datasets, settings, sentence):
+def test_what_cannot_be_mixed_is_refused(sizes, settings, sentence):
     with pytest.raises(UserError, match=sentence):
-        MixtureDataset(datasets, **settings)
+        Mixture(sizes, **settings)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.tokens import checked
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
@@ -57,7 +57,7 @@ def data(tmp_path_factory):
 
 def dataset(tokens, **settings):
     settings = {"tokenizer": tokenizer(), "max_seq_length": 64, "max_unread": 1.0} | settings
-    return BertDataset(tokens, **settings)
+    return Dataset(BertDataset(tokens, **settings))
 
 
 def rows_of(batch):
@@ -78,7 +78,7 @@ def same(first, second):
 def test_the_worked_example(tmp_path):
     words = tokenizer(200, continues=(11, 21, 22), cls=101, sep=102, mask=103, special_ids=[0, 101, 102, 103])
     tokens = token_data(tmp_path / "one", [[[10, 11], [12], [20, 21, 22]]])
-    samples = BertDataset(tokens, words, max_seq_length=10, short_seq_prob=0).batch(np.arange(300))
+    samples = Dataset(BertDataset(tokens, words, max_seq_length=10, short_seq_prob=0)).batch(np.arange(300))
     expected = {
         "input_ids": [101, 10, 11, 103, 102, 20, 21, 22, 102, 0],
         "token_type_ids": [0, 0, 0, 0, 0, 1, 1, 1, 1, 0],
@@ -108,7 +108,7 @@ def test_samples_are_consecutive_sentences_of_one_document(data, short_seq_prob)
         if len(a) + len(b) < 61 and short_seq_prob == 0:  # nothing was cut: B follows A at once
             assert first[-1] + 1 == second[0] and {first[0], second[0]} <= sentence_starts
         seen.update(a + b)
-    cut = samples.mapping.counts.truncated_tokens
+    cut = samples.members[0].mapping.counts.truncated_tokens
     assert len(seen) == data.num_tokens - cut
 
 
@@ -232,14 +232,6 @@ def test_a_block_of_unknown_tokens_alone_predicts_nothing(tmp_path):
     assert (batch["labels"] == -100).all() and (batch["input_ids"] == unknown).any()
 
 
-def test_mixtures_pad_shorter_rows(data):
-    mixture = MixtureDataset([dataset(data), dataset(data, max_seq_length=32)], pad_id=PAD)
-    batch = mixture.batch(np.arange(20))
-    assert batch["input_ids"].shape == (20, 64) and batch["next_sentence_label"].shape == (20,)
-    short = (batch["attention_mask"].sum(axis=1) <= 32) & (batch["labels"][:, 32:] == -100).all(axis=1)
-    assert short.sum() >= 10 and len(list(rows_of(batch))) == 20
-
-
 def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
     whole = token_data(tmp_path / "documents", numbered([[30], [10], []]))
     long = token_data(tmp_path / "long", numbered([[600, 600]]))
@@ -278,7 +270,7 @@ def test_a_long_sentence_is_cut_and_its_document_read(tmp_path, caplog):
     tokens = token_data(tmp_path / "long", numbered([lengths]))
     with caplog.at_level(logging.INFO):
         samples = dataset(tokens, short_seq_prob=0, binary_head=False)
-    room = samples.max_seq_length - 2
+    room = samples.members[0].max_seq_length - 2
     seen = {token for a, b, _ in rows_of(samples.batch(np.arange(40 * len(samples)))) for token in a + b}
     long = {*tokens.tokens[40:740].tolist()}
     assert {*tokens.tokens[740:].tolist()} <= seen and len(seen & long) > room  # other parts in other epochs
@@ -292,7 +284,7 @@ def test_what_no_sample_has_room_for_is_what_an_epoch_does_not_read(tmp_path, ca
     tokens = token_data(tmp_path / "mixed", numbered([[1000], [30, 20], [50], [513, 7], [300, 1]]))
     samples = dataset(tokens, binary_head=binary_head, short_seq_prob=0, max_sentence_length=512)
     seen = {token for a, b, _ in rows_of(samples.batch(np.arange(len(samples)))) for token in a + b}
-    counts = samples.mapping.counts
+    counts = samples.members[0].mapping.counts
     unread = counts.few_sentences_tokens + 520 + counts.overlong_tokens
     # besides, a pair leaves out one token where a sentence of 1 stands beside one that fills the sample
     assert len(seen) == tokens.num_tokens - unread - (counts.truncated_tokens - counts.overlong_tokens)
@@ -319,7 +311,7 @@ def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allow
 
 
 def test_ordinary_sentences_are_nothing_to_warn_of_however_many_overshoot(data, caplog):
-    assert dataset(data, max_unread=0.0).mapping.counts.truncated_tokens > 0.1 * data.num_tokens
+    assert dataset(data, max_unread=0.0).members[0].mapping.counts.truncated_tokens > 0.1 * data.num_tokens
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 

@@ -6,6 +6,7 @@ import torch
 import transformers
 
 import modeling_bert
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.packed_rows import prepare
@@ -36,7 +37,7 @@ def rows(tmp_path_factory):
     rng = np.random.default_rng(0)
     documents = [[rng.integers(4, VOCABULARY, length)] for length in rng.integers(1, 60, 40)]
     tokens = token_data(tmp_path_factory.mktemp("rows") / "tokens", documents)
-    data = DocumentRows(tokens, WIDTH, cls_id=1, sep_id=2, pad_id=0, vocab_size=VOCABULARY)
+    data = Dataset(DocumentRows(tokens, WIDTH, cls_id=1, sep_id=2, pad_id=0, vocab_size=VOCABULARY))
     return {name: torch.from_numpy(values) for name, values in data.batch(np.arange(len(data))).items()}
 
 

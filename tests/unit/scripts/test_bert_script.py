@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreT
 from lm_experiments_tools.backends import fsdp
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.recipes.bert import bert_datasets, bert_metrics
@@ -90,7 +91,7 @@ def test_labels_alone_are_refused_of_a_class_that_scores_all(data, work):
 def expected_validation(data, model, tokenizer, use_nsp=True):
     """All validation samples in one batch, by transformers' model and plain sums."""
     options = {"max_seq_length": 48, "binary_head": use_nsp, "seed": 42}
-    dataset = BertDataset(IndexedDataset(data / "valid"), tokenizer, **options)
+    dataset = Dataset(BertDataset(IndexedDataset(data / "valid"), tokenizer, **options))
     batch = {name: torch.from_numpy(values) for name, values in dataset.batch(np.arange(len(dataset))).items()}
     with torch.no_grad():
         outputs = model(**{k: v for k, v in batch.items() if k not in ("labels", "next_sentence_label")})
@@ -109,7 +110,7 @@ def expected_validation(data, model, tokenizer, use_nsp=True):
 def test_workers_validate_each_pair_and_each_masked_token_once(data):
     """The second of two workers has no sample in the last batch, and gets a row without labels."""
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=data / "vocab.txt")
-    dataset = BertDataset(IndexedDataset(data / "valid"), tokenizer, max_seq_length=48, seed=1)
+    dataset = Dataset(BertDataset(IndexedDataset(data / "valid"), tokenizer, max_seq_length=48, seed=1))
     number = len(dataset) // 4 * 4 - 3  # one more than fills all rows: rank 1 has none in the last batch
     alone, *both = (list(ValidLoader(dataset, 2, *where, number)) for where in ((0, 1), (0, 2), (1, 2)))
     for name in ("labels", "next_sentence_label"):
@@ -246,7 +247,7 @@ def test_members_of_equal_size_have_an_order_and_noise_of_their_own(data, work):
         return bert_datasets(args, tokenizer)[0]
 
     alone = training_samples(data / "train")
-    first, second = training_samples(data / "train", data / "train").datasets
+    first, second = map(Dataset, training_samples(data / "train", data / "train").members)
     assert len(first) == len(second) == len(alone)
     numbers = np.arange(len(alone))
     inputs = [samples.batch(numbers)["input_ids"] for samples in (alone, first, second)]

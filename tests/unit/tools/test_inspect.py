@@ -11,10 +11,11 @@ import torch
 
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
-from lm_experiments_tools.data.objectives.registry import build_objective, mixed_dataset
+from lm_experiments_tools.data.objectives.registry import build_objective, pretraining_dataset
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, random_spans_lengths
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -121,10 +122,10 @@ def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
     vocabulary = Vocabulary.load(vocab)
     (prefix,) = (text / ".cache" / "tokens").glob("*.idx")
     objective = SpanCorruption.create(vocabulary, 32)
-    dataset = ObjectiveDataset(IndexedDataset(str(prefix).removesuffix(".idx")), objective, seed=7)
+    dataset = Dataset(TokenRows(IndexedDataset(str(prefix).removesuffix(".idx")), objective, seed=7))
     for row in dataset.batch(np.arange(3))["input_ids"]:
         assert f"{vocabulary.decode(row)} </s>" in printed
-    assert "documents  40" in printed and f"tokens     {dataset.num_tokens:,}" in printed
+    assert "documents  40" in printed and f"tokens     {dataset.members[0].num_tokens:,}" in printed
     assert re.search(rf"an epoch   {len(dataset):,} examples = {len(dataset) / 6:,.1f} steps of 6 ", printed)
     (picture,) = (text / "look").iterdir()
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -224,7 +225,7 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
     vocabulary = Vocabulary.load(vocab)
     objective = build_objective(args, vocabulary, args.objective().models[0])
-    dataset = mixed_dataset(args, objective, [IndexedDataset(prefix)], world_size=4)
+    dataset = pretraining_dataset(args, objective, [IndexedDataset(prefix)], world_size=4)
     has_decoder = task != "mlm"
     cells = {"inputs": [0, 0], "targets": [0, 0]}
     first, passes = {}, []
@@ -312,7 +313,7 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
     printed = capsys.readouterr().out
     tokens = IndexedDataset(bert / "train")
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=bert / "vocab.txt")
-    dataset = BertDataset(tokens, tokenizer, max_seq_length=32, nsp=nsp, seed=3, cache_dir=tmp_path)
+    dataset = Dataset(BertDataset(tokens, tokenizer, max_seq_length=32, nsp=nsp, seed=3, cache_dir=tmp_path))
     assert (number_of(printed, "documents"), number_of(printed, "sentences")) == (tokens.num_documents, len(tokens))
     assert f"content    unknown: no sha256 in {bert}" in printed
     lengths = sorted(tokens.sequence_lengths.tolist())

@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lm_experiments_tools.checkpoint.train_state import TrainState
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.examples import packing
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.mlm import MaskedLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.loops import At, make_loop
@@ -234,7 +235,7 @@ class Tokens:
 def masked_rows(probability, length=20):
     ids = TokenIds(1000, mask_id=5, special_ids=[0])
     objective = MaskedLM.create(ids, length, model_kind="encoder", mlm_probability=probability)
-    return TrainLoader(ObjectiveDataset(Tokens(), objective, seed=3), 4, 0, 1)
+    return TrainLoader(Dataset(TokenRows(Tokens(), objective, seed=3)), 4, 0, 1)
 
 
 def test_used_data_is_skipped_under_another_mask_rate_and_refused_for_other_lengths():
@@ -255,7 +256,7 @@ def test_used_data_is_skipped_under_another_mask_rate_and_refused_for_other_leng
 
 
 def test_packings_of_two_versions_have_two_fingerprints(monkeypatch):
-    packed = object.__new__(packing.PackedDataset)
+    packed = object.__new__(packing.PackedRows)
     packed.dataset = Tokens()
     now = packed.fingerprint
     monkeypatch.setattr(packing, "_VERSION", packing._VERSION + 1)

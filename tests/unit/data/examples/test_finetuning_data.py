@@ -412,7 +412,7 @@ def test_buckets_leave_little_padding_on_real_data(t5, tmp_path):
     path = head(SCITLDR / "train.json", 512, tmp_path)
     dataset = read(t5, data_path=(path,), batch_size=8, gradient_accumulation_steps=4).train.dataset
     numbers = np.arange(512)
-    assert padding(dataset.dataset, 8, dataset.arranged(numbers)) < 0.10 < 0.30 < padding(dataset.dataset, 8, numbers)
+    assert padding(dataset, 8, dataset.arrangement(numbers)) < 0.10 < 0.30 < padding(dataset, 8, numbers)
     assert "buckets of 32 rows" in dataset.describe()
-    lengths = dataset.dataset.lengths(np.arange(512))
+    lengths = dataset.lengths(np.arange(512))
     assert lengths.shape == (2, 512) and lengths[1].max() < 128

@@ -8,6 +8,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.examples.packing import first_fit
 from lm_experiments_tools.labels import IGNORED_LABEL
 from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
@@ -126,7 +127,7 @@ def test_an_epoch_of_an_encoder_has_each_example_once_with_its_label(task, tmp_p
     tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     alone, packed = (read(tokenizer, data_path=(path,), packing=packing, **flags).train for packing in (False, True))
-    single, packed = alone.dataset.dataset.batch(np.arange(60)), packed.dataset
+    single, packed = Dataset(alone.dataset.members).batch(np.arange(60)), packed.dataset
     expected = sorted(
         (ids[:length].tolist(), types[:length].tolist(), np.array(label).tolist())
         for ids, types, length, label in zip(

@@ -238,7 +238,7 @@ def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
     flags = {"max_instances_per_task": 3, "max_instances_per_eval_task": 2, **INSTRUCTIONS}
     data = read(word_tokenizer(), data_path=(folder,), test_data_path=folder, **flags)
     assert len(data.train.dataset) == 6 and set(data.splits) == {"test"}
-    assert len(data.train.dataset.dataset.encoded.targets) == 12  # training draws one of the two outputs
+    assert len(data.train.dataset.members[0].encoded.targets) == 12  # training draws one of the two outputs
     found = [(example.group, example.name, example.targets) for example in data.splits["test"].examples]
     assert found == [(group, name, ("w1", "w2")) for group in ("t1", "t2") for name in ("i0", "i1")]
     assert "1 of the 3 tasks" in caplog.text and "(the first: gone)" in caplog.text

@@ -21,7 +21,7 @@ def encoded_labels(path, task="multi_label", **flags):
     """Names of the labels of training data for an encoder, and the labels of its examples."""
     flags = {"model_type": "encoder", "task": task, "batch_size": 2, "bucket_rows": 1, **flags}
     data = read(word_tokenizer(), data_path=(path,), **flags)
-    return data.label_names, data.train.dataset.dataset.encoded.labels.tolist()
+    return data.label_names, data.train.dataset.members[0].encoded.labels.tolist()
 
 
 def rows_of(path, split="train"):

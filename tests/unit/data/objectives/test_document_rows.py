@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows, pack_lengths
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import token_data
@@ -49,7 +50,7 @@ def test_every_token_of_a_document_is_in_one_row_of_each_epoch(tmp_path, packed,
     rows = rows_of(tmp_path, documents, packed=packed, min_length=shortest)
     wanted, epochs = expected_chunks(documents, 30, shortest), []
     for epoch in range(3):
-        batch = rows.batch(epoch * len(rows) + np.arange(len(rows)))
+        batch = Dataset(rows).batch(epoch * len(rows) + np.arange(len(rows)))
         assert sorted(chunks_of(batch)) == wanted
         assert (batch["input_ids"][batch["attention_mask"] == 0] == PAD).all()
         assert rows.fill == pytest.approx(batch["attention_mask"].mean())
@@ -61,7 +62,7 @@ def test_every_token_of_a_document_is_in_one_row_of_each_epoch(tmp_path, packed,
 def test_the_end_of_a_document_that_the_file_has_is_no_text(tmp_path):
     documents = [np.append(document, SEP) for document in made_up(50)]
     rows = rows_of(tmp_path, documents, has_end=True)
-    found = chunks_of(rows.batch(np.arange(len(rows))))
+    found = chunks_of(Dataset(rows).batch(np.arange(len(rows))))
     assert sorted(found) == expected_chunks([document[:-1] for document in documents], 30)
 
 
@@ -84,8 +85,8 @@ def test_rows_of_documents_like_those_of_the_web_are_full(width):
 def test_a_row_is_a_function_of_its_number_whatever_the_batch(tmp_path):
     rows = rows_of(tmp_path, made_up(200), width=48)
     count = 2 * len(rows) + 5
-    whole = rows.batch(np.arange(count))
-    backwards = rows.batch(np.arange(count)[::-1])
+    whole = Dataset(rows).batch(np.arange(count))
+    backwards = Dataset(rows).batch(np.arange(count)[::-1])
     for name, values in whole.items():
         assert (values == backwards[name][::-1]).all()
     assert rows_of(tmp_path, made_up(200), width=48).fingerprint == rows.fingerprint

@@ -8,11 +8,12 @@ import tokenizers
 import torch
 from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 
-from lm_experiments_tools.data.mixture import MixtureDataset
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskedRows, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, Masking, MaskingRate
 from lm_experiments_tools.data.objectives.objective import TokenIds
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import documents
 from tests.helpers.token_toys import token_data
@@ -38,11 +39,14 @@ def text(tmp_path_factory):
     return BertTokenizerFast(str(folder / "vocab.txt")), ours, pages, DocumentRows(tokens, WIDTH, **ids)
 
 
-def masked(text, rows=None, rate=MaskingRate(0.15), **options):  # noqa: B008 - immutable
+def masked(text, members=None, rate=MaskingRate(0.15), **options):  # noqa: B008 - immutable
     ours = text[1]
     ids = TokenIds(ours.vocab_size, ours.pad, mask_id=ours.mask, special_ids=ours.special_ids)
     seed = options.pop("seed", 0)
-    return MaskedRows(rows or text[3], MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), rate, seed)
+    masking = Masking(MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), rate, seed)
+    members = [text[3]] if members is None else members
+    mixture = Mixture([len(member) for member in members]) if len(members) > 1 else None
+    return Dataset(members, mixture, masking)
 
 
 def unmasked(batch):
@@ -55,7 +59,10 @@ def test_masks_are_distributed_as_those_of_transformers_on_the_same_rows(text, p
     """Shares of chosen, masked, and changed tokens of both are within the bounds of the same binomials."""
     theirs, ours, _, rows = text
     numbers = np.arange(len(rows))
-    batch, original = masked(text, rate=MaskingRate(probability), replace=replace).batch(numbers), rows.batch(numbers)
+    batch, original = (
+        masked(text, rate=MaskingRate(probability), replace=replace).batch(numbers),
+        Dataset(rows).batch(numbers),
+    )
     assert (unmasked(batch) == original["input_ids"]).all(), "labels are the tokens that were there"
     assert all((batch[name] == original[name]).all() for name in ("segment_ids", "attention_mask"))
     collate = DataCollatorForLanguageModeling(
@@ -87,17 +94,9 @@ def test_words_are_chosen_whole_where_transformers_says_they_are(text):
         np.array(encoded["offset_mapping"]), special
     )
 
-    class Rows:
-        fingerprint = ""
-
-        def __len__(self):
-            return len(ids)
-
-        def batch(self, samples):
-            return {"input_ids": ids[samples % len(ids)].copy()}
-
     rounds = 40
-    labels = masked(text, Rows(), MaskingRate(0.3), starts_word=ours.starts_word).batch(np.arange(rounds * len(ids)))
+    masking = masked(text, rate=MaskingRate(0.3), starts_word=ours.starts_word).masking
+    labels = masking({"input_ids": np.tile(ids, (rounds, 1))}, np.arange(rounds * len(ids)))
     chosen = (labels["labels"] != -100).reshape(rounds, *ids.shape)
     in_words = [word_ids[row] == word for row in range(len(ids)) for word in range(1, word_ids[row].max() + 1)]
     owners = [row for row in range(len(ids)) for _ in range(word_ids[row].max())]
@@ -125,16 +124,16 @@ def test_the_rate_is_linear_in_the_number_of_the_sample(text):
 def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
     _, ours, _, rows = text
     objective = Blocks.create(TokenIds(ours.vocab_size, ours.pad), WIDTH, model_kind="encoder")
-    blocks = ObjectiveDataset(rows.tokens, objective, seed=3)
+    blocks = TokenRows(rows.tokens, objective, seed=3)
     others = DocumentRows(
         rows.tokens, WIDTH, cls_id=ours.cls, sep_id=ours.sep, pad_id=ours.pad, vocab_size=ours.vocab_size, packed=False
     )
-    for inner in (rows, blocks, MixtureDataset([blocks, others], pad_id=ours.pad)):
+    for inner in ([rows], [blocks], [blocks, others]):
         dataset = masked(text, inner, MaskingRate(0.3, 0.1, 500))
         whole = dataset.batch(np.arange(600))
         for part in (np.arange(599, -1, -7), np.array([3, 599, 3])):
             assert all((values == whole[name][part]).all() for name, values in dataset.batch(part).items())
-        assert dataset.order == inner.order
+        assert dataset.order is not None and (len(inner) > 1 or dataset.order == inner[0].order)
     epoch = len(rows)
     again = masked(text).batch(np.concatenate([np.arange(epoch), np.arange(epoch) + epoch]))
     masks = {(tuple(row), tuple(label >= 0)) for row, label in zip(unmasked(again), again["labels"], strict=True)}

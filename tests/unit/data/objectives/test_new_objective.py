@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from examples.objectives import MASS, TextInfilling
 from lm_experiments_tools.config.objectives import OBJECTIVE, OBJECTIVES
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.objective import Objective, TokenIds
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import source_imports
 from run_t5_pretraining import main
@@ -91,7 +92,7 @@ def test_what_it_does_not_read_or_train_is_refused(start, tmp_path, flags, sente
 
 def made(objective, tokens, num_samples=None):
     """(input ids, labels) of each example of an epoch or more, without padding."""
-    data = ObjectiveDataset(SimpleNamespace(tokens=np.asarray(tokens, np.uint16), fingerprint="x"), objective)
+    data = dataset(objective, SimpleNamespace(tokens=np.asarray(tokens, np.uint16), fingerprint="x"))
     batch = data.batch(np.arange(num_samples or len(data)))
     assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
     pairs = zip(batch["input_ids"], batch["labels"], strict=True)
@@ -176,6 +177,10 @@ def test_a_module_is_one_of_objectives_by_its_imports_alone(tmp_path, monkeypatc
 TOKENS = SimpleNamespace(tokens=np.arange(100, 400, dtype=np.uint16), fingerprint="x")
 
 
+def dataset(objective, tokens=TOKENS):
+    return Dataset(TokenRows(tokens, objective))
+
+
 class Returning(Objective):
     """An example that is what `entries` makes of a row."""
 
@@ -215,7 +220,7 @@ class Returning(Objective):
 def test_wrong_examples_of_a_user_are_refused_in_a_sentence(kind, entries, message):
     objective = Returning.create(TokenIds(size=1000), 17, 17, kind, entries=entries)
     with pytest.raises(UserError, match=message):
-        ObjectiveDataset(TOKENS, objective).batch(np.arange(8))
+        dataset(objective).batch(np.arange(8))
 
 
 def test_entries_of_tokens_go_on_at_eos():
@@ -223,7 +228,7 @@ def test_entries_of_tokens_go_on_at_eos():
         return {"input_ids": row, "labels": row, "segment_ids": np.ones_like(row)}
 
     objective = Returning.create(TokenIds(size=1000), 17, 17, entries=entries)
-    batch = ObjectiveDataset(TOKENS, objective).batch(np.arange(4))
+    batch = dataset(objective).batch(np.arange(4))
     assert np.array_equal(batch["segment_ids"], batch["attention_mask"])
 
 
@@ -232,7 +237,7 @@ def test_an_entry_at_eos_does_not_depend_on_the_batch():
         ones = np.ones(len(row) - (row[0] // 16 % 2), np.int64)
         return {"input_ids": row, "labels": row, "segment_ids": ones}
 
-    dataset = ObjectiveDataset(TOKENS, Returning.create(TokenIds(size=1000), 17, 17, entries=entries))
-    together = dataset.batch(np.arange(8))["segment_ids"]
-    assert np.array_equal(together, np.concatenate([dataset.batch(np.array([n]))["segment_ids"] for n in range(8)]))
+    data = dataset(Returning.create(TokenIds(size=1000), 17, 17, entries=entries))
+    together = data.batch(np.arange(8))["segment_ids"]
+    assert np.array_equal(together, np.concatenate([data.batch(np.array([n]))["segment_ids"] for n in range(8)]))
     assert len(np.unique(together.sum(1))) > 1

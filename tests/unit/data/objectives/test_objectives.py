@@ -12,16 +12,17 @@ import torch
 from lm_experiments_tools.config.objectives import OBJECTIVES as REGISTRY
 from lm_experiments_tools.config.objectives import PAPER_DENOISERS
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
+from lm_experiments_tools.data.arrangement import Buckets, LongestFirst
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
 from lm_experiments_tools.data.objectives.mlm import MaskedLM, mask_tokens
 from lm_experiments_tools.data.objectives.objective import Objective, TokenIds
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
-from lm_experiments_tools.data.objectives.registry import build_objective, mixed_dataset
+from lm_experiments_tools.data.objectives.registry import build_objective, pretraining_dataset
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.objectives.ul2 import UL2, build_schedule, mode_ids
 from lm_experiments_tools.data.order import epoch_shift, row_generators
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -55,7 +56,7 @@ def text(num_tokens):
 
 
 def dataset(kind, tokens, seed=0, ids=None, **settings):
-    return ObjectiveDataset(tokens, kind.create(ids or Ids(), **settings), seed)
+    return Dataset(TokenRows(tokens, kind.create(ids or Ids(), **settings), seed))
 
 
 def span_corruption(tokens, **options):
@@ -86,7 +87,8 @@ def mlm(tokens, **options):
 
 
 def in_buckets(tokens, seed=0, bucket_rows=4, **options):
-    return BucketedDataset(ul2(tokens, seed=seed, **options), bucket_rows, seed)
+    data = ul2(tokens, seed=seed, **options)
+    return data.arranged(Buckets(data.lengths, len(data), bucket_rows, seed))
 
 
 OBJECTIVES = [span_corruption, prefix_lm, ul2, causal_lm, causal_lm_of_a_decoder_of_two, mlm, in_buckets]
@@ -112,8 +114,9 @@ def same(first, second):
 
 def in_epoch_that_starts_at(dataset, token, wanted):
     """The rows of an epoch that starts at `token`, once `wanted` is among them."""
+    rows_of_tokens = dataset.members[0]
     for epoch in range(2000):
-        if epoch_shift(dataset.seed, epoch, dataset.num_tokens) == token:
+        if epoch_shift(rows_of_tokens.seed, epoch, rows_of_tokens.num_tokens) == token:
             batch = dataset.batch(np.arange(len(dataset)) + epoch * len(dataset))
             rows = [[values[i].tolist() for values in batch.values()] for i in range(len(dataset))]
             if wanted in rows:
@@ -186,7 +189,7 @@ def test_a_warning_names_data_of_less_than_a_row_and_no_other(caplog):
     assert "the data has only 20 tokens: each epoch is one padded example" in caplog.text
     caplog.clear()
     data = span_corruption(text(1000))
-    assert data.last_row_is_short and "padded" not in caplog.text
+    assert data.members[0]._last_row_is_short and "padded" not in caplog.text
 
 
 @every_objective
@@ -248,7 +251,7 @@ def test_fingerprints_differ_between_objectives():
 @pytest.mark.parametrize("make", [span_corruption, ul2, mlm])
 def test_examples_of_many_rows_are_those_of_each_row(make):
     data = make(text(3000))
-    for member in data.objective.members:
+    for member in data.members[0].objective.members:
         for length in (member.row_length, 7, 2, 1):
             rows = np.random.default_rng(0).integers(10, SPECIAL, (50, length))
             key, epochs, numbers = 5, np.full(50, 3), np.arange(50)
@@ -315,14 +318,14 @@ def test_a_turn_has_exact_shares(weights, turn):
 def test_denoisers_read_as_much_as_fits():
     """The lengths that t5 prints for 512 inputs, less one for the mode token; X:3:0.5 ends where sentinels do."""
     data = ul2(source(np.full(60_000, 20)), input_length=513, target_length=512)
-    rows = {str(member.spec): member.row_length for member in data.objective.members}
+    rows = {str(member.spec): member.row_length for member in data.members[0].objective.members}
     assert rows == {
         "R:3:0.15": 568, "R:8:0.15": 588, "X:3:0.5": 602, "X:8:0.5": 908, "X:64:0.15": 600, "X:64:0.5": 1006,
         "S:0.25": 511,
     }  # fmt: skip
     labels = data.batch(np.arange(len(data)))["labels"]
     assert np.isin(labels, SENTINELS).sum(axis=1).max() == 100
-    short = ul2(source(np.full(60_000, 20)), input_length=513, target_length=114).objective.members
+    short = ul2(source(np.full(60_000, 20)), input_length=513, target_length=114).members[0].objective.members
     assert all(member.target_length <= 114 for member in short) and short[0].row_length == 568
 
 
@@ -335,7 +338,7 @@ def test_denoisers_read_as_much_as_fits():
 )
 def test_padding_of_micro_batches_is_small_where_they_are_buckets(make, bucket_rows, rows, low, high):
     data = make(source(np.full(900_000, 20)), input_length=256, target_length=256)
-    bucketed = BucketedDataset(data, bucket_rows, 0)
+    bucketed = data.arranged(Buckets(data.lengths, len(data), bucket_rows, 0))
     cells = tokens = 0
     for start in range(0, len(data) - rows, rows):  # as the loop trims micro-batches
         batch = bucketed.batch(np.arange(start, start + rows))
@@ -353,7 +356,8 @@ class EvenTokens(Objective):
 
 
 def test_lengths_are_those_of_the_samples():
-    mixture = MixtureDataset([ul2(text(997)), ul2(text(500))])
+    members = [ul2(text(997)).members[0], ul2(text(500)).members[0]]
+    mixture = Dataset(members, Mixture([len(member) for member in members]))
     for data in (prefix_lm(text(997)), ul2(text(997)), mixture, dataset(EvenTokens, text(997), input_length=32)):
         samples = np.arange(2 * len(data))
         batch = data.batch(samples)
@@ -380,18 +384,18 @@ def test_a_step_holds_the_same_samples_however_it_is_split(tmp_path, task):
 
 def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_batch():
     data = prefix_lm(source(np.full(300_000, 20)), input_length=128, target_length=128)
-    chosen = SortedSamples(data, 64)
+    chosen = data.arranged(LongestFirst(data.lengths, 64))
     found = (chosen.batch(np.arange(64))["labels"] != -100).sum(axis=1)
     expected = np.sort(data.lengths(np.arange(64))[1])[::-1]  # what needs most memory comes first
     np.testing.assert_array_equal(found, expected)
-    assert len(set(found.tolist())) > 25 and len(SortedSamples(data)) == len(data)
+    assert len(set(found.tolist())) > 25 and len(LongestFirst(data.lengths, len(data))) == len(data)
 
 
 # ---- ids out of the vocabulary, and the registry
 
 
 def mixed(args, words, tokens, world_size=1):
-    return mixed_dataset(args, build_objective(args, words, args.objective().models[0]), tokens, world_size)
+    return pretraining_dataset(args, build_objective(args, words, args.objective().models[0]), tokens, world_size)
 
 
 def vocabulary(folder, *pieces, extra_ids=100):
@@ -411,8 +415,8 @@ def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
     assert [words.piece(i) for i in mode_ids(words).values()] == [f"<extra_id_{k}>" for k in (99, 98, 97)]
     assert words.piece(MaskedLM.create(words, 8).mask_id) == "<extra_id_0>"
     args = T5PretrainingArgs(data_path=("x",), task="ul2", input_seq_len=64, model_cfg="x", lr=1.0)
-    data = mixed(args, words, [source(np.full(9000, 20))]).dataset
-    assert data.objective.members[0].sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
+    data = mixed(args, words, [source(np.full(9000, 20))])
+    assert data.members[0].objective.members[0].sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
     ids = data.batch(np.arange(len(data)))
     assert set(ids["input_ids"][:, 0].tolist()) == set(mode_ids(words).values())
     assert not np.isin(ids["input_ids"][:, 1:], list(mode_ids(words).values())).any()

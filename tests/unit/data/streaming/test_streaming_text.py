@@ -1,17 +1,15 @@
 """The text of --streaming: shards assigned to streams, each document once an epoch, any position found again."""
 
-import gzip
 import json
 import os
 import time
 from collections import Counter
-from dataclasses import asdict
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 
 import pytest
 
 from lm_experiments_tools.data.streaming import text as stream_text
-from lm_experiments_tools.data.streaming.text import MixedPlan, Position, StreamPlan, StreamText
+from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
 from lm_experiments_tools.data.streaming.worker import StreamTokens
 from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -151,73 +149,3 @@ def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
         OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
     ):
         next(iter(StreamText(plan, 0, Position(), "text", 0, "")))
-
-
-@pytest.fixture(scope="module")
-def two_texts(data, tmp_path_factory):
-    """The paths of one plain file and of a compressed one, which cannot be cut."""
-    packed = tmp_path_factory.mktemp("packed") / "b.jsonl.gz"
-    packed.write_bytes(gzip.compress((data / "text" / "b.jsonl").read_bytes()))
-    return str(data / "text" / "a.jsonl"), str(packed)
-
-
-def mixed(paths, weights=None, blending="megatron", **limits):
-    options = {"maximum": None, "temperature": 1.0, **limits}
-    return MixedPlan.make(paths, 4, 0, weights=weights, blending=blending, **options)
-
-
-def open_mixed(plan, stream, begin=None, max_bad_lines=0):
-    return plan.open(stream, begin or {}, text_key="text", max_bad_lines=max_bad_lines, listed_in="")
-
-
-def test_a_mixture_gives_shares_of_bytes_and_repeats_nothing_before_a_text_is_read(two_texts):
-    plan = mixed(two_texts, weights=[1.0, 3.0])
-    assert [part.num_streams for part in plan.plans] == [4, 1]
-    a, b = set(TEXTS[:2500]), set(TEXTS[2500:])
-    streams = [[document.value for document in islice(open_mixed(plan, number), 450)] for number in range(4)]
-    for texts in streams:
-        of_b = sum(len(text) for text in texts if text in b)
-        assert of_b / sum(map(len, texts)) == pytest.approx(0.75, abs=0.005)
-    counts = Counter(chain(*streams))
-    assert max(counts[text] for text in a) == 1 and 300 < sum(counts[text] for text in a) < 600
-    # all of b were given but the few that one stream is behind the others, before any was given again
-    assert {counts[text] for text in b} <= {0, 1} and sum(counts[text] for text in b) > 1200
-
-
-def test_any_position_of_a_mixture_is_found_again(two_texts):
-    plan = mixed(two_texts, weights=[1.0, 3.0])
-    text, positions = open_mixed(plan, 1), [{}]
-    documents = []
-    for document in islice(text, 3000):  # several epochs of b
-        documents.append(document)
-        positions.append(json.loads(json.dumps(asdict(text.position))))
-    assert text.position.texts[1].epoch > 3
-    for number in (0, 1, 2, 700, 2000, 2990):
-        assert list(islice(open_mixed(plan, 1, positions[number]), 10)) == documents[number : number + 10]
-
-
-def test_shares_of_a_mixture_follow_from_sizes_limits_and_weights(data, two_texts, parquet):
-    paths = [str(data / "text" / name) for name in ("a.jsonl", "b.jsonl")]
-    sizes = [os.path.getsize(path) for path in paths]
-    cases = [({}, sizes), ({"weights": [2, 1]}, [2 * sizes[0], sizes[1]]), ({"maximum": 1000}, [1, 1])]
-    cases += [({"temperature": 2.0}, [size**0.5 for size in sizes])]
-    for settings, expected in cases:
-        shares = mixed(paths, blending="proportional", **settings).shares
-        assert shares == pytest.approx([rate / sum(expected) for rate in expected])
-    with pytest.raises(UserError, match=r"do not compare .* give the shares by"):
-        mixed(two_texts, blending="proportional")
-    with pytest.raises(UserError, match=r"parquet do not compare .* --data_blending megatron and"):
-        mixed([paths[0], parquet], blending="proportional")
-
-
-def test_bad_lines_of_a_text_that_streams_share_are_listed_by_one_of_them(two_texts, tmp_path):
-    lines = [json.dumps({"text": text}) if number % 10 else "bad" for number, text in enumerate(TEXTS[:50])]
-    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    plan = mixed([two_texts[0], str(tmp_path / "bad.jsonl.gz")])
-    found = []
-    for stream in range(4):
-        text = open_mixed(plan, stream, max_bad_lines=10)
-        list(islice(text, 200))
-        found += [bad.line for bad in text.rejected]
-        assert text.position.rejected == len(text.rejected)
-    assert found == [1, 11, 21, 31, 41]

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.mixture import MixtureDataset
-from lm_experiments_tools.data.objectives.dataset import ObjectiveDataset
+from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.tokens import cold
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.bert_dataset import BertDataset
@@ -38,7 +39,7 @@ def prefix(tmp_path_factory):
 
 def span_corruption(tokens, seed=0):
     objective = SpanCorruption.create(TokenIds(200, sentinel_ids=np.arange(199, 99, -1)), 128)
-    return ObjectiveDataset(tokens, objective, seed)
+    return TokenRows(tokens, objective, seed)
 
 
 def advised(path):
@@ -133,7 +134,8 @@ class Asked(IndexedDataset):
 def test_a_loader_announces_the_rows_it_will_read_and_no_others(prefix, kind, world_size):
     tokens = Asked(prefix)
     members = [span_corruption(tokens, seed) for seed in range(2)]
-    dataset = MixtureDataset(members) if kind == "mixture" else members[0]
+    mixture = Mixture([len(member) for member in members]) if kind == "mixture" else None
+    dataset = Dataset(members, mixture)
     read = []
     for member in members:
         read_rows = member.read
@@ -164,15 +166,16 @@ def test_samples_of_bert_are_announced_too(tmp_path, nsp):
     data = make_bert_data(tmp_path)
     tokens = Asked(data / "train")
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=str(data / "vocab.txt"))
-    dataset = BertDataset(tokens, tokenizer, max_seq_length=64, nsp=nsp, cache_dir=tmp_path)
+    rows = BertDataset(tokens, tokenizer, max_seq_length=64, nsp=nsp, cache_dir=tmp_path)
+    dataset = Dataset(rows)
     samples = np.arange(0, 3 * len(dataset), 7)
     dataset.will_need(samples)
     assert 0 < tokens.announced.sum() <= 64 * len(samples)
     read = []
-    segments = dataset._segments
-    dataset._segments = lambda *where: read.append(segments(*where)) or read[-1]
+    segments = rows._segments
+    rows._segments = lambda *where: read.append(segments(*where)) or read[-1]
     dataset.batch(samples)
     for a_start, a_length, b_start, b_length, _ in (row for part in read for row in zip(*part, strict=True)):
         assert tokens.announced[a_start : a_start + a_length].all()
         assert tokens.announced[b_start : b_start + b_length].all()
-    assert {Path(array.filename).suffix for array in dataset.maps()} == {".bin", ".idx", ".npy"}
+    assert {Path(array.filename).suffix for array in rows.maps()} == {".bin", ".idx", ".npy"}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, search_sorted
 from lm_experiments_tools.tools.inspect_tokens import document_lengths, token_frequencies
 from megatron.bert_dataset import BertDataset
@@ -83,7 +84,7 @@ def test_bert_samples_need_no_copy_of_the_index(large, small_blocks, nsp):
         **special,
     )
     with most_memory(SPARE):
-        samples = BertDataset(large, tokenizer, max_seq_length=16, nsp=nsp)
+        samples = Dataset(BertDataset(large, tokenizer, max_seq_length=16, nsp=nsp))
     with most_memory(SPARE):
         samples.batch(np.arange(256))
 

@@ -1,0 +1,199 @@
+"""Samples by number: the rows of one or several data sets, in the order in which a run reads them.
+
+A sample number counts over all epochs. It becomes an example by functions without state:
+
+    sample --arrangement--> sample --mixture--> (member, its sample) --shuffle--> (epoch, row) --member--> example
+
+Only the last arrow differs between kinds of data, see `Rows`. Example with two members of 3 rows, mixed in turn and
+shuffled, without an arrangement:
+
+    sample          0     1     2     3     4     5   |   6     7   ...
+    member          0     1     0     1     0     1   |   0     1
+    its sample      0     0     1     1     2     2   |   3     3
+    epoch, row     0 2   0 0   0 0   0 2   0 1   0 1  |  1 1   1 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from lm_experiments_tools.data.mixture import Mixture
+from lm_experiments_tools.data.order import permute, stream_key
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.arrangement import Arrangement
+    from lm_experiments_tools.data.objectives.mlm import Masking
+
+Batch = dict[str, np.ndarray]
+Source = TypeVar("Source")
+
+
+class Rows(Protocol):
+    """Interface of data that is trained on: numbered rows, and the example made of each in an epoch.
+
+    `data.objectives.token_rows.TokenRows`, `data.objectives.document_rows.DocumentRows`,
+    `data.examples.dataset.ExampleRows` and `megatron.bert_dataset.BertDataset` are such.
+
+    Attributes:
+        seed: seed of the order of the rows, and of their noise.
+        fingerprint: sha256 over data, settings and seed; equal fingerprints mean equal examples.
+        order: sha256 over what determines the tokens of a row before noise such as masks.
+    """
+
+    seed: int
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def order(self) -> str | None: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, epochs: np.ndarray, rows: np.ndarray) -> Batch:
+        """Make the examples of rows int64[n] in epochs int64[n]: name -> array whose first dimension is n."""
+
+    def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the numbers of input and target tokens of the same examples, int64[2, n]; for arrangements only."""
+
+    def will_need(self, epochs: np.ndarray, rows: np.ndarray) -> None:
+        """Prefetch the rows from the disk."""
+
+    def maps(self) -> Sequence[np.ndarray]:
+        """Return the memory-mapped arrays that rows are read from."""
+
+    def describe(self) -> str:
+        """Describe the examples and the size of the data, for the log."""
+
+
+class Dataset:
+    """Samples by number, over all epochs: shuffled rows of one or several data sets.
+
+    Args:
+        members: the data.
+        mixture: which member each sample comes from; only with several.
+        masking: masks the tokens of each sample, for encoders.
+    """
+
+    rows_at_once = 256
+
+    def __init__(
+        self, members: Rows | Sequence[Rows], mixture: Mixture | None = None, masking: Masking | None = None
+    ) -> None:
+        self.members: list[Rows] = list(members) if isinstance(members, Sequence) else [members]
+        self.mixture, self.masking = mixture, masking
+        self.arrangement: Arrangement | None = None
+
+    @classmethod
+    def mixed(
+        cls,
+        sources: Sequence[Source],
+        make: Callable[[Source, int], Rows],
+        seed: int,
+        mixing: Mapping[str, Any],
+        masking: Masking | None = None,
+    ) -> Dataset:
+        """Mix the rows of several sources, such as token files. A single one is read alone.
+
+        Args:
+            make: function that makes the rows of a source and a seed.
+            seed: seed of the run.
+            mixing: arguments of `Mixture` but for the sizes.
+        """
+        if len(sources) == 1:
+            return cls(make(sources[0], seed), masking=masking)
+        # A seed for each: equal ones would give members of equal size the same order and noise.
+        members = [make(source, stream_key(seed, f"member {number}")) for number, source in enumerate(sources)]
+        return cls(members, Mixture([len(member) for member in members], **mixing), masking)
+
+    def arranged(self, arrangement: Arrangement) -> Dataset:
+        """Return the same samples in another order, such as one by length."""
+        other = copy(self)
+        other.arrangement = arrangement
+        return other
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return len(self.arrangement or self.mixture or self.members[0])
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes if any sample does: a hash, and the numbers of the arrangement behind it."""
+        found = self._digest([member.fingerprint for member in self.members])
+        if self.masking is not None:
+            found = json_sha256([found, self.masking.settings()])
+        return found if self.arrangement is None else f"{found}/{self.arrangement.name}"
+
+    @property
+    def order(self) -> str | None:
+        """Hash of the order in which rows are read, before noise such as masks; None if a member has none."""
+        orders = [member.order for member in self.members]
+        return None if None in orders or self.arrangement is not None else self._digest(orders)
+
+    def _digest(self, members: list[str]) -> str:
+        return members[0] if self.mixture is None else json_sha256([members, self.mixture.settings()])
+
+    def describe(self) -> str:
+        """Describe the data, its mixture and its order, for the log."""
+        described = [member.describe() for member in self.members]
+        found = described[0] if self.mixture is None else self.mixture.describe(described)
+        if self.masking is not None:
+            found = f"{self.masking.describe()}; {found}"
+        return found if self.arrangement is None else f"{found}; {self.arrangement.describe()}"
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """Make a batch of the samples with the given numbers int64[n].
+
+        Raises:
+            UserError: members have different entries, or an example cannot be made.
+        """
+        batch: Batch = {}
+        for here, member, epochs, rows in self._rows_of(self._arranged(samples)):
+            part = member.batch(epochs, rows)
+            if not batch:
+                batch = {name: np.empty((len(samples), *v.shape[1:]), v.dtype) for name, v in part.items()}
+            if part.keys() != batch.keys():
+                raise UserError(f"Some data of the mixture have {', '.join(batch)}, others {', '.join(part)}.")
+            for name, values in part.items():
+                batch[name][here] = values
+        return batch if self.masking is None else self.masking(batch, samples)
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        """Return the numbers of input and target tokens, int64[2, n], of samples counted without an arrangement."""
+        lengths = np.empty((2, len(samples)), np.int64)
+        for here, member, epochs, rows in self._rows_of(samples):
+            lengths[:, here] = member.lengths(epochs, rows)
+        return lengths
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """Prefetch the samples with the given numbers int64[n] from the disk."""
+        for _, member, epochs, rows in self._rows_of(self._arranged(samples)):
+            member.will_need(epochs, rows)
+
+    def close(self) -> None:
+        """Do nothing: the method belongs to the interface of datasets with processes of their own."""
+
+    def _arranged(self, samples: np.ndarray) -> np.ndarray:
+        samples = np.asarray(samples, np.int64)
+        return samples if self.arrangement is None else self.arrangement(samples)
+
+    def _rows_of(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Rows, np.ndarray, np.ndarray]]:
+        """For each member with some of the samples: their indices, the member, their epochs and rows."""
+        samples = np.asarray(samples, np.int64)
+        members = np.zeros_like(samples)
+        if self.mixture is not None:
+            members, samples = self.mixture.locate(samples)
+        for number in np.unique(members).tolist():
+            here, member = np.flatnonzero(members == number), self.members[number]
+            epochs, indices = np.divmod(samples[here], len(member))
+            yield here, member, epochs, permute(indices, len(member), member.seed, epochs)
