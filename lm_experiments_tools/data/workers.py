@@ -179,9 +179,12 @@ class WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            for worker in self._workers:
-                worker.kill()
+        self.close(kill=kind is not None)
+
+    def close(self, kill: bool = False) -> None:
+        """End the workers, by a signal if `kill`, and wait until they have ended."""
+        for worker in self._workers if kill else ():
+            worker.kill()
         self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.close()

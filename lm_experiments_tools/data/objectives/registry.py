@@ -9,6 +9,7 @@ from lm_experiments_tools.data.arrangement import MixedSteps
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.objective import Objective
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokenSource
+from lm_experiments_tools.data.parallel import ParallelDataset
 from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:
@@ -36,14 +37,18 @@ def pretraining_dataset(
     objective: Objective,
     tokens: Sequence[TokenSource | Sequence[TokenSource]],
     world_size: int = 1,
+    num_workers: int = 0,
 ) -> Dataset:
     """Build the dataset of an objective from one or several data sets, mixed by `--data_weights`.
 
     Args:
         tokens: one item per data set of the mixture: a token file, or several that are read as one.
         world_size: number of workers.
+        num_workers: number of processes that make examples; 0 makes them in this one.
     """
     dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())
+    if num_workers:
+        dataset = ParallelDataset(dataset, num_workers)
     return arranged_by_length(args, dataset, world_size)
 
 

@@ -1,0 +1,57 @@
+"""Examples made by several worker processes, for objectives that take longer than their share of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lm_experiments_tools.data.dataset import Batch, Dataset
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.errors import RunError
+
+
+class ParallelDataset(Dataset):
+    """A dataset whose batches are made by worker processes, each of which makes some of the samples.
+
+    Args:
+        dataset: the samples, without an arrangement.
+        num_workers: number of processes.
+    """
+
+    def __init__(self, dataset: Dataset, num_workers: int) -> None:
+        super().__init__(dataset.members, dataset.mixture, dataset.masking)
+        self.num_workers, self.rows_at_once = num_workers, num_workers * dataset.rows_at_once
+        self._pool = WorkerPool(work, dataset, num_workers)
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        parts = self._answers("batch", self._arranged(samples))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        return np.concatenate(self._answers("lengths", samples), axis=1)
+
+    def _answers(self, method: str, samples: np.ndarray) -> list:
+        """What the workers return for equal parts of the samples. Raises RunError if one of them has died."""
+        parts = np.array_split(samples, min(self.num_workers, len(samples)))
+        futures = [self._pool.submit((method, part)) for part in parts]
+        try:
+            return [future.result() for future in futures]
+        except WorkerEnded as end:
+            raise RunError(
+                f"a process that makes examples ended with exit code {end.returncode} (-9: killed, often for lack of "
+                "memory); its error, if any, is above. --data_n_workers sets the number of processes"
+            ) from None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close(kill=True)
+
+
+def work(caller: Caller) -> None:
+    """Run a worker process, which answers (name of a method, samples)."""
+
+    def prepare(dataset: Dataset) -> Callable[[tuple[str, np.ndarray]], Batch | np.ndarray]:
+        return lambda request: getattr(dataset, request[0])(request[1])
+
+    caller.serve(prepare)
