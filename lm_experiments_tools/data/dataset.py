@@ -72,7 +72,37 @@ class Rows(Protocol):
         """Describe the examples and the size of the data, for the log."""
 
 
-class Dataset:
+class SampleDataset:
+    """Base class of datasets that loaders read: samples by number, in any order.
+
+    Numbers count over all epochs. A subclass defines `fingerprint`, `samples_per_epoch` and `batch`.
+
+    Attributes:
+        fingerprint: hash of everything that determines the samples.
+        samples_per_epoch: samples after which the data begins again; None if unknown.
+        order: hash of the order of the rows before noise; None if unknown.
+        masking: masks the tokens of each sample; None for none.
+        rows_at_once: samples that one call of `batch` makes for nearly the cost of a few.
+    """
+
+    fingerprint: str
+    samples_per_epoch: int | None
+    order: str | None = None
+    masking: Masking | None = None
+    rows_at_once = 256
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """Make a batch of the samples with the given numbers int64[n]: name -> array whose first dimension is n."""
+        raise NotImplementedError
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """Prefetch the samples with the given numbers int64[n] from the disk."""
+
+    def close(self) -> None:
+        """End the processes that make samples."""
+
+
+class Dataset(SampleDataset):
     """Samples by number, over all epochs: shuffled rows of one or several data sets.
 
     Args:
@@ -80,8 +110,6 @@ class Dataset:
         mixture: which member each sample comes from; only with several.
         masking: masks the tokens of each sample, for encoders.
     """
-
-    rows_at_once = 256
 
     def __init__(
         self, members: Rows | Sequence[Rows], mixture: Mixture | None = None, masking: Masking | None = None
@@ -179,9 +207,6 @@ class Dataset:
         """Prefetch the samples with the given numbers int64[n] from the disk."""
         for _, member, epochs, rows in self._rows_of(self._arranged(samples)):
             member.will_need(epochs, rows)
-
-    def close(self) -> None:
-        """Do nothing: the method belongs to the interface of datasets with processes of their own."""
 
     def _arranged(self, samples: np.ndarray) -> np.ndarray:
         samples = np.asarray(samples, np.int64)

@@ -14,38 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 _CELLS_AT_ONCE = 1 << 20  # of an array: 8 MiB
 # the entries of a batch that a loss is a mean over, and the number of an example that is to be predicted
 LABELS = frozenset({"labels", "next_sentence_label", "example"})
-
-
-class SampleDataset(Protocol):
-    """Interface of datasets that loaders read: samples by number, in any order, such as `data.dataset.Dataset`.
-
-    Numbers continue over epochs: an epoch has `samples_per_epoch` samples, and the number after the last one is the
-    first of the second epoch.
-
-    Attributes:
-        samples_per_epoch: None if unknown.
-        rows_at_once: samples that one call of `batch` makes for nearly the cost of a few.
-    """
-
-    samples_per_epoch: int | None
-    rows_at_once: int
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Make a batch of the samples with the given numbers int64[n]."""
-
-    def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the samples with the given numbers from the disk."""
-
-    def close(self) -> None:
-        """End the processes that make samples."""
 
 
 class ValidSource(Protocol):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
 from lm_experiments_tools.data.seqio.job import PADDING, SOCKET, VALIDATION, Job
@@ -296,8 +297,8 @@ class SeqioLoader(TrainSource):
             self._worker.close()
 
 
-class WrittenExamples:
-    """Validation examples that the seqio worker has written to a file, as a `SampleDataset`.
+class WrittenExamples(SampleDataset):
+    """Validation examples that the seqio worker has written to a file.
 
     Every epoch has the same examples in the same order.
     """
@@ -306,11 +307,8 @@ class WrittenExamples:
         if not path.stat().st_size:
             raise UserError("the validation split of the task has no example: leave the flags of validation out")
         self._rows = np.memmap(path, np.int32, "r").reshape(-1, sum(lengths))
+        self.samples_per_epoch = len(self._rows)
         self.fingerprint, self._lengths, self._pad_id = fingerprint, lengths, pad_id
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return len(self._rows)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return a batch of the examples with the given numbers int64[n], with the keys that `to_batch` returns."""

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.dataset import Dataset, SampleDataset
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import Mixture, mixing_rates
 from lm_experiments_tools.data.objectives.registry import arranged_by_length, build_objective, mixed_rows
@@ -64,7 +64,7 @@ _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 _PERIOD = 1 << 16  # samples of a stream after which the order of the texts in a mixture repeats
 
 
-class StreamedDataset:
+class StreamedDataset(SampleDataset):
     """Training samples of `--streaming`, by sample number: those of the streams that this worker reads.
 
     A stream is an endless sequence of documents, a fixed part of the text.
@@ -77,7 +77,6 @@ class StreamedDataset:
     """
 
     samples_per_epoch = None
-    order = masking = None
 
     def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, mixture: Mixture | None = None) -> None:
         self.feed, self.fingerprint, self.num_streams, self.mixture = feed, fingerprint, num_streams, mixture
@@ -111,9 +110,6 @@ class StreamedDataset:
                         batch[name] = np.empty((len(samples), *values.shape[1:]), values.dtype)
                     batch[name][rows[here]] = values
         return batch
-
-    def will_need(self, samples: np.ndarray) -> None:
-        """Do nothing: the text is read ahead in any case."""
 
     def close(self) -> None:
         """End the worker processes that tokenize the text."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.dataset import Dataset, SampleDataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
@@ -168,8 +168,8 @@ def test_validation_noise_is_the_same_at_every_pass():
 def test_a_dataset_that_ends_its_thread_ends_the_run(error):
     """A SystemExit of the data is no end of the run with exit code 0, and no wait for a batch that never comes."""
 
-    class Ending:
-        fingerprint, samples_per_epoch, rows_at_once = "ending", 100, 256
+    class Ending(SampleDataset):
+        fingerprint, samples_per_epoch = "ending", 100
 
         def batch(self, samples):
             if samples[0] > 0:
