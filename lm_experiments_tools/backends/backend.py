@@ -82,7 +82,7 @@ class Backend(Workers):
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._runs_ahead = self.device.type == "cuda"  # a step may be launched asynchronously
         self.precision = precision or Precision()
-        self.autocast = partial(self.precision.autocast, self.device)
+        self.autocast = self.precision.autocast(self.device)
         self.reduction, self._inner = Reduction(), None
         self._reproducible: list[Any] = ["off", None]
         self._addends: int | None = None  # micro-batches of an update over all workers, where they are summed exactly

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ class Precision:
     ) -> tuple[nn.Module, Optimizer]:
         return model, optimizer
 
-    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        return torch.autocast(device.type, dtype=self.dtype) if self.dtype else nullcontext()
+    def autocast(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+        """The mixed-precision context of a forward pass, as a function without arguments."""
+        return partial(torch.autocast, device.type, dtype=self.dtype) if self.dtype else nullcontext
 
     def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[bool], None]) -> None:
         loss.backward()

@@ -49,6 +49,9 @@ class Saver:
             part of weights and optimizer state in memory until the files are written.
         tokenizer_dir: folder whose tokenizer files are copied into every checkpoint.
         resume: checkpoint that `--resume` names; a later start by the same command reads it in the manifest.
+
+    Attributes:
+        failed: True if the last checkpoint could not be written; `wait` raises the reason.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Saver:
         # Python joins the thread at the end of the process, so a started write is finished.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str | None] | None = None
+        self.failed = False
         self._key = ""  # of the last save, equal on all workers
 
     @classmethod
@@ -96,12 +100,6 @@ class Saver:
                 # This only logs, because another exception may be on its way.
                 logger.error("%s", error)
 
-    @property
-    def failed(self) -> bool:
-        """True if the last checkpoint could not be written; `wait` raises the reason."""
-        writing = self._writing
-        return writing is not None and writing.done() and writing.exception() is not None
-
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises RunError on all workers if it could not be written."""
         if self.writer is None:
@@ -119,7 +117,7 @@ class Saver:
 
     def _finish_writing(self) -> str | None:
         """The message for the log, unless this worker has logged it."""
-        writing, self._writing = self._writing, None
+        (writing, self._writing), self.failed = (self._writing, None), False
         return None if writing is None else writing.result()
 
     def save(self, state: TrainState, per_worker: dict[str, Any], *, is_best: bool = False) -> None:
@@ -162,8 +160,12 @@ class Saver:
         complete = partial(self._complete, path, step, files, own.union(files.written), is_best=is_best)
         if backend.is_main or backend.shards_state:
             self._writing = self._thread.submit(complete)
+            self._writing.add_done_callback(self._note_failure)
         if not files.is_postponed:
             self.wait()
+
+    def _note_failure(self, writing: Future[str | None]) -> None:
+        self.failed = writing.exception() is not None
 
     def _write(self, step: int, function: Callable[[], T], *, only_main: bool = False) -> T | None:
         """Run a function on the files of this worker and return its result, None where it was not run; collective."""

@@ -19,10 +19,13 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lm_experiments_tools.files import dump_json, fsync_path, naming, to_jsonable, write_atomic
 from lm_experiments_tools.tracking.services import Services
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +82,10 @@ class Tracker:
         self._services: Services | None = None
         self._metric_tags: dict[str, None] = {}
         self.console: ConsoleLine | None = None
+        self.bar: tqdm | None = None
         if not self.active:
             return
-        self.console = ConsoleLine(total_steps, start_step=max(start_step, 0))
+        self.console, self.bar = ConsoleLine(total_steps), progress_bar(total_steps, max(start_step, 0), sys.stderr)
         if run_dir is None:
             return
         directory = Path(run_dir)
@@ -151,7 +155,6 @@ class Tracker:
         if self._services is not None:
             self._services.log(record)
         self.console.report(split, step, metrics, scalars)
-        self.console.advance(step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Write Markdown to TensorBoard's text tab."""
@@ -165,13 +168,8 @@ class Tracker:
             self._events.hparams(values, list(self._metric_tags))
             self._events.flush()
 
-    def advance(self, step: int) -> None:
-        """Move the progress bar to `step`. The method `log` does the same."""
-        if self.console is not None:
-            self.console.advance(step)
-
     def close(self) -> None:
-        for part in (self.console, self._events, self._jsonl, self._services):
+        for part in (self.bar, self._events, self._jsonl, self._services):
             if part is not None:
                 part.close()
         self._events = None  # a later evaluation logs its texts, and no more
@@ -183,24 +181,25 @@ class Tracker:
         self.close()
 
 
+def progress_bar(total_steps: int | None, start_step: int, stream: IO[str]) -> tqdm | None:
+    """Draw a progress bar of training on a terminal. Returns None where `stream` is no terminal."""
+    if not (total_steps and stream.isatty()) or os.environ.get("TERM") == "dumb":
+        return None
+    from tqdm import tqdm
+
+    colour = None if os.environ.get("NO_COLOR") else "green"
+    return tqdm(total=total_steps, initial=start_step, file=stream, desc="train", colour=colour, dynamic_ncols=True)
+
+
 class ConsoleLine:
-    """Log lines to the console and the log file, and draw a progress bar on a terminal:
+    """Log lines to the console and the log file:
 
     `step 1200/65536 | loss 2.431 | lr 9.8e-03 | gnorm 0.61 | 41.2k tok/s | mem 61.2 GiB | data 1.8% | eta 9h12m`
     """
 
-    def __init__(self, total_steps: int | None, *, start_step: int = 0, stream: IO[str] | None = None):
+    def __init__(self, total_steps: int | None):
         self.total_steps = total_steps
         self._first: tuple[int, float] | None = None
-        stream = sys.stderr if stream is None else stream
-        self._bar = None
-        if total_steps and stream.isatty() and os.environ.get("TERM") != "dumb":
-            from tqdm import tqdm
-
-            colour = None if os.environ.get("NO_COLOR") else "green"
-            self._bar = tqdm(
-                total=total_steps, initial=start_step, file=stream, desc="train", colour=colour, dynamic_ncols=True
-            )
 
     def report(self, split: str, step: int, metrics: dict[str, float], numbers: dict[str, Any]) -> None:
         """Log one line of metrics to the console; nothing if `metrics` is empty.
@@ -232,14 +231,6 @@ class ConsoleLine:
         now = time.monotonic()
         first, start = self._first = self._first or (step, now)
         return (now - start) / (step - first) if step > first else measured
-
-    def advance(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 class EventFile:

@@ -298,6 +298,7 @@ class BatchSplitter:
         self.takes_any_name = takes_any_name(type(base_of(model)))
         self._counting = self.has_decoder, loss.label_names(), args.trim_to(), targets, loss.token_bytes
         self._shares = args.shares(backend.world_size)
+        self._names_of: dict[tuple[str, ...], set[str]] = {}  # of batches with the same entries
         self._warned: set[str] = set()
 
     def __call__(
@@ -313,7 +314,14 @@ class BatchSplitter:
         if batch is None:
             return []
         batch = batch if self.transform is None else self.transform(batch)
-        names, is_padding = self._names(batch), False
+        if not isinstance(batch, Mapping):
+            raise UserError(
+                f"a batch is a {type(batch).__name__}, but must be a dict of the arguments of the model's forward: "
+                "return one from the data loader's collate_fn, or from batch_transform_fn"
+            )
+        if (names := self._names_of.get(tuple(batch))) is None:
+            names = self._names_of[tuple(batch)] = self._names(batch)
+        is_padding = False
         if num_counted is not None:
             rows = next((len(v) for k, v in batch.items() if k in names and isinstance(v, _ARRAYS) and v.ndim), 0)
             counted = num_counted(rows)
@@ -329,19 +337,11 @@ class BatchSplitter:
             found = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in found]
         return [m if all(m.weights.values()) else m.with_a_label() for m in found]
 
-    def _names(self, batch: Any) -> set[str]:
+    def _names(self, batch: Mapping[str, Any]) -> set[str]:
         """Entries of a batch that forward takes: those it names; for a user's `**kwargs` all but lists and dicts.
 
         Other tensors are named in the log once.
-
-        Raises:
-            UserError: the batch is no mapping.
         """
-        if not isinstance(batch, Mapping):
-            raise UserError(
-                f"a batch is a {type(batch).__name__}, but must be a dict of the arguments of the model's forward: "
-                "return one from the data loader's collate_fn, or from batch_transform_fn"
-            )
         names = self.names
         if self.takes_any_name:
             others = batch.keys() - _READ_ELSEWHERE

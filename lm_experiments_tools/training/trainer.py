@@ -300,8 +300,8 @@ class TrainingLoop:
         self.interval.add(step.metrics, info)
         if applied:
             state.skipped_in_a_row = 0
-            if self.tracker is not None:
-                self.tracker.advance(info.step)
+            if self.tracker is not None and self.tracker.bar is not None:
+                self.tracker.bar.update()
         else:
             self._count_skipped(info, step)
         return info

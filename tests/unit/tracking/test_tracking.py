@@ -19,7 +19,7 @@ import torch
 from lm_experiments_tools.errors import UserError, os_sentence
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.tracking import tracker as tracker_module
-from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
+from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, progress_bar, save_metrics
 
 # tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
 sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
@@ -150,7 +150,6 @@ def test_other_ranks_and_no_directory_write_nothing(tmp_path, caplog):
         log_step(tracker, 1)
         tracker.text("a", "b", 1)
         tracker.hparams({"lr": 1})
-        tracker.advance(1)
     assert not list(tmp_path.iterdir()) and not caplog.records
     with Tracker(None, rank=0) as tracker:
         log_step(tracker, 1)
@@ -223,7 +222,7 @@ class Terminal(io.StringIO):
 
 
 def test_console_line():
-    line = ConsoleLine(65536, stream=io.StringIO())
+    line = ConsoleLine(65536)
     numbers = {"lr": 9.8e-3, "gradients_global_norm": 0.61, "tokens_per_second": 41234.0, "memory_mib": 61.2 * 1024}
     numbers |= {"data_wait_fraction": 0.018, "seconds_per_step": 33120 / (65536 - 1200), "skipped_updates": 0}
     assert line.format("train", 1200, {"loss": 2.431}, numbers) == (
@@ -237,12 +236,12 @@ def test_console_line():
     ("seconds", "text"), [(5, "5s"), (65, "1m05s"), (3600, "1h00m"), (90000, "1d01h"), (math.inf, "unknown")]
 )
 def test_eta(seconds, text):
-    line = ConsoleLine(2, stream=io.StringIO()).format("train", 1, {}, {"seconds_per_step": seconds})
+    line = ConsoleLine(2).format("train", 1, {}, {"seconds_per_step": seconds})
     assert line.endswith(f"eta {text}")
 
 
 def test_eta_counts_what_passes_between_steps_too(monkeypatch):
-    console, clock = ConsoleLine(100, stream=io.StringIO()), iter((50.0, 80.0))
+    console, clock = ConsoleLine(100), iter((50.0, 80.0))
     monkeypatch.setattr(tracker_module, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     lines = [console.format("train", step, {}, {"seconds_per_step": 1.0}) for step in (10, 20)]
     assert [line.rpartition("eta ")[2] for line in lines] == ["1m30s", "4m00s"]  # 10 steps in 30 s: a validation
@@ -259,9 +258,9 @@ def test_bar_only_on_a_terminal_and_no_colour_when_asked(monkeypatch):
         (dumb, "TERM", "dumb"),
     ):
         monkeypatch.setenv(name, value)
-        console = ConsoleLine(10, start_step=4, stream=stream)
-        console.advance(6)
-        console.close()
+        if (bar := progress_bar(10, 4, stream)) is not None:
+            bar.update(2)
+            bar.close()
     assert plain.getvalue() == "" and dumb.getvalue() == ""
     assert "6/10" in terminal.getvalue() and "\x1b[32m" in terminal.getvalue()
     assert "6/10" in colourless.getvalue() and "\x1b[32m" not in colourless.getvalue()
