@@ -75,7 +75,7 @@ class _CompatibleTrainer(TrainingLoop):
 
     def _write_old(self, folder: Path, name: str) -> None:
         """`folder`/model_`name`.pth, as t5-experiments' Trainer wrote it."""
-        weights, tree, state = self.backend.model_state(), self.backend.optimizer_state(), self.state
+        weights, tree, state = self.backend.state.model_state(), self.backend.state.optimizer_state(), self.state
         epoch = 0 if self.stream is None else self.stream.epoch
 
         def write() -> None:

@@ -11,7 +11,6 @@ import atexit
 import math
 import os
 import weakref
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import Backend, PendingStep, check_not_trained_again, check_whole
@@ -34,9 +32,8 @@ from lm_experiments_tools.backends.process_groups import (
     restarts_store,
     set_timeouts,
 )
-from lm_experiments_tools.backends.slices import SlicedTensor
 from lm_experiments_tools.backends.trees import as_carrier, put_back, send_as_fp16
-from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, take_groups
+from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, ZeROState, take_groups
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import saved_state
 
@@ -287,6 +284,7 @@ class FullyShardedBackend(AccelerateBackend):
         plugin = accelerator.state.fsdp_plugin
         if plugin.fsdp_version != 2:
             raise UserError(f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2")
+        self.state = fsdp.FullyShardedState(self, setup_shares_weights=True)
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if self._inner is model:
@@ -320,34 +318,6 @@ class FullyShardedBackend(AccelerateBackend):
         if forget:
             super().release(forget=True)
 
-    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        fsdp.reshard(self.unwrap())
-        return super().model_state(writers)
-
-    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        return whole.detach().to("cpu", copy=True) if rank == self.rank else None
-
-    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        fsdp.reshard(self.unwrap())
-        super().load_model_state(state)
-
-    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        tensor.copy_(fsdp.shard_like(tensor, value.to(tensor.dtype)))
-
-    def _optimizer_tree(self) -> dict[str, Any]:
-        return tree_map_only(Tensor, fsdp.own_slice, self.optimizer.state_dict())
-
-    def share_weights(self, model: nn.Module) -> None:
-        pass  # `setup` does
-
-    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
-        return fsdp.shard_like(parameter, value)
-
-    def weights_norm(self) -> float:
-        fsdp.reshard(self.unwrap())
-        return super().weights_norm()
-
 
 class DeepSpeedBackend(AccelerateBackend):
     """DeepSpeed with ZeRO stage 1, 2 or 3. DeepSpeed casts the model, scales the loss and clips gradients.
@@ -370,6 +340,7 @@ class DeepSpeedBackend(AccelerateBackend):
         self.wrapping = f"ZeRO stage {self.stage}"
         self.shards_model = self.stage == 3
         self.scales = (args.min_loss_scale or 0.0, args.max_loss_scale or math.inf)
+        self.state = ZeROState(self)
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -379,8 +350,7 @@ class DeepSpeedBackend(AccelerateBackend):
             return
         _check_unprepared(model, optimizer)
         check_whole(model, "DeepSpeed", shards=True)
-        self._frozen: dict[str, Tensor | None] = {}  # weights on rank 0, not rounded to `dtype` as the model's own
-        self._inner = model
+        self._inner, self.state.frozen = model, {}
         if optimizer is None:
             # ZeRO 1 and 2 shard nothing that evaluation needs; ZeRO 3 shards the weights, optimizer or not. The engine
             # would cast the model, so without one we do.
@@ -406,11 +376,12 @@ class DeepSpeedBackend(AccelerateBackend):
         self.optimizer = self.model.optimizer
         # The training loop decides how many skipped steps are too many.
         self.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._whole, self._kind = UnshardedOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__
+        self.state.kind = type(optimizer).__name__
+        self.state.unsharded = UnshardedOptimizer(self.optimizer, groups, self.device)
         self.precision.scaler = LossScale(self.optimizer.loss_scaler) if self.optimizer.loss_scaler.dynamic else None
         # The engine has copied its fp32 weights from the model after casting it, so the given ones are put back.
         if cast:
-            self.load_model_state(given)
+            self.state.load_model_state(given)
 
     def release(self, *, forget: bool = False) -> None:
         if forget:
@@ -443,64 +414,6 @@ class DeepSpeedBackend(AccelerateBackend):
             self.optimizer.loss_scale = loss_scale
         grad_norm = float(self.model.get_global_grad_norm())
         return PendingStep(lambda: (grad_norm, applied), is_done=True)
-
-    # ---- state
-    @property
-    def whole_optimizer(self) -> UnshardedOptimizer:
-        return self._whole
-
-    @property
-    def optimizer_kind(self) -> str:
-        return self._kind
-
-    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
-        return self._whole.cut(parameter, value)
-
-    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        # Only rank 0 has the fp32 values of frozen weights.
-        return super().model_state(writers and {**writers, **dict.fromkeys(self._frozen, 0)})
-
-    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
-        """The fp32 weight, from the optimizer's shards where the model's own is rounded to 16 bits."""
-        if self._is_sharded(tensor):
-            return self._whole.weight(tensor, rank)
-        if name in self._frozen:
-            return self._frozen[name]
-        with _gathered(tensor, None):
-            return tensor.detach().to("cpu", copy=True) if rank == self.rank else None
-
-    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        with _gathered(tensor, 0):
-            if not hasattr(tensor, "ds_id") or self.is_main:
-                tensor.detach().copy_(value)
-        if self._is_sharded(tensor):
-            self._whole.put_weight(tensor, value)
-        elif self.optimizer is not None and isinstance(tensor, nn.Parameter) and self.dtype != torch.float32:
-            self._frozen[name] = value.to("cpu", copy=True) if self.is_main else None
-
-    def _is_sharded(self, tensor: Tensor) -> bool:
-        """True if the optimizer holds fp32 shards of this parameter."""
-        if self.optimizer is None or not tensor.requires_grad:
-            return False
-        return hasattr(tensor, "_z3_optimizer") or hasattr(tensor, "_hp_mapping")
-
-    def weights_norm(self) -> float:
-        if self.stage < 3:
-            return super().weights_norm()
-        total = torch.zeros((), dtype=torch.float64)
-        for parameter in self.unwrap().parameters():
-            own = parameter.ds_tensor.detach().flatten()
-            # DeepSpeed pads the parameter to equal shards, and padding does not count.
-            length = max(0, min(own.numel(), parameter.ds_numel - self.rank * own.numel()))
-            total += own[:length].double().square().sum().cpu()
-        return math.sqrt(self.sum(total).item())
-
-
-def _gathered(tensor: Tensor, modifier_rank: int | None) -> AbstractContextManager[None]:
-    """A context in which a parameter of ZeRO 3 is full on every worker."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    return GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=modifier_rank)
 
 
 def make_accelerator(args: TrainerArgs) -> Accelerator:

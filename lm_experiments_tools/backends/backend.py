@@ -16,9 +16,8 @@ The gradient is that of the sum of all these losses, over micro-batches and work
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,14 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.collective import Reduction, Workers
+from lm_experiments_tools.backends.collective import Reduction, Workers, norms_of
 from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.slices import SlicedTensor, full
-from lm_experiments_tools.backends.trees import check_keys, load_optimizer_tree
+from lm_experiments_tools.backends.state import State
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.devices import HostEmbedding, read_later
-from lm_experiments_tools.modules.inspection import is_spread, saved_state, untied
+from lm_experiments_tools.modules.inspection import is_spread
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
@@ -71,6 +69,7 @@ class Backend(Workers):
         shards_state: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).
         autocast: f() -> the mixed-precision context of a forward pass.
         reduction: how gradients are reduced, from `setup` on.
+        state: state of model and optimizer, in and out.
     """
 
     name: str
@@ -83,7 +82,7 @@ class Backend(Workers):
         self._runs_ahead = self.device.type == "cuda"  # a step may be launched asynchronously
         self.precision = precision or Precision()
         self.autocast = self.precision.autocast(self.device)
-        self.reduction, self._inner = Reduction(), None
+        self.reduction, self.state, self._inner = Reduction(), State(self), None
         self._reproducible: list[Any] = ["off", None]
         self._addends: int | None = None  # micro-batches of an update over all workers, where they are summed exactly
 
@@ -233,159 +232,12 @@ class Backend(Workers):
     def close(self) -> None:
         """Leave the group of workers; call once at the end of a successful run."""
 
-    # ---- state in and out; collective: every worker calls them
+    # ---- the model
     def unwrap(self) -> nn.Module:
         """Return the user's model without the backend's wrappers."""
         return self._inner
 
-    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        """Gather the full tensors that a checkpoint stores of the model (`saved_state`), one by one; collective.
-
-        Args:
-            writers: {name: rank that gets the tensor}; None: rank 0 gets all.
-
-        Returns:
-            {name: tensor} of this rank. If the backend shards, the tensors are copies in host memory.
-        """
-        names, gathered = saved_state(self.unwrap()), {}
-        for name, tensor in untied(names).items():
-            rank = 0 if writers is None else writers[name]
-            value = self._get_weight(name, tensor, rank)
-            if rank == self.rank:
-                gathered[id(tensor)] = value
-        return {name: gathered[id(tensor)] for name, tensor in names.items() if id(tensor) in gathered}
-
-    @torch.no_grad()
-    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        """Load the weights that rank 0 passes into the model of every worker; collective.
-
-        Args:
-            state: result of `model_state`; only rank 0's is read.
-        """
-        names = saved_state(self.unwrap())
-        if self.is_main:
-            check_keys(state, names)
-        kinds = self.broadcast({name: (value.shape, value.dtype) for name, value in (state or {}).items()})
-        for name, tensor in untied(names).items():
-            shape, dtype = kinds[name]
-            value = (state[name] if self.is_main else torch.empty(shape, dtype=dtype)).to(self.device, copy=True)
-            self.broadcast_tensors([value])
-            self._put_weight(name, tensor, value)
-
-    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
-        """The full tensor of `saved_state`'s `tensor`, on `rank` at least; collective."""
-        return tensor.detach()
-
-    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        """The inverse of `_get_weight`, with the full tensor on every worker."""
-        tensor.copy_(value)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """State of optimizer and loss scaler. Where a backend shards it, each worker's tensors are its slices."""
-        state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
-        state["names"], state["shapes"] = self._optimized()
-        return {**state, "exponents": self.reduction.exponents} if self.reduction.is_exact else state
-
-    def _optimizer_tree(self) -> dict[str, Any]:
-        """The optimizer's `state_dict`, with each sharded tensor as a `SlicedTensor`."""
-        return self.whole_optimizer.state_dict()
-
-    def _optimized(self) -> tuple[list[str], list[list[int]]]:
-        """Names ("" for copies of parameters) and full shapes of the parameters, in the order of the optimizer."""
-        names = {id(tensor): name for name, tensor in untied(saved_state(self.unwrap())).items()}
-        parameters = [p for group in self.whole_optimizer.param_groups for p in group["params"]]
-        shapes = [list(getattr(p, "ds_shape", p.shape)) for p in parameters]
-        return [names.get(id(parameter), "") for parameter in parameters], shapes
-
-    @property
-    def whole_optimizer(self) -> Optimizer:
-        """The optimizer as it would be without sharding: with full parameter groups and state."""
-        return self.optimizer
-
-    @property
-    def optimizer_kind(self) -> str:
-        """Class name of the optimizer that was passed to `setup`."""
-        return type(self.optimizer).__name__
-
-    def load_optimizer_state(self, tree: Any) -> None:
-        """Load an optimizer state; collective.
-
-        A run with another backend or number of workers may have saved the state.
-
-        Args:
-            tree: a state that `save_tree` has saved, whose tensors all workers can read if the backend shards;
-                otherwise only rank 0's is read, and sent to the others.
-
-        Raises:
-            ValueError: the state belongs to other parameters, for example because `--freeze` changed.
-        """
-        tree = tree or {}
-        saved = self.broadcast({name: value for name, value in tree.items() if name != "optimizer"})
-        names, shapes = self._optimized()
-        for number, (then, now) in enumerate(zip(saved.get("names", []), names, strict=False)):
-            if then != now and then and now:
-                raise ValueError(f"its parameter {number} is {then}, and that of this run is {now}")
-        for name, then, now in zip(names, saved.get("shapes", []), shapes, strict=False):
-            if then != now:
-                raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
-        # Only rank 0 reads the checkpoints of other programs.
-        optimizer, is_shared = self.whole_optimizer, self.shards_state and all(self.gather(bool(tree)))
-        load_optimizer_tree(optimizer, tree.get("optimizer"), self, self.place_state, is_shared=is_shared)
-        self.precision.load_state_dict(saved["precision"])
-        exponents = saved.get("exponents", [])
-        # A checkpoint of a run without `--reproducible` has none.
-        if self.reduction.is_exact and len(exponents) == len(self.reduction.exponents):
-            self.reduction.exponents = exponents
-
-    def load_optimizer_state_by_name(self, tree: Any, *, same_kind: bool) -> int:
-        """Load saved optimizer state only for parameters that have the same name and shape as in the saving run.
-
-        Other parameters start without state. The optimizer's settings do not change.
-
-        Args:
-            tree: see `load_optimizer_state`.
-            same_kind: False if another optimizer class saved it; then only the loss scaler is loaded.
-
-        Returns:
-            The number of parameters whose state was loaded.
-        """
-        names, shapes = self._optimized()
-        here = {name: (number, shape) for number, (name, shape) in enumerate(zip(names, shapes, strict=True)) if name}
-        states, counter = {}, itertools.count()
-        if tree:
-            saved = tree["optimizer"]["state"] if same_kind else {}
-            for number, (name, shape) in enumerate(zip(tree["names"], tree["shapes"], strict=True)):
-                if number in saved and here.get(name, (0, None))[1] == shape:
-                    states[here[name][0]] = saved[number]
-        groups = [
-            {**group, "params": [next(counter) for _ in group["params"]]}
-            for group in self.whole_optimizer.param_groups
-        ]
-        precision = tree["precision"] if tree else None
-        renumbered = {"optimizer": {"state": states, "param_groups": groups}, "precision": precision}
-        # A worker without a tree receives rank 0's.
-        self.load_optimizer_state(renumbered if tree else None)
-        return self.broadcast(len(states))
-
-    def share_weights(self, model: nn.Module) -> None:
-        """Copy rank 0's weights to all workers, for a model that `setup` has not got yet.
-
-        Nothing is done where `setup` will copy them.
-        """
-        self.broadcast_tensors(list(untied(saved_state(model)).values()))
-
-    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
-        """Convert a saved tensor of a parameter's optimizer state to this worker's device, or to its shard."""
-        # A scalar is a number of steps, which optimizers keep on the host.
-        return full(value).to(parameter.device) if value.shape else value
-
     # ---- for the log
-    def weights_norm(self) -> float:
-        """Global L2 norm of the weights; collective where weights are sharded."""
-        parameters = self.unwrap().parameters()
-        # Quantized weights are integers, whose norm means nothing.
-        return float(total_norm(p.detach() for p in parameters if p.is_floating_point()))
-
     def describe(self) -> str:
         """Describe the parallelism that is in use in one line, for the log."""
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
@@ -448,21 +300,3 @@ def _clip(parameters: list[nn.Parameter], norm: Tensor, max_norm: float | None, 
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     elif max_value:
         torch.nn.utils.clip_grad_value_(parameters, max_value)
-
-
-def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Global L2 norm over all tensors, a plain scalar; 0 without tensors. Collective for DTensors."""
-    return norms_of(tensors)[1]
-
-
-def norms_of(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """L2 norm of each tensor, and the global norm over all of them, a plain scalar; collective for DTensors.
-
-    The norm of a DTensor is a DTensor, whose local part is the norm of the local shard.
-    """
-    tensors = list(tensors)
-    if not tensors:
-        return [], torch.tensor(0.0)
-    norms = list(torch._foreach_norm(tensors))
-    norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return norms, norm.full_tensor() if hasattr(norm, "full_tensor") else norm

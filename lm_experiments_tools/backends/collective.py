@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
@@ -108,6 +109,24 @@ class Reduction:
 
     def release(self) -> None:
         """Leave the model's parameters alone from now on."""
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Global L2 norm over all tensors, a plain scalar; 0 without tensors. Collective for DTensors."""
+    return norms_of(tensors)[1]
+
+
+def norms_of(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """L2 norm of each tensor, and the global norm over all of them, a plain scalar; collective for DTensors.
+
+    The norm of a DTensor is a DTensor, whose local part is the norm of the local shard.
+    """
+    tensors = list(tensors)
+    if not tensors:
+        return [], torch.tensor(0.0)
+    norms = list(torch._foreach_norm(tensors))
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return norms, norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def on_all(workers: Workers, function: Callable[[], T], *, only_main: bool = False) -> T | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map_only
 
 from lm_experiments_tools.backends.slices import SlicedTensor, elements, full
+from lm_experiments_tools.backends.state import State
 
 
 def join_shared_modules(model: nn.Module) -> int:
@@ -152,3 +154,32 @@ def shard_like(parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
     return DTensor.from_local(
         local, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+class FullyShardedState(State):
+    """State of a model whose parameters are DTensors: full weights are gathered, optimizer state is sliced."""
+
+    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        reshard(self.backend.unwrap())
+        return super().model_state(writers)
+
+    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return whole.detach().to("cpu", copy=True) if rank == self.backend.rank else None
+
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        reshard(self.backend.unwrap())
+        super().load_model_state(state)
+
+    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        tensor.copy_(shard_like(tensor, value.to(tensor.dtype)))
+
+    def _optimizer_tree(self) -> dict[str, Any]:
+        return tree_map_only(Tensor, own_slice, self.backend.optimizer.state_dict())
+
+    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
+        return shard_like(parameter, value)
+
+    def weights_norm(self) -> float:
+        reshard(self.backend.unwrap())
+        return super().weights_norm()

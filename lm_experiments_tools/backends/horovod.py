@@ -19,6 +19,7 @@ from lm_experiments_tools.backends.backend import Backend, check_whole
 from lm_experiments_tools.backends.collective import START_SECONDS, Reduction
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
+from lm_experiments_tools.backends.state import State
 from lm_experiments_tools.backends.trees import as_carrier, fp16_scales, put_back
 from lm_experiments_tools.errors import UserError
 
@@ -139,7 +140,7 @@ class HorovodBackend(Backend):
         hvd.init()
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
-        self.fp16_allreduce = fp16_allreduce
+        self.fp16_allreduce, self.state = fp16_allreduce, State(self, setup_shares_weights=True)
         _check_launch(self.world_size)
 
     @classmethod
@@ -172,9 +173,6 @@ class HorovodBackend(Backend):
         if self._addends is not None or optimizer is None or self.world_size == 1:
             return super()._make_reduction(optimizer)
         return HorovodReduction(self._inner, optimizer, self.fp16_allreduce, self._reproducible)
-
-    def share_weights(self, model: nn.Module) -> None:
-        pass  # `setup` does
 
     @record_function("communication")
     def sum(self, values: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class Saver:
         try:
             # One after the other: gathered weights are freed before the optimizer's state is copied.
             self._save_weights(path, step, files)
-            tree = backend.optimizer_state()
+            tree = backend.state.optimizer_state()
             ranges = backend.gather(slice_ranges(tree)) if backend.shards_state else None
             stem, write = path / "optimizer", files.keep
             self._write(step, lambda: _save(stem, tree, write=write, rank=backend.rank, ranges=ranges))
@@ -183,7 +183,7 @@ class Saver:
         """
         backend, model = self.backend, self.backend.unwrap()
         if not backend.shards_state or is_adapted(model) or is_converted(model):
-            weights = backend.model_state()
+            weights = backend.state.model_state()
             # A backend that shards has made copies already.
             write = files.keep if backend.shards_state else files.copy
             save = partial(save_model, path, model, weights, self.tokenizer_dir, write)
@@ -194,7 +194,7 @@ class Saver:
         sizes = {n: getattr(t, "ds_numel", t.numel()) for n, t in tensors.items() if isinstance(t, nn.Parameter)}
         # Buffers differ between workers, and only those of one worker belong together.
         writers = {**dict.fromkeys(tensors, 0), **assign(sizes, backend.world_size)}
-        held = backend.model_state(writers)
+        held = backend.state.model_state(writers)
         held = {name: held[name].contiguous() for name in names if name in held}
         file = path / sharded_name("model", backend.rank, backend.world_size)
         self._write(step, lambda: files.keep(held, file, {"format": "pt"}))
@@ -240,7 +240,7 @@ class Saver:
             "world_size": self.backend.world_size,
             "reproducible": self.backend.reduction.reproducible,
             "threads": torch.get_num_threads(),
-            "optimizer": self.backend.optimizer_kind,
+            "optimizer": self.backend.state.optimizer_kind,
             "workers": workers,
         }
 

@@ -136,7 +136,7 @@ def load_weights_for_all(
         return load_weights(model, source, allow_partial=partial, allow_pickle=args.allow_pickle, verified=resumes)
 
     report = on_all(backend, load, only_main=True)
-    backend.share_weights(model)
+    backend.state.share_weights(model)
     return report
 
 
@@ -215,7 +215,7 @@ def load_initial(
         step, old = read_old_training_state(source, allow_pickle=allow_pickle)
         if not with_optimizer or not old:
             return step, None
-        return step, {"optimizer": regrouped(old, backend.unwrap(), backend.whole_optimizer), "precision": {}}
+        return step, {"optimizer": regrouped(old, backend.unwrap(), backend.state.whole_optimizer), "precision": {}}
 
     step, tree = on_all(backend, read, only_main=True) or (None, None)
     step, has_optimizer = backend.broadcast((step, tree is not None))
@@ -251,12 +251,13 @@ def _load_optimizer(path: Path, backend: Backend, saved_kind: str, *, by_name: b
                 )
             )
     tree = on_all(backend, read, only_main=not backend.shards_state)
+    kind = backend.state.optimizer_kind
     if by_name:
-        number = backend.load_optimizer_state_by_name(tree, same_kind=saved_kind == backend.optimizer_kind)
+        number = backend.state.load_optimizer_state_by_name(tree, same_kind=saved_kind == kind)
         if backend.is_main:
-            logger.info("the optimizer, %s, continues the state of %d parameters", backend.optimizer_kind, number)
+            logger.info("the optimizer, %s, continues the state of %d parameters", kind, number)
         return
-    if saved_kind != (kind := backend.optimizer_kind):
+    if saved_kind != kind:
         raise UserError(
             f"{path} holds the state of the optimizer {saved_kind}, which {kind} cannot continue; choose the "
             "same --optimizer, or start from it by --init_checkpoint with --reset_optimizer"
@@ -265,10 +266,10 @@ def _load_optimizer(path: Path, backend: Backend, saved_kind: str, *, by_name: b
 
 
 def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
-    """`backend.load_optimizer_state` with this run's settings. Raises UserError if it does not fit."""
+    """`backend.state.load_optimizer_state` with this run's settings. Raises UserError if it does not fit."""
     before = [dict(group) for group in backend.optimizer.param_groups]
     try:
-        backend.load_optimizer_state(tree)
+        backend.state.load_optimizer_state(tree)
     except ValueError as error:
         raise UserError(
             f"the optimizer state of {source} does not fit this model's parameters ({error}); start with "

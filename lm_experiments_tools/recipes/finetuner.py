@@ -324,7 +324,7 @@ class FineTuner:
         self._check_rows()
         self._refuse_few_bits("save")
         folder = Path(path)
-        state = self.backend.model_state() if self.backend.unwrap() is self.model else None
+        state = self.backend.state.model_state() if self.backend.unwrap() is self.model else None
         task = self._saved_task()
 
         def write() -> None:

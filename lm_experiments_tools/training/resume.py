@@ -244,7 +244,7 @@ class Restorer:
             load_weights(model, source, allow_partial=allow_partial, allow_pickle=args.allow_pickle)
             return saved_state(model)
 
-        backend.load_model_state(on_all(backend, read, only_main=True))
+        backend.state.load_model_state(on_all(backend, read, only_main=True))
         say(backend, f"weights from {source}")
 
     def _check_facts(self, state: TrainState, path: Path, now: Mapping[str, Any]) -> None:

@@ -407,7 +407,7 @@ class TrainingLoop:
             "train",
             values,
             **interval.means(backend.device),
-            weights_global_norm=backend.weights_norm(),
+            weights_global_norm=backend.state.weights_norm(),
             **({} if self.meter is None else self.meter.utilization(interval)),
             skipped_updates=self.state.skipped_updates,
             param_groups=rates,

@@ -53,7 +53,7 @@ def main():
     except RunError as error:
         (out / f"error_{backend.rank}").write_text(str(error))
         os._exit(1)
-    weights = backend.model_state()
+    weights = backend.state.model_state()
     if backend.is_main:
         save_file({name: value.clone().contiguous() for name, value in weights.items()}, out / "weights.safetensors")
     backend.close()

@@ -51,7 +51,7 @@ def args_of(run: str, step: str, **more: str) -> TrainerArgs:
 
 def digest(loop: TrainingLoop) -> str:
     whole = hashlib.sha256()
-    state = {**loop.backend.model_state(), **_tensors("optimizer", loop.backend.optimizer_state())}
+    state = {**loop.backend.state.model_state(), **_tensors("optimizer", loop.backend.state.optimizer_state())}
     for name in sorted(state):
         whole.update(name.encode() + state[name].numpy().tobytes())
     told = asdict(loop.state) | {"exponents": getattr(loop.backend.reduction, "exponents", None)}

@@ -160,7 +160,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + backend.rank)
     TrainingLoop(args, backend, model, optimizer, loader, Validation(trouble), callbacks=[trouble]).train()
-    state = backend.model_state()
+    state = backend.state.model_state()
     if backend.is_main:
         (Path(folder) / "digest").write_text(digest(state))
     backend.close()

@@ -45,7 +45,7 @@ def train(folder, backend=None, resume="auto"):
     torch.manual_seed(100 + backend.rank)
     loop = TrainingLoop(args, backend, model, optimizer, loader, callbacks=[Note()])
     loop.train()
-    state = backend.model_state()
+    state = backend.state.model_state()
     return {
         "norms": norms,
         "weights": digest(state) if backend.is_main else None,

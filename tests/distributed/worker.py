@@ -102,7 +102,7 @@ def bits(tree: Any) -> str:
 
 def save_optimizer(backend: Backend, stem: Path) -> Any:
     """Save the state of the optimizer as a checkpoint does, and return the full tree that is read back."""
-    tree = backend.optimizer_state()
+    tree = backend.state.optimizer_state()
     ranges = backend.gather(slice_ranges(tree)) if backend.shards_state else None
     if backend.is_main or backend.shards_state:
         save_tree(stem, tree, rank=backend.rank, ranges=ranges)
@@ -111,7 +111,7 @@ def save_optimizer(backend: Backend, stem: Path) -> Any:
 
 
 def save_weights(backend: Backend, out: Path, name: str) -> None:
-    state = backend.model_state()
+    state = backend.state.model_state()
     if backend.is_main:
         save_file({key: value.clone().contiguous() for key, value in state.items()}, out / f"{name}.safetensors")
 
@@ -137,15 +137,15 @@ def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     model = setup(backend)
     result: dict[str, Any] = {"describe": backend.describe(), "wrapped": type(backend.model).__name__, "steps": []}
     for step in range(STEPS):
-        before = bits([backend.model_state(), backend.optimizer_state()]) if step == BROKEN else None
+        before = bits([backend.state.model_state(), backend.state.optimizer_state()]) if step == BROKEN else None
         result["steps"].append(train_step(backend, step, broken=step == BROKEN, max_norm=0.5))
         if step == BROKEN:
-            result["untouched"] = before == bits([backend.model_state(), backend.optimizer_state()])
+            result["untouched"] = before == bits([backend.state.model_state(), backend.state.optimizer_state()])
         if step + 1 == SAVED_AT:
             save_weights(backend, out, "saved")
             save_optimizer(backend, out / "state")
     save_weights(backend, out, "trained")
-    result["weights_norm"] = backend.weights_norm()
+    result["weights_norm"] = backend.state.weights_norm()
     result["unwraps"] = backend.unwrap() is model
     return result
 
@@ -153,12 +153,12 @@ def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 def scenario_resumed(backend: Backend, out: Path, earlier: Path) -> dict[str, Any]:
     """The second half of `trained`, from what an earlier job saved."""
     setup(backend)
-    backend.load_model_state(load_file(earlier / "saved.safetensors") if backend.is_main else None)
+    backend.state.load_model_state(load_file(earlier / "saved.safetensors") if backend.is_main else None)
     tree = load_tree(earlier / "state") if backend.is_main or backend.shards_state else None
-    backend.load_optimizer_state(tree)
+    backend.state.load_optimizer_state(tree)
     again = save_optimizer(backend, out / "again")
     if backend.shards_state:  # as from another program's checkpoint, which rank 0 alone reads
-        backend.load_optimizer_state(tree_map_only(SlicedTensor, full, tree) if backend.is_main else None)
+        backend.state.load_optimizer_state(tree_map_only(SlicedTensor, full, tree) if backend.is_main else None)
         assert bits(save_optimizer(backend, out / "sent")) == bits(again)
     if backend.is_main:
         tree = tree_map_only(SlicedTensor, full, tree)
@@ -223,14 +223,14 @@ def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     model = tiny_t5(seed=backend.rank)
     backend.setup(model, Adafactor(model.parameters(), lr=1e-2, relative_step=False))
     steps = [train_step(backend, step) for step in range(3)]
-    weights, tree = deepcopy(backend.model_state()), deepcopy(backend.optimizer_state())
+    weights, tree = deepcopy(backend.state.model_state()), deepcopy(backend.state.optimizer_state())
     steps += [train_step(backend, step) for step in range(3, 5)]
-    before = bits(backend.model_state())
-    backend.load_model_state(weights)
-    backend.load_optimizer_state(tree)
+    before = bits(backend.state.model_state())
+    backend.state.load_model_state(weights)
+    backend.state.load_optimizer_state(tree)
     again = [train_step(backend, step) for step in range(3, 5)]
     save_weights(backend, out, "factored")
-    return {"steps": steps, "again": again, "same": before == bits(backend.model_state())}
+    return {"steps": steps, "again": again, "same": before == bits(backend.state.model_state())}
 
 
 def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -342,12 +342,12 @@ def scenario_evaluated(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """No optimizer; weights loaded from rank 0 alone; a forward pass of each worker."""
     model = tiny_t5(seed=backend.rank)
     backend.setup(model, None)
-    backend.load_model_state(tiny_t5(seed=5).state_dict() if backend.is_main else None)
+    backend.state.load_model_state(tiny_t5(seed=5).state_dict() if backend.is_main else None)
     backend.model.eval()
     with torch.no_grad(), backend.autocast():
         loss = backend.model(**DATA.batch([0, 1, 2]))["loss"].item()
     expected = tiny_t5(seed=5).eval()(**DATA.batch([0, 1, 2])).loss.item()
-    return {"loss": loss, "expected": expected, "weights_norm": backend.weights_norm()}
+    return {"loss": loss, "expected": expected, "weights_norm": backend.state.weights_norm()}
 
 
 def with_precision(backend: Backend, **options: Any) -> Backend:
@@ -391,7 +391,7 @@ def scenario_ahead(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         setup(backend, fused=True)
         backend.clip_and_step, sent = ahead, reductions_begun(backend)
         steps = [train_step(backend, step, broken=step == 2, max_norm=0.5) for step in range(5)]
-        state = bits([backend.model_state(), backend.optimizer_state()])
+        state = bits([backend.state.model_state(), backend.state.optimizer_state()])
         result["sent"] = sent
         result[name] = {"steps": json.loads(json.dumps(steps)), "state": state, "queued": queued}
         backend.clip_and_step = clip_and_step
@@ -406,11 +406,11 @@ def scenario_fp16(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     for step in range(6):
         steps.append(train_step(backend, step, broken=step == 2, max_norm=0.5))
         scales.append(backend.precision.scaler.get_scale())
-    tree = backend.optimizer_state()
+    tree = backend.state.optimizer_state()
     save_weights(backend, out, "fp16")
     other = with_precision(backend, fp16=True)
     setup(other)
-    other.load_optimizer_state(tree)
+    other.state.load_optimizer_state(tree)
     return {"steps": steps, "scales": scales, "loaded_scale": other.precision.scaler.get_scale()}
 
 
@@ -471,22 +471,28 @@ def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         exact = []
         for seed in (0, 5):  # as given to the engine, which casts it, and loaded
             if seed:
-                backend.load_model_state(tiny_t5(seed=seed).state_dict() if backend.is_main else None)
-            held = backend.model_state()
+                backend.state.load_model_state(tiny_t5(seed=seed).state_dict() if backend.is_main else None)
+            held = backend.state.model_state()
             wanted = tiny_t5(seed=seed).state_dict() if backend.is_main else {}
             exact.append(all(torch.equal(held[name], value) for name, value in wanted.items()))
         steps, scales = [], []
         for step in range(4):
-            before = bits(backend.model_state()) if step == 2 else None
+            before = bits(backend.state.model_state()) if step == 2 else None
             steps.append(train_step(backend, step, broken=step == 2, max_norm=0.5))
             scales.append(backend.optimizer.loss_scale)
             if step == 2:
-                untouched = before == bits(backend.model_state())
-        weights, tree = deepcopy(backend.model_state()), deepcopy(backend.optimizer_state())
-        once = [train_step(backend, 4, max_norm=0.5), bits([backend.model_state(), backend.optimizer_state()])]
-        backend.load_model_state(weights)
-        backend.load_optimizer_state(tree)
-        again = [train_step(backend, 4, max_norm=0.5), bits([backend.model_state(), backend.optimizer_state()])]
+                untouched = before == bits(backend.state.model_state())
+        weights, tree = deepcopy(backend.state.model_state()), deepcopy(backend.state.optimizer_state())
+        once = [
+            train_step(backend, 4, max_norm=0.5),
+            bits([backend.state.model_state(), backend.state.optimizer_state()]),
+        ]
+        backend.state.load_model_state(weights)
+        backend.state.load_optimizer_state(tree)
+        again = [
+            train_step(backend, 4, max_norm=0.5),
+            bits([backend.state.model_state(), backend.state.optimizer_state()]),
+        ]
         result[kind] = {"steps": steps, "scales": scales, "untouched": untouched, "exact": exact}
         result[kind] |= {"again": once == again, "precision": tree["precision"]}
     return result
@@ -501,7 +507,7 @@ def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, An
         "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
         "unfrozen": backend.follow_frozen,
         "scaled": lambda: backend.clip_and_step(scale=2.0),
-        "keys": lambda: backend.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
+        "keys": lambda: backend.state.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
     }
     return {name: refusal(attempt) for name, attempt in attempts.items()}
 

@@ -62,7 +62,7 @@ def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
     backend = Gathering(device=torch.device("cpu"))
     backend.setup(model, None)
-    return backend.model_state()
+    return backend.state.model_state()
 
 
 def logits(model: nn.Module) -> torch.Tensor:

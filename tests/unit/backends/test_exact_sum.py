@@ -204,9 +204,9 @@ def test_grids_of_other_parameters_are_not_taken_over():
     backend.reproduce(TrainerArgs(reproducible="fixed"))
     model = nn.Linear(2, 2)
     backend.setup(model, torch.optim.SGD(model.parameters()))
-    state, before = backend.optimizer_state(), list(backend.reduction.exponents)
+    state, before = backend.state.optimizer_state(), list(backend.reduction.exponents)
     for exponents in ([9], []):
-        backend.load_optimizer_state({**state, "exponents": exponents})
+        backend.state.load_optimizer_state({**state, "exponents": exponents})
         assert backend.reduction.exponents == before
-    backend.load_optimizer_state({**state, "exponents": [9, 8]})
+    backend.state.load_optimizer_state({**state, "exponents": [9, 8]})
     assert backend.reduction.exponents == [9, 8]

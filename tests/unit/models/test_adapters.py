@@ -95,7 +95,7 @@ def test_each_kind_learns_and_saves_what_it_trained_and_loads_again(method, kind
 
     folder = tmp_path / "adapter"
     folder.mkdir()
-    save_model(folder, backend.unwrap(), backend.model_state())
+    save_model(folder, backend.unwrap(), backend.state.model_state())
     labels = ["label_names.json"] if kind == "encoder" else []
     files = ["adapter_config.json", "adapter_model.safetensors", *labels]
     assert sorted(path.name for path in folder.iterdir()) == files

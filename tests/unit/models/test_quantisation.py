@@ -47,9 +47,9 @@ def test_learns_by_the_stated_amount_saves_its_adapter_alone_and_generates_the_s
     assert all(torch.equal(value, after[name]) for name, value in frozen.items())
     held = {"int8": {torch.int8}, "nf4": {torch.uint8}}[bits]
     assert {p.dtype for p in model.parameters()} == {torch.float32} | held
-    assert backend.weights_norm() > 0
+    assert backend.state.weights_norm() > 0
 
-    save_model(tmp_path, backend.unwrap(), backend.model_state())
+    save_model(tmp_path, backend.unwrap(), backend.state.model_state())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 4 * trained + 4096

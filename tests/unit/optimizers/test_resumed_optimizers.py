@@ -39,9 +39,9 @@ def update(backend, numbers):
 def test_a_resumed_optimizer_makes_the_updates_of_the_uninterrupted_one(name, tmp_path):
     whole, resumed = backend_of(OPTIMIZERS[name]), backend_of(OPTIMIZERS[name])
     update(whole, range(3))
-    save_tree(tmp_path / "optimizer", whole.optimizer_state())
-    resumed.load_model_state(weights_of(whole.model))
-    resumed.load_optimizer_state(load_tree(tmp_path / "optimizer"))
+    save_tree(tmp_path / "optimizer", whole.state.optimizer_state())
+    resumed.state.load_model_state(weights_of(whole.model))
+    resumed.state.load_optimizer_state(load_tree(tmp_path / "optimizer"))
     for backend in (whole, resumed):
         update(backend, range(3, 6))
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))

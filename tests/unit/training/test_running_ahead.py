@@ -380,7 +380,7 @@ def test_asking_late_gives_the_run_of_asking_at_once(queued, tmp_path, caplog, s
     assert late_rates == rates and len(rates) == 14 + len(skipped)
     for name, tensor in weights_of(once.backend.model).items():
         assert torch.equal(weights_of(late.backend.model)[name], tensor), name
-    both = (tree_leaves(r.backend.optimizer_state()) for r in (once, late))
+    both = (tree_leaves(r.backend.state.optimizer_state()) for r in (once, late))
     for one, other in zip(*both, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
@@ -438,8 +438,8 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not():
     model, plain = backend_of()
     train(plain)
     other, fused = backend_of(fused=True)
-    fused.load_model_state(weights_of(model))
-    fused.load_optimizer_state(plain.optimizer_state())
+    fused.state.load_model_state(weights_of(model))
+    fused.state.load_optimizer_state(plain.state.optimizer_state())
     assert train(fused) == pytest.approx(train(plain))
     for name, tensor in weights_of(model).items():
         torch.testing.assert_close(weights_of(other)[name], tensor)
