@@ -87,7 +87,7 @@ class Objective:
             `input_ids` and `labels`, without `first_ids`, EOS and padding, and any other inputs of the model but
             `attention_mask`. An entry with a value for each input token gets the last one for EOS too.
         """
-        raise UserError(f"{type(self).__name__} is an Objective without `example`: docs/new_objective.md shows one.")
+        raise NotImplementedError
 
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> Mapping[str, Rows]:
         """Make examples from rows int64[n, length], each entry with n elements; equal to `example` row by row.
@@ -100,7 +100,12 @@ class Objective:
             raise UserError(f"an example of --task is a {type(wrong[0]).__name__}: return a dict of its entries.")
         if other := next((example for example in made if example.keys() != made[0].keys()), None):
             raise UserError(f"Some examples of --task have {', '.join(made[0])}, others {', '.join(other)}.")
-        return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
+        try:
+            return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
+        except ValueError as error:
+            raise UserError(
+                f"an example of --task has lists of lists ({error}): return one row of integers."
+            ) from None
 
     def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[Any, Any] | None:
         """Return the numbers of input and target tokens that `example` makes of rows of `num_tokens` tokens.
@@ -163,6 +168,8 @@ class Objective:
         made.row_length = input_length - has_targets - len(made.first_ids)
         made.members, made.schedule = [made], np.zeros(1, np.int64)
         made.prepare()
+        if made.members == [made] and (cls.example, cls.examples) == (Objective.example, Objective.examples):
+            raise UserError(f"{cls.__name__} is an Objective without `example`: docs/new_objective.md shows one.")
         if not isinstance(made.row_length, (int, np.integer)) or made.row_length <= made.overlap:
             raise UserError(
                 f"rows of {made.row_length} tokens cannot be made for --input_seq_len {input_length}: raise it, or "

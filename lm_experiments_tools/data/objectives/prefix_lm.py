@@ -29,13 +29,17 @@ class PrefixLM(Objective):
         noise_density: average fraction of tokens in the target, in (0, 0.5].
 
     Raises:
-        UserError: `input_length` is below 3 or `target_length` below 2.
+        UserError: `input_length` is below 3, `target_length` below 2, or `noise_density` out of range.
     """
 
     def __init__(self, noise_density: float = 0.5) -> None:
         self.noise_density = noise_density
 
     def prepare(self) -> None:
+        if not 0.0 < self.noise_density <= 0.5:
+            raise UserError(
+                f"noise_density of a prefix LM is {self.noise_density:g}, but must be above 0 and at most 0.5."
+            )
         if self.row_length < 2 or self.target_length < 2:
             raise UserError(
                 f"prefix LM needs at least 3 inputs and 2 targets, but --input_seq_len is {self.input_length} and "

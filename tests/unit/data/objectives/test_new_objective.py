@@ -210,6 +210,7 @@ class Returning(Objective):
             "16 decoder_input_ids and 16 labels, without EOS: return 17",
         ),
         ("decoder", lambda row: {"input_ids": row, "labels": row[:-1]}, "the decoder needs as many"),
+        ("encoder-decoder", lambda row: {"input_ids": [[1], [2, 3]], "labels": row}, "lists of lists .*one row of"),
         (
             "encoder-decoder",
             lambda row: {"input_ids": row, "labels": row, **({"token_type_ids": row} if row[0] // 16 % 2 else {})},
@@ -221,6 +222,11 @@ def test_wrong_examples_of_a_user_are_refused_in_a_sentence(kind, entries, messa
     objective = Returning.create(TokenIds(size=1000), 17, 17, kind, entries=entries)
     with pytest.raises(UserError, match=message):
         dataset(objective).batch(np.arange(8))
+
+
+def test_an_objective_without_an_example_is_refused_before_data_is_read():
+    with pytest.raises(UserError, match="Objective is an Objective without `example`"):
+        Objective.create(TokenIds(size=1000), 17)
 
 
 def test_entries_of_tokens_go_on_at_eos():
