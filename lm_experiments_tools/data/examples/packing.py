@@ -25,8 +25,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows
-from lm_experiments_tools.data.examples.ragged import Ragged
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows, Ragged
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.labels import IGNORED_LABEL
 

@@ -78,7 +78,7 @@ def test_a_table_is_read_as_its_rows(library, tmp_path):
 
 def test_missing_cells_of_a_pandas_table_are_none():
     pandas = pytest.importorskip("pandas")
-    from lm_experiments_tools.data.examples.python_rows import PythonRows
+    from lm_experiments_tools.data.text.sources import PythonRows
 
     table = pandas.DataFrame({"label": [1, None], "text": ["a", None]})
     assert list(PythonRows("table", table).dicts()) == [{"label": 1, "text": "a"}, {"label": None, "text": None}]
