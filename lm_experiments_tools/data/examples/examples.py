@@ -92,7 +92,7 @@ class TextFields:
     Attributes:
         source, target, id: field names; None for the usual names, such as "source", "target" and "id".
         prefix: text that is put before every source.
-        columns: names of the columns of a table without a header; empty to read them from its first line.
+        columns: names of the columns of tables without a header, see `rows`.
     """
 
     source: str | None = None
@@ -243,7 +243,7 @@ class LabelFields:
         known: names of the sentence fields that the model was trained on, preferred to other fields.
         as_text: join the sentences and their names to one text, as an encoder-decoder reads them.
         several: a row may have any number of labels.
-        columns: names of the columns of a table without a header; empty to read them from its first line.
+        columns: names of the columns of tables without a header, see `rows`.
     """
 
     texts: tuple[str, ...] = ()

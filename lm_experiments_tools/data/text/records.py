@@ -261,7 +261,7 @@ def rows(source: str, rejected: RejectedRecords, columns: Sequence[str] = ()) ->
     Args:
         source: what `sources.file_of_split` returns.
         rejected: counts the rows that cannot be used.
-        columns: names of the columns of a table without a header; empty to read them from its first line.
+        columns: names of the columns of tables without a header, whose first line has none of these names.
 
     Raises:
         UserError: a file is damaged, or too many rows are rejected.
@@ -309,7 +309,7 @@ def read_shard(
         key: key of the text in a JSON object or row; None returns all fields as a dict.
         skip: number of records to skip.
         max_bytes: longer records are rejected; None for MAX_DOCUMENT_BYTES.
-        columns: names of the columns of a table without a header.
+        columns: see `rows`.
     """
     if shard.kind == "dataset":
         found = _dataset_records(shard, key or "", skip)
@@ -376,21 +376,25 @@ def _table_records(shard: Shard, columns: Sequence[str]) -> Iterator[Record | Re
         found = _csv_records(shard.path, chain([header], lines), delimiter)
     else:
         found = ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
+    names: Sequence[str] = ()
     for line, values in found:
         text = values if isinstance(values, str) else "".join(values)
-        if not columns:
-            columns = _column_names(shard.path, values)
-        elif isinstance(values, str):
+        if not names:
+            has_header = not columns or not {*columns}.isdisjoint(map(str.strip, values))
+            names = _column_names(shard.path, values) if has_header else columns
+            if has_header:
+                continue
+        if isinstance(values, str):
             yield Rejected(shard.path, line, values)
         elif not text.isascii() and _SURROGATE.search(text):
             yield Rejected(shard.path, line, _NOT_UTF8)
         elif not text.strip():
             if len(values) > 1:  # a row of empty cells, unlike a blank line, counts as one
                 yield Rejected(shard.path, line, "is empty", is_empty=True)
-        elif len(values) < len(columns) or any(values[len(columns) :]):  # spreadsheets fill rows up with empty cells
-            yield Rejected(shard.path, line, f"{len(values)} columns, where the first line has {len(columns)}")
+        elif len(values) < len(names) or any(values[len(names) :]):  # spreadsheets fill rows up with empty cells
+            yield Rejected(shard.path, line, f"{len(values)} columns, where the first line has {len(names)}")
         else:  # pandas gives its index no name
-            fields = {name: value for name, value in zip(columns, values, strict=False) if name}
+            fields = {name: value for name, value in zip(names, values, strict=False) if name}
             yield Record(fields, shard.path, line)
 
 
