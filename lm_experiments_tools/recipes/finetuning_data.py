@@ -153,7 +153,7 @@ class _Reader:
         args = self.args
         if args.task not in LABEL_TASKS:
             return (), ()
-        names = tuple(map(plain_number, args.label_names)) or self._found_labels()
+        names = _plain(args.label_names) or self._found_labels()
         words = args.label_words or self._saved_words(names) or names
         if len(words) != len(names):
             raise UserError(f"--label_words has {len(words)} words for the {len(names)} labels {', '.join(names)}.")
@@ -168,7 +168,7 @@ class _Reader:
     def _saved_words(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The label words that the loaded weights were trained with."""
         saved = self.files.task
-        return tuple(saved.get("label_words", ())) if tuple(saved.get("label_names", ())) == names else ()
+        return tuple(saved.get("label_words", ())) if _plain(saved.get("label_names", ())) == names else ()
 
     def _check_words(self, words: Sequence[str]) -> None:
         """Refuse words with the same tokens."""
@@ -186,7 +186,7 @@ class _Reader:
     def _found_labels(self) -> tuple[str, ...]:
         """Labels of the training data, in the order of a trained head if there is one."""
         args = self.args
-        saved = tuple(map(plain_number, self.files.label_names))
+        saved = _plain(self.files.label_names)
         if not args.data_path:
             if not saved:
                 raise UserError("the labels are unknown: give --data_path or --label_names.")
@@ -378,6 +378,11 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
             )
     target_limit = None if args.model_type == "encoder" else args.target_seq_len
     return TextEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
+
+
+def _plain(names: Iterable[str]) -> tuple[str, ...]:
+    """Label names as `label_examples` reads them."""
+    return tuple(plain_number(str(name).strip()) for name in names)
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:
