@@ -318,11 +318,13 @@ def read_shard(
     else:
         read = {"json": _json_records, "list": _list_records}.get(shard.kind, _text_records)
         found = islice(read(shard, max_bytes), skip, None)
-    if key is not None and shard.kind in ("text", "lines"):
-        key = "text"
+    is_text = shard.kind in ("text", "lines")  # whose lines are checked already
     for item in found:
         if key is None or isinstance(item, Rejected):
             yield item
+            continue
+        if is_text:
+            yield Record(item.value["text"], item.path, item.line)
             continue
         try:
             yield Record(text_of(item.value, key), item.path, item.line, item.raw)
@@ -378,20 +380,21 @@ def _table_records(shard: Shard, columns: Sequence[str]) -> Iterator[Record | Re
         found = ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
     names: Sequence[str] = ()
     for line, values in found:
-        text = values if isinstance(values, str) else "".join(values)
+        if isinstance(values, str):
+            yield Rejected(shard.path, line, values)
+            continue
         if not names:
             has_header = not columns or not {*columns}.isdisjoint(map(str.strip, values))
             names = _column_names(shard.path, values) if has_header else columns
             if has_header:
                 continue
-        if isinstance(values, str):
-            yield Rejected(shard.path, line, values)
-        elif not text.isascii() and _SURROGATE.search(text):
+        text = "".join(values)
+        if not text.isascii() and _SURROGATE.search(text):
             yield Rejected(shard.path, line, _NOT_UTF8)
         elif not text.strip():
             if len(values) > 1:  # a row of empty cells, unlike a blank line, counts as one
                 yield Rejected(shard.path, line, "is empty", is_empty=True)
-        elif len(values) < len(names) or any(values[len(names) :]):  # spreadsheets fill rows up with empty cells
+        elif len(values) < len(names) or "".join(values[len(names) :]).strip():  # empty cells may fill a row up
             yield Rejected(shard.path, line, f"{len(values)} columns, where the first line has {len(names)}")
         else:  # pandas gives its index no name
             fields = {name: value for name, value in zip(names, values, strict=False) if name}
@@ -414,7 +417,7 @@ def _csv_records(path: str, lines: Iterable[str], delimiter: str) -> Iterator[tu
             yield first, f"not valid csv: {error}"
 
 
-def _column_names(path: str, values: list[str] | str) -> tuple[str, ...]:
+def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
     """Column names, "" for unnamed columns; trailing unnamed columns are dropped."""
     if unusable_characters("".join(values)):
         raise UserError(f"{path}: its first line is {_NOT_UTF8}.")

@@ -175,3 +175,19 @@ def test_a_class_label_of_minus_one_is_no_class(source, tmp_path, monkeypatch):
     examples = [*label_examples(path, LabelFields(), bad, names=label.names)]
     assert [example.label for example in examples] == [2, 0, 1] and bad.count == 3
     assert [example.name for example in examples] == ["0", "2", "3"]
+
+
+def test_the_first_line_is_a_header_only_if_it_has_one_of_the_columns_that_are_named(tmp_path):
+    """As CoLA is handed out: test.tsv alone has a header."""
+    names = ("source", "label", "mark", "sentence")
+    (tmp_path / "train.tsv").write_text("gj04\t1\t\tHe left.\ngj04\t0\t*\tHe leaving.\n")
+    (tmp_path / "test.tsv").write_text("index\tsentence\n0\tHe stays.\n")
+    found = [
+        [row.value for row in rows(str(tmp_path / f"{split}.tsv"), RejectedRecords(0), names)]
+        for split in ("train", "test")
+    ]
+    assert found[0] == [
+        dict(zip(names, line, strict=True))
+        for line in (("gj04", "1", "", "He left."), ("gj04", "0", "*", "He leaving."))
+    ]
+    assert found[1] == [{"index": "0", "sentence": "He stays."}]

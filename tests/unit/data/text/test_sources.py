@@ -243,6 +243,10 @@ def test_paths_with_colons_and_brackets_name_files(tmp_path):
     (folder / "train.jsonl").write_bytes(line("three"))
     (folder / "dev.jsonl").write_bytes(line("four"))
     assert texts(folder / "x.parquet") == ["one", "two"]
+    for name in ("x.parquet", "train.jsonl"):
+        path = file_of_split(str(folder / name), "valid")
+        assert [row.value["text"] for row in rows(path, RejectedRecords(0))] == texts(folder / name)
+    assert file_of_split(str(folder), "valid") == str(folder / "dev.jsonl")
     (shard,) = plan_shards([str(folder / "x.parquet")])
     assert [row.value for row in read_shard(shard, "meta.text")] == ["m1", "m2"]
     (folder / "x.parquet").unlink()
