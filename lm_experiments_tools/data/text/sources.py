@@ -309,9 +309,9 @@ def _check_hub_name(item: str) -> None:
 
 def _is_clone(folder: str) -> bool:
     """True for a repository of the hub, whose README.md may describe configurations."""
-    kinds = (
-        {_KINDS.get(endings(path)[0], "") for path in _walk(folder)} if os.path.isfile(f"{folder}/README.md") else {}
-    )
+    if not os.path.isfile(os.path.join(folder, "README.md")):
+        return False
+    kinds = {_KINDS.get(endings(path)[0], "") for path in _walk(folder)}
     return "dataset" in kinds and kinds <= {"", "dataset"}
 
 
