@@ -5,6 +5,8 @@ Shapes: B sequences, L tokens, D features (`hidden_size`), H heads of d = D / H 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import GradientCheckpointingLayer, apply_chunking_to_forward
@@ -15,7 +17,8 @@ from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import SparsityConfig
-from lm_experiments_tools.attention.positions import PositionScheme
+from lm_experiments_tools.attention.positions import PositionScheme, RotaryPosition
+from lm_experiments_tools.attention.segments import Segments, positions_of
 from lm_experiments_tools.modules.fast_step import Dropout, joined, normed, stream_dtype
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.positions import content_position, local_position, shared_position, window_bias, window_layout
@@ -284,3 +287,50 @@ def make_norm(config: BertConfig) -> nn.LayerNorm | nn.RMSNorm:
     if config.norm_type == "rms_norm":
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.norm_bias)
+
+
+def spec_of_packed_rows(
+    segment_ids: Tensor, spec: AttentionSpec, config: BertConfig, position: PositionScheme
+) -> tuple[AttentionSpec, int | Tensor]:
+    """Attention settings for packed rows, and each token's position offset for `PositionScheme.rotate`.
+
+    Masked tokens are treated as padding.
+
+    Args:
+        segment_ids: document ID of each token, int [batch, length].
+        spec: the masks of the call.
+        position: the layers' positional encoding; only rotary ones need offsets.
+
+    Raises:
+        ValueError: a block-sparse layout, or a mask other than [batch, length].
+    """
+    if config.sparse_config_cls is not None:
+        raise ValueError(
+            f"sparse_config_cls={config.sparse_config_cls!r} lays its blocks over the row, so what a document of a "
+            "packed row (segment_ids) looks at would depend on its place."
+        )
+    if spec.mask is not None:
+        raise ValueError("segment_ids and an attention_mask of more than [batch, length]: give one of the two.")
+    offset = 0
+    if isinstance(position, RotaryPosition):
+        offset = (positions_of(segment_ids) - torch.arange(segment_ids.shape[1], device=segment_ids.device))[:, None]
+    if spec.key_padding_mask is not None:
+        segment_ids = segment_ids.masked_fill(~spec.key_padding_mask, 0)
+    return AttentionSpec(segment_ids=Segments(segment_ids, segment_ids)), offset
+
+
+def of_documents(segment_ids: Tensor | None, labels: Tensor | None) -> dict[str, Any]:
+    """Arguments `segment_ids` and `num_segments` of `BertModel.forward` for packed rows; none if rows are not packed.
+
+    Args:
+        segment_ids: document ID of each token, [batch, length]; None for rows that are not packed.
+        labels: [batch, documents, ...], a label for each document, which gives the number of documents; or None.
+
+    Raises:
+        ValueError: labels have no dimension for documents.
+    """
+    if segment_ids is None:
+        return {}
+    if labels is not None and labels.dim() < 2:
+        raise ValueError(f"labels are {list(labels.shape)}: those of packed rows are [batch, documents of a row].")
+    return {"segment_ids": segment_ids, "num_segments": None if labels is None else labels.shape[1]}

@@ -26,15 +26,24 @@ from transformers.utils.output_capturing import capture_outputs
 
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
+from lm_experiments_tools.attention.segments import positions_of, starts_of
 from lm_experiments_tools.modules.fast_step import Dropout
 from lm_experiments_tools.modules.losses import classification_loss, mean_loss
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import InitializesAllModules, TakesBothConfigs
 from lm_experiments_tools.names import is_of_user
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast, make_norm
+from modeling_bert.layers import (
+    BertEmbeddings,
+    BertEncoder,
+    BertLayer,
+    BertSelfAttention,
+    CanBeFast,
+    make_norm,
+    of_documents,
+    spec_of_packed_rows,
+)
 from modeling_bert.losses import place_loss, words_loss
-from modeling_bert.packing import of_documents, positions_of, spec_of_packed_rows, starts_of
 from modeling_bert.positions import RelativeKeyPosition
 
 TIED = {
@@ -147,7 +156,7 @@ class BertModel(BertPreTrainedModel):
                 [B, L, L] or [B, 1 or heads, L, L].
             token_type_ids: [B, L]; all 0 if None.
             position_ids: [B or 1, L], for position_embedding_type "absolute" only; 0..L-1 if None.
-            segment_ids: int [B, L], document IDs of packed rows (packing.py), from 1 on, 0 for padding.
+            segment_ids: int [B, L], document IDs of packed rows (attention/segments.py), from 1 on, 0 for padding.
             num_segments: number of documents to pool in each row; None takes the largest ID, which synchronizes with a
                 GPU.
             unset: arguments of transformers' models that this one lacks (head_mask, use_cache, ...), None or False.

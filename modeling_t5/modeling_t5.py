@@ -23,6 +23,7 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
+from lm_experiments_tools.attention.segments import Segments, without_padding
 from lm_experiments_tools.modules.fast_step import is_plain, stream_dtype
 from lm_experiments_tools.modules.losses import classification_loss
 from modeling_t5.configuration_t5 import T5Config
@@ -30,7 +31,6 @@ from modeling_t5.layers import T5Attention as T5Attention  # found here too, by 
 from modeling_t5.layers import T5CDQAttention as T5CDQAttention
 from modeling_t5.layers import T5ClassificationHead
 from modeling_t5.losses import IGNORED, LOSS_CHUNK, chunked_token_loss, token_loss
-from modeling_t5.masks import Segments, masked
 from modeling_t5.stack import T5PreTrainedModel, T5Stack
 
 
@@ -138,7 +138,7 @@ class T5Model(T5PreTrainedModel):
         decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Compute hidden states. Arguments are those of transformers' T5Model, and segment IDs (masks.py)."""
+        """Compute hidden states. Arguments are those of transformers' T5Model, and segment IDs."""
         cross_mask = None
         if (segment_ids is None) != (decoder_segment_ids is None):
             raise ValueError("segment_ids and decoder_segment_ids belong together: give both, or neither.")
@@ -149,8 +149,8 @@ class T5Model(T5PreTrainedModel):
                 raise ValueError("the blocks of a sparse layout are laid over the row, so segment_ids cannot part it.")
             if self.decoder.block[0].is_merged:
                 raise ValueError("T5MergedAttention does not support packed rows (segment_ids).")
-            segment_ids = masked(segment_ids, attention_mask)
-            decoder_segment_ids = masked(decoder_segment_ids, decoder_attention_mask)
+            segment_ids = without_padding(segment_ids, attention_mask)
+            decoder_segment_ids = without_padding(decoder_segment_ids, decoder_attention_mask)
             attention_mask = self.encoder.mask_of(Segments(segment_ids, segment_ids))
             decoder_attention_mask = self.decoder.mask_of(Segments(decoder_segment_ids, decoder_segment_ids))
             cross_mask = self.decoder.mask_of(Segments(decoder_segment_ids, segment_ids), is_cross=True)

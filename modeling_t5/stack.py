@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, T5Table, shared_bias
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec, causal_mask
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
+from lm_experiments_tools.attention.segments import Segments
 from lm_experiments_tools.modules.fast_step import Dropout, is_whole, stream_dtype
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import InitializesAllModules, TakesBothConfigs
@@ -32,7 +33,7 @@ from modeling_t5.layers import (
     T5LayerSelfAttention,
 )
 from modeling_t5.losses import IGNORED
-from modeling_t5.masks import Segments, shift_right_in_segments, spec_of
+from modeling_t5.masks import shift_right_in_segments, spec_of
 
 
 class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesBothConfigs):

@@ -153,6 +153,9 @@ class TaskArgs:
         tuple[str, ...], needs("task", "classification"), needs("model_type", "encoder-decoder")
     ] = ()
     """classification by an encoder-decoder: the word it generates for each label. Empty: the labels themselves."""
+    table_columns: Annotated[tuple[str, ...], _OF_SOURCES] = ()
+    """Names of the columns of each .csv or .tsv whose first line has none of these names, such as source label mark
+    sentence for CoLA. Empty: the first line of every table names its columns."""
     max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE] = 0
     """Unreadable rows to leave out (file and line are reported) before the data is refused. None: 100, or 0.1 % of the
     rows read so far where that is more."""

@@ -21,10 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lm_experiments_tools.attention.segments import positions_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import first_position
 from lm_experiments_tools.modules.inspection import evaluated, forward_names
-from modeling_bert.packing import positions_of
 
 NAME = "sdpa_of_documents"
 _SAME = 1e-4  # relative difference of fp32 logits; isolated documents differ by 1e-6

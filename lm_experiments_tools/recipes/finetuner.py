@@ -40,7 +40,7 @@ from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
 from lm_experiments_tools.data.examples.dataset import encode_examples
 from lm_experiments_tools.data.examples.examples import Example, t5_text
-from lm_experiments_tools.data.examples.python_rows import as_source, as_sources
+from lm_experiments_tools.data.text.sources import as_source, as_sources
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.predictions import TextDecoder, labels_above, thresholds_of
 from lm_experiments_tools.metrics.metric import GivenFunction

@@ -8,14 +8,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pickle
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,9 +29,9 @@ from lm_experiments_tools.data.examples.examples import (
     LabelFields,
     SentenceNames,
     TextFields,
+    found_labels,
     in_order,
     label_examples,
-    numbered,
     plain_number,
     text_examples,
 )
@@ -45,16 +42,16 @@ from lm_experiments_tools.data.examples.instructions import (
     instruction_examples,
 )
 from lm_experiments_tools.data.examples.packing import PackedRows
-from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve, with_split
-from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.order import permute
+from lm_experiments_tools.data.text.records import Record, RejectedRecords, rows
+from lm_experiments_tools.data.text.sources import file_of_split
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import naming
+from lm_experiments_tools.recipes.finetuning_summary import counted, first_example, summary
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -123,8 +120,6 @@ class _Reader:
 
     def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles) -> None:
         self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
-        self.found: dict[str, int] = {}  # labels of the training data, as they are met
-        self.labelled: Iterable[Example] | None = None  # training examples whose labels have the numbers of `found`
         self.sentences = SentenceNames(in_text=args.model_type == "encoder-decoder")
         if not args.data_path and not args.text_fields:  # else those of the training data
             self.sentences.names = tuple(files.task.get("sentence_names", ()))
@@ -158,14 +153,12 @@ class _Reader:
         args = self.args
         if args.task not in LABEL_TASKS:
             return (), ()
-        names = args.label_names or self._found_labels()
+        names = _plain(args.label_names) or self._found_labels()
         words = args.label_words or self._saved_words(names) or names
         if len(words) != len(names):
             raise UserError(f"--label_words has {len(words)} words for the {len(names)} labels {', '.join(names)}.")
         if len(set(names)) < len(names):
             raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
-        for group in alike(names) if self.backend.is_main and args.model_type == "encoder" else ():
-            logger.warning("the labels %s differ only by case, white space or encoding", ", ".join(map(repr, group)))
         if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
             raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
         if args.model_type == "encoder-decoder":
@@ -175,7 +168,7 @@ class _Reader:
     def _saved_words(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The label words that the loaded weights were trained with."""
         saved = self.files.task
-        return tuple(saved.get("label_words", ())) if tuple(saved.get("label_names", ())) == names else ()
+        return tuple(saved.get("label_words", ())) if _plain(saved.get("label_names", ())) == names else ()
 
     def _check_words(self, words: Sequence[str]) -> None:
         """Refuse words with the same tokens."""
@@ -193,32 +186,20 @@ class _Reader:
     def _found_labels(self) -> tuple[str, ...]:
         """Labels of the training data, in the order of a trained head if there is one."""
         args = self.args
-        saved = self.files.label_names
-        if args.data_path:
-            words = () if args.model_type == "encoder-decoder" else None
-
-            def read(path: str, bad: BadRows) -> Iterator[Example]:
-                path = resolve(path, "train")
-                return label_examples(
-                    path, self._label_fields(), bad, words=words, found=self.found, sentences=self.sentences
-                )
-
-            self.labelled = _set_aside(self._examples(args.data_path, read))
-            if not self.found:
-                raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
-            if args.task == "multi_label" and {*self.found} <= {"0", "1"}:
-                raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
-            written: dict[str, str] = {}
-            for name in self.found:
-                if (other := written.setdefault(plain_number(name), name)) != name:
-                    raise UserError(
-                        f"the labels {other} and {name} are the same number: name all labels by --label_names, both "
-                        "of these if they differ."
-                    )
-            return saved if sorted(map(plain_number, saved)) == sorted(written) else in_order(self.found)
-        if not saved:
-            raise UserError("the labels are unknown: give --data_path or --label_names.")
-        return saved
+        saved = _plain(self.files.label_names)
+        if not args.data_path:
+            if not saved:
+                raise UserError("the labels are unknown: give --data_path or --label_names.")
+            return saved
+        # The training data is read twice: all labels must be known before the first example is encoded.
+        rejected = RejectedRecords(args.max_bad_lines, of_rows=True, quiet=True)
+        sources = (file_of_split(path, "train") for path in args.data_path)
+        found = set().union(*(found_labels(path, self._label_fields(), rejected) for path in sources))
+        if not found:
+            raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
+        if args.task == "multi_label" and found <= {"0", "1"}:
+            raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
+        return saved if set(saved) == found else in_order(found)
 
     def _label_fields(self) -> LabelFields:
         args = self.args
@@ -230,24 +211,22 @@ class _Reader:
             known=self.sentences.names if not args.data_path else (),
             as_text=args.model_type == "encoder-decoder",
             several=args.task == "multi_label",
+            columns=args.table_columns,
         )
 
-    def _examples(self, paths: Sequence[str], read: Callable[[str, BadRows], Iterator[Example]]) -> Iterator[Example]:
-        """All examples that `read` finds in files, in their order.
-
-        Raises:
-            UserError: bad rows, or no example.
-        """
-        bad = BadRows(self.args.max_bad_lines)
+    def _examples(self, paths: Sequence[str], split: str, encoder: TextEncoder) -> Iterator[Example]:
+        """All examples in files, in their order. Raises UserError for bad rows, or if there is no example."""
+        rejected = RejectedRecords(self.args.max_bad_lines, of_rows=True)
         example = None
-        for example in chain.from_iterable(read(path, bad) for path in paths):
+        for example in chain.from_iterable(self._read(path, rejected, split, encoder) for path in paths):
             yield example
-        bad.report()
+        if rejected.count > 1:
+            logger.warning("%s", rejected)
         if example is None:
-            first = f", the first is {bad.first}" if bad.first else ""
-            raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows{first}).")
+            first = f", the first is {rejected.first}" if rejected.first else ""
+            raise UserError(f"there is no example in {', '.join(paths)} ({rejected.count} bad rows{first}).")
 
-    def _read(self, path: str, bad: BadRows, split: str, encoder: TextEncoder) -> Iterator[Example]:
+    def _read(self, path: str, rejected: RejectedRecords, split: str, encoder: TextEncoder) -> Iterator[Example]:
         args, training = self.args, split == "train"
         if args.task == "instructions":
             limit = args.max_instances_per_task if training else args.max_instances_per_eval_task
@@ -255,26 +234,28 @@ class _Reader:
             parts = TK_INSTRUCT if args.tk_instruct and training else (chosen_parts,)
             data = InstructionData(path, args.sni_split, limit, parts)
             names_file = f"{'train' if training else 'test'}_tasks.txt"
-            return instruction_examples(data, names_file, bad, encoder.num_tokens, encoder.sources.limit)
-        path = resolve(path, split)
+            return instruction_examples(data, names_file, rejected, encoder.num_tokens, encoder.sources.limit)
+        path = file_of_split(path, split)
         if args.task == "text_to_text":
-            named = TextFields(args.source_id, args.target_id, args.prefix, args.id_field)
+            named = TextFields(args.source_id, args.target_id, args.prefix, args.id_field, args.table_columns)
             what = f"target ({args.target_id or ', '.join(TARGET_FIELDS)})"
             there = split != "test" or self._is_labelled(path, named.has_target, what)
-            return text_examples(path, named, bad, merge=not training, with_targets=there)
+            return text_examples(path, named, rejected, merge=not training, with_targets=there)
         words = self.label_words if args.model_type == "encoder-decoder" else None
         named, names = self._label_fields(), self.label_names
         what = f"label ({args.label_field or ', '.join(LABEL_FIELDS)}; -1 is none)"
         there = split != "test" or self._is_labelled(path, partial(named.has_label, names=names), what)
-        return label_examples(path, named, bad, names=names, words=words, with_labels=there, sentences=self.sentences)
+        options = {"names": names, "words": words, "with_labels": there, "sentences": self.sentences}
+        return label_examples(path, named, rejected, **options)
 
-    def _is_labelled(self, path: str, has_label: Callable[[Row], bool], what: str) -> bool:
+    def _is_labelled(self, path: str, has_label: Callable[[Record], bool], what: str) -> bool:
         """True if a row of the test data has a label or target; if none has, all are predicted only.
 
         Raises:
             UserError: none has, and nothing is predicted.
         """
-        if any(map(has_label, read_rows(path, BadRows(self.args.max_bad_lines, quiet=True)))):
+        found = rows(path, RejectedRecords(self.args.max_bad_lines, of_rows=True, quiet=True), self.args.table_columns)
+        if any(map(has_label, found)):
             return True
         reason = f"no row of the test data {path} has a {what}"
         if not self.args.metric_names():
@@ -286,7 +267,7 @@ class _Reader:
     def _blocks(self, paths: Sequence[str], limit: int | None, seed: int) -> Dataset:
         """Blocks of text; with a limit only of as much of it, from the beginning on."""
         args = self.args
-        tokens = tokenize_text(paths, self.tokenizer, BadRows(args.max_bad_lines))
+        tokens = tokenize_text(paths, self.tokenizer, RejectedRecords(args.max_bad_lines, of_rows=True))
         fingerprint = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
         if limit is not None:
             tokens = tokens[: limit * (args.input_seq_len - 1)]
@@ -300,11 +281,7 @@ class _Reader:
         if args.task == "causal_lm":
             return self._blocks(args.data_path, args.max_train_samples, args.seed)
         encoder = self._encoder()
-        read = partial(self._read, split="train", encoder=encoder)
-        examples: Iterable[Example] = self._examples(args.data_path, read)
-        if self.labelled is not None:
-            words = self.label_words if args.model_type == "encoder-decoder" else None
-            examples, self.labelled = numbered(self.labelled, self.found, self.label_names, words), None
+        examples: Iterable[Example] = self._examples(args.data_path, "train", encoder)
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
         rows = self._rows(examples, "train", encoder)
@@ -319,10 +296,10 @@ class _Reader:
         where = self.backend.rank, self.backend.world_size
         rows = self.args.valid_batch_size() * self.args.shares(self.backend.world_size)
         if self.args.task == "causal_lm":
-            path = path if os.path.exists(path) else with_split(path, split)
+            path = path if os.path.exists(path) else file_of_split(path, split)
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
         encoder = self._encoder()
-        examples = chosen(list(self._examples([path], partial(self._read, split=split, encoder=encoder))), limit)
+        examples = chosen(list(self._examples([path], split, encoder)), limit)
         dataset = Dataset(self._rows(examples, split, encoder))
         arrangement = LongestFirst(dataset.lengths, len(dataset), TARGET_STEP)
         loader = ValidLoader(dataset.arranged(arrangement), rows, *where)
@@ -403,6 +380,11 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
     return TextEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
 
 
+def _plain(names: Iterable[str]) -> tuple[str, ...]:
+    """Label names as `label_examples` reads them."""
+    return tuple(plain_number(str(name).strip()) for name in names)
+
+
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:
     """Draw a fixed random subset of the examples, in their original order.
 
@@ -413,20 +395,3 @@ def chosen(examples: list[Example], limit: int | None) -> list[Example]:
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))
     return [examples[number] for number in np.sort(numbers).tolist()]
-
-
-def _set_aside(examples: Iterable[Example]) -> Iterator[Example]:
-    """Examples read to the end once and kept in a temporary file, not in memory."""
-    file = tempfile.TemporaryFile()  # nobody else can write to it, so pickle is safe
-    for example in examples:
-        with naming(tempfile.gettempdir()):
-            pickle.dump(example, file)
-    with naming(tempfile.gettempdir()):
-        file.seek(0)  # which writes what is buffered
-    return _read_back(file)
-
-
-def _read_back(file: IO[bytes]) -> Iterator[Example]:
-    with file, suppress(EOFError):
-        while True:
-            yield pickle.load(file)

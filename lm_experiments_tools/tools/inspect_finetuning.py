@@ -10,12 +10,12 @@ import numpy as np
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.checkpoint.source import ModelFiles
-from lm_experiments_tools.data.examples.summary import counted, label_text, summary
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.recipes.finetuning import with_new_tokens
 from lm_experiments_tools.recipes.finetuning_data import EvalSplit, FinetuningData, finetuning_data
+from lm_experiments_tools.recipes.finetuning_summary import counted, label_text, summary
 from lm_experiments_tools.tools.inspect_samples import Rendering, Samples, render_sample
 from lm_experiments_tools.tools.inspect_tokens import Facts
 

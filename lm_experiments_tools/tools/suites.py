@@ -22,8 +22,9 @@ from typing import Any
 
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.source import find_source
-from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
 from lm_experiments_tools.data.examples.text_encoder import added_end
+from lm_experiments_tools.data.text.records import RejectedRecords, rows
+from lm_experiments_tools.data.text.sources import file_of_split
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.models.saved import open_saved, position_of, run_folder
@@ -249,19 +250,19 @@ def _sts(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, d
 
 def _pairs(task: str) -> tuple[list[str], list[str], list[float]]:
     """sentence1, sentence2 and score of the rows of a file. Raises UserError."""
-    rows = [row.fields for row in read_rows(resolve(task, "valid"), BadRows(0))]
-    for number, row in enumerate(rows, 1):
+    found = [row.value for row in rows(file_of_split(task, "valid"), RejectedRecords(0))]
+    for number, row in enumerate(found, 1):
         if missing := [name for name in _FIELDS if name not in row]:
             raise UserError(f"--tasks {task}: row {number} has no {', '.join(missing)}: give {', '.join(_FIELDS)}.")
     try:
-        scores = [float(row["score"]) for row in rows]
+        scores = [float(row["score"]) for row in found]
     except (TypeError, ValueError) as error:
         raise UserError(f"--tasks {task}: a score is no number ({first_line(error)}).") from error
     if len(set(scores)) < 2:
         raise UserError(
-            f"--tasks {task}: its {len(rows)} rows do not have two different scores to be correlated with."
+            f"--tasks {task}: its {len(found)} rows do not have two different scores to be correlated with."
         )
-    return [str(row["sentence1"]) for row in rows], [str(row["sentence2"]) for row in rows], scores
+    return [str(row["sentence1"]) for row in found], [str(row["sentence2"]) for row in found], scores
 
 
 def _mteb_tasks(tasks: Sequence[str]) -> dict[str, Any]:

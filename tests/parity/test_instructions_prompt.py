@@ -26,8 +26,8 @@ from lm_experiments_tools.data.examples.instructions import (
     instruction_examples,
     prompt_text,
 )
-from lm_experiments_tools.data.examples.rows import BadRows
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+from lm_experiments_tools.data.text.records import RejectedRecords
 from tests.helpers.real_data import DATA, lacking
 
 TASK = {
@@ -144,7 +144,7 @@ def test_rows_are_those_of_tk_instructs_collator(parts, limit, tokenizer, refere
 def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example(tokenizer):
     data = InstructionData(str(DATA / "sni"), "default", 2, TK_INSTRUCT)
     encoder = TextEncoder(tokenizer, 1024, 64)
-    found = instruction_examples(data, "test_tasks.txt", BadRows(0), encoder.num_tokens, 1024)
+    found = instruction_examples(data, "test_tasks.txt", RejectedRecords(0), encoder.num_tokens, 1024)
     examples = list(islice(found, 6))
     assert all(len(set(example.variants)) == 5 for example in examples)
     encoded = encode_examples(examples, encoder, "encoder-decoder", all_targets=True)

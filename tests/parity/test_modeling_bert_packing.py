@@ -8,8 +8,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import modeling_bert
 from lm_experiments_tools.attention.positions import RotaryPosition
+from lm_experiments_tools.attention.segments import positions_of, starts_of
 from modeling_bert.configuration_bert import POSITIONS
-from modeling_bert.packing import positions_of, starts_of
 from tests.helpers.packed_rows import packed_rows
 
 SIZES = dict(

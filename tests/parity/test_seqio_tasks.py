@@ -15,9 +15,9 @@ import pytest
 import sentencepiece
 
 from lm_experiments_tools.data.examples.examples import LabelFields, label_examples
-from lm_experiments_tools.data.examples.rows import BadRows
 from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.objectives.span_corruption import replace_spans
+from lm_experiments_tools.data.text.records import RejectedRecords
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
 from tests.helpers.finetuning_toys import write_json
@@ -171,7 +171,7 @@ def test_the_text_of_a_row_of_glue_is_t5s(oracle, folder, task):
     fields = LabelFields(prefix=f"{task} ", as_text=True)
     labels = {} if task == "stsb" else {"names": ("0", "1"), "words": ("no", "yes")}
     path = write_json(folder / f"{task}.jsonl", [GLUE[task]])
-    example = next(label_examples(path, fields, BadRows(0), **{"words": (), **labels}))
+    example = next(label_examples(path, fields, RejectedRecords(0), **{"words": (), **labels}))
     assert [example.source, *example.targets] == oracle[1]["glue"][task]
 
 

@@ -33,7 +33,7 @@ from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.data.examples.rows import BadRows, read_rows
+from lm_experiments_tools.data.text.records import RejectedRecords, rows
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.models import build
 from lm_experiments_tools.models.build import build_model, load_model_config, pretrained_config
@@ -81,11 +81,11 @@ def test_of_5000_edited_rows_those_that_json_reads_are_kept_and_all_others_named
                 kept.append((f"{path}:{number}", record))
             elif line.strip():
                 named.append(f"{path}:{number}")
-        bad = BadRows(10**6, quiet=True)
+        bad = RejectedRecords(10**6, quiet=True)
         reasons = []
         bad.add = lambda where, reason, reasons=reasons: reasons.append((where, reason))
-        rows = [(row.where, row.fields) for row in read_rows(str(path), bad)]
-        assert repr(rows) == repr(kept)  # NaN is not equal to itself
+        found = [(row.where, row.value) for row in rows(str(path), bad)]
+        assert repr(found) == repr(kept)  # NaN is not equal to itself
         assert [where for where, _ in reasons] == named
         assert all(reason and "\n" not in reason for _, reason in reasons)
         outcomes.update(kept=len(kept), named=len(named), lines=len(lines))

@@ -12,7 +12,7 @@ from lm_experiments_tools.attention.kernels import choice, eager, sdpa
 from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
 from lm_experiments_tools.attention.kernels.operator import attend_in_graph
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, SegmentIds, validate
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.devices import has_kernels
 
@@ -86,7 +86,7 @@ def block_sparse_attention(
     layout: AnyLayout = None,
     bias: Bias | None = None,
     key_padding_mask: Tensor | None = None,
-    segment_ids: Segments | None = None,
+    segment_ids: SegmentIds | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,

@@ -14,7 +14,7 @@ from lm_experiments_tools.attention.kernels.bias import Bias, DistanceBias, valu
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout, cached, describe, resolve_layout
 from lm_experiments_tools.errors import UserError
 
-Segments = Tensor | tuple[Tensor, Tensor]
+SegmentIds = Tensor | tuple[Tensor, Tensor]  # for queries and keys alike, or `Segments`
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CACHED_BYTES = 1 << 22  # largest layout or causal mask that is cached for the next layer
@@ -40,7 +40,7 @@ class AttentionSpec(NamedTuple):
 
     mask: Tensor | None = None
     key_padding_mask: Tensor | None = None
-    segment_ids: Segments | None = None
+    segment_ids: SegmentIds | None = None
     bias: Bias | None = None
     layout: AnyLayout = None
     causal: bool = False
@@ -237,7 +237,7 @@ def check_bias(bias: Bias | None, q: Tensor, key_length: int, name: str = "bias"
             raise UserError(f"{name} is on {values_of(bias).device}, but q is on {q.device}.")
 
 
-def _check_segments(segment_ids: Segments | None, q: Tensor, key_length: int) -> tuple[Tensor, Tensor] | None:
+def _check_segments(segment_ids: SegmentIds | None, q: Tensor, key_length: int) -> tuple[Tensor, Tensor] | None:
     if segment_ids is None:
         return None
     pair = (segment_ids, segment_ids) if isinstance(segment_ids, Tensor) else segment_ids

@@ -14,21 +14,23 @@ all. Numbers are read as text, null as empty text.
 
 from __future__ import annotations
 
-import ast
-import json
 import logging
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.rows import BadRows, NamedClass, Row, read_rows
-from lm_experiments_tools.data.text.records import BadRecord, converted, field_of, text_of
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.data.text.records import (
+    BadRecord,
+    Record,
+    RejectedRecords,
+    converted,
+    field_of,
+    rows,
+    text_of,
+)
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,10 @@ SOURCE_FIELDS = ("s", "source", "input", "text", "article")
 TARGET_FIELDS = ("t", "target", "targets", "output", "summary")
 MRPC_FIELDS, MNLI_FIELDS = ("#1 String", "#2 String"), ("premise", "hypothesis")
 PAIR_FIELDS = (
-    MNLI_FIELDS,  # before the names of its tables, whose rows have both
+    MNLI_FIELDS,
     MRPC_FIELDS,
     ("question1", "question2"),  # QQP
-    ("sentence1", "sentence2"),  # STS-B, RTE, WNLI
+    ("sentence1", "sentence2"),  # STS-B, RTE, WNLI, MNLI's tables
     ("question", "sentence"),  # QNLI
 )
 SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
@@ -50,7 +52,7 @@ LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
 HIDDEN_LABELS = ("-1", "-1.0", "-", "", "nan", "NaN", "<NA>")
 _NULL = ("None", "nan", "NaT", "<NA>")
 _MULTI_HOT = {"0": False, "False": False, "1": True, "True": True}
-_WHOLE_NUMBER = re.compile(r"^(-?\d+)\.0+$")  # 1.0 for 1: what pandas writes if a label of the column is missing
+_WHOLE_NUMBER = re.compile(r"^(-?\d+)\.0+$")
 # Characters of lists, and other separators than commas, in a text that should name labels.
 _NO_NAMES = re.compile(r"[|;\n\[\]{}\"]|(^|,)\s*\(?'")
 _OTHER_FORMS = 'see "Other forms of rows" in docs/finetuning_data.md'
@@ -80,6 +82,9 @@ class Example:
     variants: tuple[str, ...] = ()
 
 
+# ---- sources with targets ----
+
+
 @dataclass(frozen=True)
 class TextFields:
     """Names of the fields of a row that hold the source text, the target text and the id.
@@ -87,25 +92,27 @@ class TextFields:
     Attributes:
         source, target, id: field names; None for the usual names, such as "source", "target" and "id".
         prefix: text that is put before every source.
+        columns: names of the columns of tables without a header, see `rows`.
     """
 
     source: str | None = None
     target: str | None = None
     prefix: str = ""
     id: str | None = None
+    columns: tuple[str, ...] = ()
 
-    def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
-        """Return the name and the value of the target field of a row, given its fields as a dict."""
-        key = self.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
-        return key, field_of(record, key)
+    def target_of(self, fields: dict[str, Any]) -> str:
+        """Return the name of the target field of a row."""
+        return self.target or ("targets" if "targets" in fields else _found(fields, TARGET_FIELDS, "--target_id"))
 
-    def has_target(self, row: Row) -> bool:
+    def has_target(self, row: Record) -> bool:
         """Return True if a row has a target, False if its target field is missing, null, an empty list or empty text.
 
         Test data without targets has them empty throughout.
         """
         try:
-            value = self.target_of(_texts_of(row))[1]
+            fields = _texts_of(row)
+            value = field_of(fields, self.target_of(fields))
         except BadRecord:
             return False
         if isinstance(value, list | tuple | np.ndarray):
@@ -114,94 +121,38 @@ class TextFields:
 
 
 def text_examples(
-    path: str, fields: TextFields, bad: BadRows, *, merge: bool, with_targets: bool = True
+    path: str, fields: TextFields, rejected: RejectedRecords, *, merge: bool, with_targets: bool = True
 ) -> Iterator[Example]:
     """Yield sources with their targets from a file or dataset, for models that generate text.
 
     Args:
-        path: file, dataset or rows in memory, see `read_rows`.
+        path: file, dataset or rows in memory, see `rows`.
         fields: names of the fields to read.
-        bad: counts and logs rows that cannot be used.
+        rejected: counts rows that cannot be used.
         merge: True to combine rows with the same id into one example with several targets, for evaluation.
         with_targets: False to ignore targets, as for test data.
 
     Raises:
         UserError: there are too many bad rows.
     """
+
+    def convert(row: Record) -> tuple[object, Example]:
+        """Key and example of a row: rows with equal keys are references of one example."""
+        texts = _texts_of(row)
+        key = fields.source or _found(texts, SOURCE_FIELDS, "--source_id")
+        source = text_in(texts, key)
+        targets = texts_in(texts, fields.target_of(texts)) if with_targets else ()
+        name = _name(row.value, fields.id, "id", "pid")
+        example = Example(fields.prefix + source, targets, name=name or str(row.number))
+        return (name, source) if name else row.number, example
+
     num_empty = number = 0
-    examples = converted(read_rows(path, bad), lambda row: _text_example(row, fields, with_targets), bad)
-    for example in _merged(examples) if merge else (example for _, example in examples):
+    found = converted(rows(path, rejected, fields.columns), convert, rejected)
+    for example in _merged(found) if merge else (example for _, example in found):
         number, num_empty = number + 1, num_empty + (example.targets[:1] == ("",))
         yield example
     if num_empty:
         logger.warning("%s: the target of %d of %d examples is empty", path, num_empty, number)
-
-
-def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[object, Example]:
-    """Example of a row, and its key: rows with equal keys are references of one example."""
-    record = _texts_of(row)
-    key = fields.source or _found(record, SOURCE_FIELDS, "--source_id")
-    source = text_in(record, key)
-    if "prefix" in record and "prefix" not in (key, fields.target):  # the task's name, as in simpletransformers
-        task = text_in(record, "prefix", may_be_empty=True).rstrip(" :")
-        source = f"{task}: {source}" if task else source
-    targets = texts_in(record, fields.target_of(record)[0]) if with_targets else ()
-    name = _name(row.fields, fields.id, "id", "pid")
-    example = Example(fields.prefix + source, targets, name=name or str(row.number))
-    return (name, source) if name else row.number, example
-
-
-def _is_null(value: Any) -> bool:
-    """True for None, NaN and pandas' values of the same meaning."""
-    return value is None or (not isinstance(value, str | list | tuple | dict | np.ndarray) and str(value) in _NULL)
-
-
-def text_in(record: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
-    """Return the text in a field of a row. A number becomes text, and null is empty text.
-
-    Raises:
-        BadRecord: the field is missing, is neither text nor a number, or is empty although it may not be.
-    """
-    value = field_of(record, key)
-    text = "" if _is_null(value) else str(value)
-    if text and not isinstance(value, str | int | float | np.generic):
-        parts = f" with {', '.join(map(repr, list(value)[:4]))}" if isinstance(value, dict) else ""
-        raise BadRecord(f"{key!r} is of type {type(value).__name__}{parts}, not text: {_OTHER_FORMS}")
-    return "" if may_be_empty and not text.strip() else text_of({key: text}, key)
-
-
-def _name(record: dict[str, Any], field: str | None, *usual: str) -> str:
-    """The value of this field; None: of the first usual one with a value, else empty."""
-    if field is None:
-        return next((str(record[key]) for key in usual if not _is_null(record.get(key))), "")
-    if _is_null(field_of(record, field)) or not str(record[field]).strip():
-        raise BadRecord(f"{field!r} is empty, and is to be the id")
-    return str(record[field])
-
-
-def _texts_of(row: Row) -> dict[str, Any]:
-    record = row.fields.get("translation", row.fields)
-    if not isinstance(record, dict):
-        raise BadRecord(f"'translation' is of type {type(record).__name__}, not an object of two texts")
-    return record
-
-
-def texts_in(record: dict[str, Any], key: str) -> tuple[str, ...]:
-    """Return the target texts in a field of a row: one text, which may be empty, or a list of them.
-
-    Raises:
-        BadRecord: the field is missing or null, the list is empty, or a target is neither text nor a number.
-    """
-    value = field_of(record, key)
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    texts = value if isinstance(value, list | tuple) else [value]
-    if key == "targets" and isinstance(value, str) and _list_in(value) is not None:
-        raise BadRecord("'targets' is a list written as text: write lists in JSON lines, or texts as 'target'")
-    if not texts:
-        raise BadRecord(f"{key!r} is an empty list of references")
-    if any(map(_is_null, texts)):
-        raise BadRecord(f'{key!r} is null, no target (an empty one is "")')
-    return tuple(text_in({key: text}, key, may_be_empty=True) for text in texts)
 
 
 def _merged(examples: Iterable[tuple[object, Example]]) -> Iterator[Example]:
@@ -213,12 +164,73 @@ def _merged(examples: Iterable[tuple[object, Example]]) -> Iterator[Example]:
     yield from found.values()
 
 
-def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
+def _texts_of(row: Record) -> dict[str, Any]:
+    texts = row.value.get("translation", row.value)
+    if not isinstance(texts, dict):
+        raise BadRecord(f"'translation' is of type {type(texts).__name__}, not an object of two texts")
+    return texts
+
+
+def texts_in(fields: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Return the target texts in a field of a row: one text, which may be empty, or a list of them.
+
+    Raises:
+        BadRecord: the field is missing or null, the list is empty, or a target is neither text nor a number.
+    """
+    value = field_of(fields, key)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    texts = value if isinstance(value, list | tuple) else [value]
+    if key == "targets" and isinstance(value, str) and value.lstrip()[:1] == "[":
+        raise BadRecord("'targets' is a list written as text: write lists in JSON lines, or texts as 'target'")
+    if not texts:
+        raise BadRecord(f"{key!r} is an empty list of references")
+    if any(map(_is_null, texts)):
+        raise BadRecord(f'{key!r} is null, no target (an empty one is "")')
+    return tuple(text_in({key: text}, key, may_be_empty=True) for text in texts)
+
+
+# ---- fields of any row ----
+
+
+def text_in(fields: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+    """Return the text in a field of a row. A number becomes text, and null is empty text.
+
+    Raises:
+        BadRecord: the field is missing, is neither text nor a number, or is empty although it may not be.
+    """
+    value = field_of(fields, key)
+    text = "" if _is_null(value) else str(value)
+    if text and not isinstance(value, str | int | float | np.generic):
+        parts = f" with {', '.join(map(repr, list(value)[:4]))}" if isinstance(value, dict) else ""
+        raise BadRecord(f"{key!r} is of type {type(value).__name__}{parts}, not text: {_OTHER_FORMS}")
+    if not text.strip() and not may_be_empty:
+        raise BadRecord(f"{key!r} is empty")
+    return text_of({key: text}, key) if text.strip() else ""
+
+
+def _name(fields: dict[str, Any], field: str | None, *usual: str) -> str:
+    """The value of this field; None: of the first usual one with a value, else empty."""
+    if field is None:
+        return next((str(fields[key]) for key in usual if not _is_null(fields.get(key))), "")
+    if _is_null(field_of(fields, field)) or not str(fields[field]).strip():
+        raise BadRecord(f"{field!r} is empty, and is to be the id")
+    return str(fields[field])
+
+
+def _found(fields: dict[str, Any], names: Sequence[str], flag: str) -> str:
     for name in names:
-        if name in record:
+        if name in fields:
             return name
-    found = ", ".join(map(repr, list(record)[:8])) or "none"
+    found = ", ".join(map(repr, list(fields)[:8])) or "none"
     raise BadRecord(f"no field {', '.join(names)} (there is {found}): name it by {flag}, or {_OTHER_FORMS}")
+
+
+def _is_null(value: Any) -> bool:
+    """True for None, NaN and pandas' values of the same meaning."""
+    return value is None or (not isinstance(value, str | list | tuple | dict | np.ndarray) and str(value) in _NULL)
+
+
+# ---- sentences with labels ----
 
 
 @dataclass(frozen=True)
@@ -231,6 +243,7 @@ class LabelFields:
         known: names of the sentence fields that the model was trained on, preferred to other fields.
         as_text: join the sentences and their names to one text, as an encoder-decoder reads them.
         several: a row may have any number of labels.
+        columns: names of the columns of tables without a header, see `rows`.
     """
 
     texts: tuple[str, ...] = ()
@@ -240,39 +253,37 @@ class LabelFields:
     known: tuple[str, ...] = ()
     as_text: bool = False
     several: bool = False
+    columns: tuple[str, ...] = ()
 
-    def texts_of(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the fields of a row, given as a dict, that hold its sentences."""
+    def texts_of(self, fields: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the fields of a row that hold its sentences."""
         if self.texts:
             return self.texts
         for names in (self.known, *PAIR_FIELDS):
-            if names and all(name in record for name in names):
+            if names and all(name in fields for name in names):
                 return names[::-1] if self.as_text and names is MNLI_FIELDS else names  # T5 sorts them by name
-        return (_found(record, SENTENCE_FIELDS, "--text_fields"),)
+        return (_found(fields, SENTENCE_FIELDS, "--text_fields"),)
 
-    def label_of(self, record: dict[str, Any]) -> Any:
-        """Return the value of the label field of a row, given as a dict."""
+    def label_of(self, fields: dict[str, Any]) -> Any:
+        """Return the value of the label field of a row."""
         usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
-        value = field_of(record, self.label or _found(record, usual, "--label_field"))
+        value = field_of(fields, self.label or _found(fields, usual, "--label_field"))
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
-    def names_in(self, record: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the names of all labels of a row that may have several.
+    def names_in(self, fields: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the names of all labels of a row.
 
-        A text is a list as JSON or Python writes it, or names with commas between them. A list of zeros and ones with
-        one item per known label marks the labels that apply, unless 0 or 1 is itself the name of a label.
+        If a row may have several, a text is names with commas between them. A list of zeros and ones with one item per
+        known label marks the labels that apply, unless 0 or 1 is itself the name of a label.
 
         Args:
-            record: fields of the row.
+            fields: fields of the row.
             known: names of all labels, in the order of their numbers; empty if they are not known yet.
         """
-        value = self.label_of(record)
-        listed = _list_in(value) if isinstance(value, str) else None
+        value = self.label_of(fields)
         if not self.several:
-            if listed is not None and value.strip() not in known:
-                raise BadRecord(f"the label {value!r} is a list: --task multi_label reads lists")
             return (_label_name(value, known),)
-        value = listed if listed is not None else _split(value, known) if isinstance(value, str) else value
+        value = _split(value, known) if isinstance(value, str) else value
         if not isinstance(value, list | tuple):
             raise BadRecord(f"the labels {value!r} are no list, nor text with commas between them")
         names = tuple(_label_name(label, known) for label in value)
@@ -282,70 +293,62 @@ class LabelFields:
             raise BadRecord(f"the labels {value!r} are multi-hot: name all labels by --label_names")
         return names
 
-    def has_label(self, row: Row, names: Sequence[str]) -> bool:
-        """Return True if a row has a label, False if its label field is missing, null, or one of `HIDDEN_LABELS`.
+    def has_label(self, row: Record, names: Sequence[str]) -> bool:
+        """Return True if a row has a label, False if its field is missing, null, or one of `HIDDEN_LABELS`.
 
         Args:
             row: the row to look at.
             names: names of the labels; if -1 is one of them, it counts as a label.
         """
         try:
-            value = self.label_of(row.fields)
+            return not _is_hidden(self.label_of(row.value), names)
         except BadRecord:
             return False
-        return not _is_hidden(value, names)
 
 
 @dataclass
 class SentenceNames:
     """Names of a row's sentence fields, used to check that all data of a run have the same fields.
 
-    The first row of a run determines the names.
-
     Attributes:
         names: names of the sentence fields of the first row; empty before it is read.
         where: position of the first row, for error messages.
         in_text: True if the names must be equal, because they are part of the model's input. False if only the number
             of sentences must be equal.
-        begun: paths of the files from which a row was checked.
     """
 
     names: tuple[str, ...] = ()
     where: str = ""
     in_text: bool = True
-    begun: set[str] = field(default_factory=set)
 
-    def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
-        """Return the names of a row's sentence fields, after comparing them with those of the first row.
-
-        Raises:
-            UserError: the first row of a file has other names, so the file as a whole does not fit.
-            BadRecord: a later row of a file has other names.
-        """
-        is_first = path not in self.begun
-        self.begun.add(path)
+    def check(self, names: tuple[str, ...], where: str) -> None:
+        """Compare the names of a row's sentence fields with those of the first row. Raises BadRecord."""
         if not self.names:
-            self.names, self.where = names, row.where
-        if len(names) == len(self.names) and (names == self.names or not self.in_text):
-            return names
-        here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
-        if not is_first:
-            raise BadRecord(f"{here}, where {self.where} has {there}")
-        raise UserError(f"{row.where} has {here}, {self.where} has {there}: select the same by --text_fields.")
+            self.names, self.where = names, where
+        if len(names) != len(self.names) or (names != self.names and self.in_text):
+            here, there = (
+                f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names)
+            )
+            raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
+
+
+def found_labels(path: str, fields: LabelFields, rejected: RejectedRecords) -> set[str]:
+    """Return the names of all labels in a file or dataset. Raises UserError if too many rows have no usable label."""
+    labels = converted(rows(path, rejected, fields.columns), lambda row: fields.names_in(row.value), rejected)
+    return {name for names in labels for name in names}
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
     """Sort label names: numbers by value, words alphabetically. The label "nan" counts as a word."""
     labels = sorted(labels)
     try:
-        numbers = {name: float(name) for name in labels}
+        return tuple(labels if "nan" in map(str.lower, labels) else sorted(labels, key=float))
     except ValueError:
         return tuple(labels)
-    return tuple(labels if any(map(math.isnan, numbers.values())) else sorted(labels, key=numbers.__getitem__))
 
 
 def plain_number(name: str) -> str:
-    """Return the name of a label as it is, or without decimals if it is a whole number: "1" for "1.0"."""
+    """Return the name of a label without the decimals of a whole number: "1" for "1.0", which pandas writes."""
     return _WHOLE_NUMBER.sub(r"\1", name)
 
 
@@ -354,51 +357,34 @@ def _is_hidden(value: Any, known: Sequence[str]) -> bool:
     return _is_null(value) or (str(value).strip() in HIDDEN_LABELS and {*known}.isdisjoint(HIDDEN_LABELS))
 
 
-def _list_in(text: str) -> list[Any] | tuple[Any, ...] | None:
-    """The list that a cell of a table holds, as JSON or as Python writes it (pandas); None for other text."""
-    for parse in (json.loads, ast.literal_eval) if text.lstrip()[:1] in ("[", "(") else ():
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            found = parse(text)
-            # Python concatenates adjacent strings, so a printed numpy array of strings would become one label.
-            if isinstance(found, list | tuple) and (parse is json.loads or repr(found) == text.strip()):
-                return found
-    return None
-
-
 def _split(text: str, known: Sequence[str]) -> list[str]:
     """Names of labels with commas between them."""
     names = [name for part in text.split(",") if (name := part.strip())]
     if _NO_NAMES.search(text) and not {*names} <= {*known}:
         raise BadRecord(
-            f"the labels {text!r} are neither a list of JSON nor names with commas between them: separate labels by "
-            "commas (not by | or ;), or name all labels by --label_names"
+            f"the labels {text!r} are no names with commas between them: separate labels by commas (not by | or ;), "
+            "write lists in JSON lines, or name all labels by --label_names"
         )
     return names
 
 
 def _label_name(value: Any, known: Sequence[str] = ()) -> str:
-    """The name of a label; of a `ClassLabel` its number, where that is `known` and the name is not."""
-    if isinstance(value, NamedClass):
-        return str(int(value)) if str(int(value)) in known and value.name not in known else value.name
     if _is_hidden(value, known):
         advice = "" if _is_null(value) else ", or name all labels by --label_names if this is one of them"
         raise BadRecord(f"no label ({value!r}): leave out the row{advice}")
-    if isinstance(value, (str, int)):  # True and False are ints
-        return str(value).strip()
-    if isinstance(value, float) and value.is_integer():  # what pandas makes of integers
-        return str(int(value))
+    if isinstance(value, (str, int)) or (isinstance(value, float) and value.is_integer()):  # True and False are ints
+        return plain_number(str(value).strip())
     raise BadRecord(f"the label {value!r} is neither a string nor an integer")
 
 
 def label_examples(
     path: str,
     fields: LabelFields,
-    bad: BadRows,
+    rejected: RejectedRecords,
     *,
     names: Sequence[str] = (),
     words: Sequence[str] | None = None,
     with_labels: bool = True,
-    found: dict[str, int] | None = None,
     sentences: SentenceNames | None = None,
 ) -> Iterator[Example]:
     """Read sentences, or pairs of sentences, with their labels from a file or dataset.
@@ -408,90 +394,50 @@ def label_examples(
     the nearest 0.2, as T5 did for STS-B, and written with one decimal.
 
     Args:
-        path: as `rows.read_rows`.
+        path: file, dataset or rows in memory, see `rows`.
         fields: names of the fields to read.
-        bad: counts and logs rows that cannot be used.
+        rejected: counts rows that cannot be used.
         names: the labels in the order of their numbers; empty if the labels are numbers to predict.
         words: target text of each label for an encoder-decoder (empty for numbers); None for an encoder.
         with_labels: False to ignore labels.
-        found: dict to fill with the labels and their numbers in order of appearance, if the labels are not known yet
-            (see `numbered`); None otherwise.
         sentences: names of the sentence fields that all data of the run must have; None for no check.
 
     Raises:
-        UserError: there are too many bad rows, or the sentence fields differ from those of other data.
+        UserError: there are too many bad rows.
     """
-    numbers = {name.strip(): number for number, name in enumerate(names)}
+    numbers = {plain_number(name.strip()): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
 
-    def label_of(row: Row) -> int | float | tuple[int, ...] | None:
-        return _label(row.fields, fields, numbers, found) if with_labels else None
-
-    def convert(row: Row) -> Example:
+    def convert(row: Record) -> Example:
         nonlocal rounded
-        keys = sentences.checked(fields.texts_of(row.fields), row, path)
-        texts = [text_in(row.fields, key) for key in keys]
-        label, name = label_of(row), _name(row.fields, fields.id, "id") or str(row.number)
+        keys = fields.texts_of(row.value)
+        sentences.check(keys, row.where)
+        texts = [text_in(row.value, key) for key in keys]
+        label = _label(row.value, fields, numbers) if with_labels else None
+        name = _name(row.value, fields.id, "id") or str(row.number)
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
         source = fields.prefix + t5_text(keys, texts)
-        if label is None or found is not None:
-            return Example(source, label=label, name=name)
+        if label is None:
+            return Example(source, name=name)
         target = words[label] if numbers else number_text(label)
         rounded += not numbers and float(target) != label
         return Example(source, (target,), label=label, name=name)
 
-    yield from converted(read_rows(path, bad), convert, bad)
+    yield from converted(rows(path, rejected, fields.columns), convert, rejected)
     if rounded:
         logger.warning("%s: %d labels are rounded to the nearest 0.2, as T5 did for STS-B", path, rounded)
 
 
-def _label(
-    record: dict[str, Any], fields: LabelFields, numbers: dict[str, int], found: dict[str, int] | None
-) -> int | float | tuple[int, ...]:
-    """The label or labels of a row as numbers: by `numbers`, or by `found`, which is extended; else a value."""
-    if found is None and not numbers:
+def _label(record: dict[str, Any], fields: LabelFields, numbers: dict[str, int]) -> int | float | tuple[int, ...]:
+    """The label or labels of a row as numbers; the value to predict if no label has a name."""
+    if not numbers:
         return _number(fields.label_of(record))
     names = fields.names_in(record, tuple(numbers))
-    if found is None:
-        chosen = {_class_number(name, numbers) for name in names}
-    else:
-        chosen = {found.setdefault(name, len(found)) for name in names}
-    return tuple(sorted(chosen)) if fields.several else chosen.pop()
-
-
-def numbered(
-    examples: Iterable[Example], found: Iterable[str], names: Sequence[str], words: Sequence[str] | None
-) -> Iterator[Example]:
-    """Yield examples with final label numbers, once all labels of the data are known.
-
-    `label_examples(..., found=found)` numbers labels in the order in which it finds them. This function replaces the
-    numbers by those that the labels have in `names`.
-
-    Args:
-        examples: examples with the numbers of `found`.
-        found: the labels in the order in which they were found.
-        names: the labels in the order of their final numbers.
-        words: target text of each label for an encoder-decoder; None for an encoder.
-    """
-    known = {name: number for number, name in enumerate(names)}
-    numbers = [_class_number(name, known) for name in found]
-    for example in examples:
-        if isinstance(example.label, tuple):
-            yield replace(example, label=tuple(sorted(numbers[label] for label in example.label)))
-            continue
-        label = numbers[example.label]
-        yield replace(example, label=label, targets=() if words is None else (words[label],))
-
-
-def _class_number(name: str, numbers: dict[str, int]) -> int:
-    """The number of a label. An unknown 1.0 is the label 1, and the other way round."""
-    if name not in numbers:
-        same = [known for known in numbers if plain_number(known) == plain_number(name)]
-        if len(same) == 1:
-            return numbers[same[0]]
-        raise BadRecord(f"the label {name!r} is none of {', '.join(list(numbers)[:20])}")
-    return numbers[name]
+    if unknown := [name for name in names if name not in numbers]:
+        raise BadRecord(f"the label {unknown[0]!r} is none of {', '.join(list(numbers)[:20])}")
+    chosen = tuple(sorted({numbers[name] for name in names}))
+    return chosen if fields.several else chosen[0]
 
 
 def _number(value: Any) -> float:

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.examples.examples import Example, text_in, texts_in
-from lm_experiments_tools.data.examples.rows import BadRows, Row
-from lm_experiments_tools.data.text.records import BadRecord, converted
+from lm_experiments_tools.data.text.records import BadRecord, Record, RejectedRecords, converted
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -161,14 +160,14 @@ class InstructionData:
 
 
 def instruction_examples(
-    data: InstructionData, names_file: str, bad: BadRows, num_tokens: Callable[[str], int], limit: int
+    data: InstructionData, names_file: str, rejected: RejectedRecords, num_tokens: Callable[[str], int], limit: int
 ) -> Iterator[Example]:
     """Yield the instances (single inputs with targets) of Super-Natural-Instructions tasks, task by task.
 
     Args:
         data: folder, split and prompt settings.
         names_file: file of the split that lists the tasks, train_tasks.txt or test_tasks.txt.
-        bad: counts and logs instances that cannot be used.
+        rejected: counts instances that cannot be used.
         num_tokens: function that returns the number of tokens of a source.
         limit: maximum tokens per source.
 
@@ -181,9 +180,9 @@ def instruction_examples(
         for parts in data.parts:
             _check_room(task, parts, num_tokens, limit)
         instances = task["Instances"][: data.max_instances]
-        rows = (Row(f"{path}, instance {number + 1}", value, number) for number, value in enumerate(instances))
+        rows = (Record(item, f"{path}, instance {n + 1}", 0, b"", n) for n, item in enumerate(instances))
         # Bound now: the generator is used up before the next task is read.
-        yield from converted(rows, lambda row, task=task: _example(row, task, data.parts, fits), bad)
+        yield from converted(rows, lambda row, task=task: _example(row, task, data.parts, fits), rejected)
 
 
 def _task_files(data: InstructionData, names_file: str) -> list[Path]:
@@ -233,8 +232,8 @@ def _check_room(task: dict[str, Any], parts: PromptParts, num_tokens: Callable[[
         raise UserError(f"the prompt of {task['Task']} has {length} tokens without an input: raise --input_seq_len.")
 
 
-def _example(row: Row, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:
-    instance: Any = row.fields
+def _example(row: Record, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:
+    instance: Any = row.value
     if not isinstance(instance, dict):
         raise BadRecord(f"of type {type(instance).__name__}, not an object")
     for key in ("input", "output"):

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.ragged import RaggedBuilder
-from lm_experiments_tools.data.examples.rows import BadRows
-from lm_experiments_tools.data.text.records import records
+from lm_experiments_tools.data.examples.dataset import RaggedBuilder
+from lm_experiments_tools.data.text.records import RejectedRecords, records
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class TokenCounts:
         return self.num_truncated > 0 or self.has_many_unknown
 
 
-def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.ndarray:
+def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: RejectedRecords) -> np.ndarray:
     """Tokenize documents with a Hugging Face tokenizer and append the end-of-text token to each.
 
     Args:
@@ -117,7 +116,8 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> np.nda
         ids = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         builder.extend([*row, end] for row in ids)
         unknown.add(ids)
-    bad.report()
+    if bad.count > 1:
+        logger.warning("%s", bad)
     if unknown.unknown:
         level = logging.WARNING if unknown.has_many_unknown else logging.INFO
         logger.log(level, "%s", unknown.describe_unknown(", ".join(inputs)))

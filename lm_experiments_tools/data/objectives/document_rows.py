@@ -10,19 +10,19 @@ has 6 tokens besides [CLS] and [SEP], so the first document is cut into two chun
     input_ids      1 17 18 19  2  1 31  2        attention_mask  1 1 1 1 1 1 1 1
     segment_ids    1  1  1  1  1  2  2  2
 
-The lengths that share a row are computed once, by best-fit decreasing on the histogram of lengths (Krell et al.,
-"Efficient Sequence Packing without Cross-contamination", https://arxiv.org/abs/2107.02027, section 3). Each epoch
+The lengths that share a row are computed once, on the histogram of lengths (`packing.pack_counts`). Each epoch
 permutes the rows, and exchanges chunks of equal length.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lm_experiments_tools.data.objectives.token_rows import CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import draw_integers, permute, stream_key
+from lm_experiments_tools.data.packing import Patterns, Segments, pack_counts
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 
@@ -30,57 +30,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
 _VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
-
-
-class Patterns(NamedTuple):
-    """Result of packing documents into rows. A pattern is a combination of chunk lengths that fill one row.
-
-    A chunk is a document, or a part of a document that is longer than a row.
-
-    Attributes:
-        lengths: int64, the chunk lengths of all patterns, one pattern after the other.
-        sizes: int64[number of patterns], number of chunks of each pattern.
-        counts: int64[number of patterns], number of rows that have each pattern.
-    """
-
-    lengths: np.ndarray
-    sizes: np.ndarray
-    counts: np.ndarray
-
-
-def pack_lengths(counts: np.ndarray, width: int) -> Patterns:
-    """Pack documents into rows by best-fit decreasing: long ones first, each into the fullest row with enough space.
-
-    Documents longer than a row are cut into chunks before.
-
-    Args:
-        counts: int64[width + 1], number of chunks of each length.
-        width: tokens per row.
-
-    Returns:
-        The combinations of lengths that share a row, and the number of rows of each.
-    """
-    open_rows: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(width + 1)]  # by free tokens
-    for length in range(width, 0, -1):
-        left, free = int(counts[length]), length
-        while left and free <= width:
-            if not open_rows[free]:
-                free += 1
-                continue
-            pattern, rows = open_rows[free].pop()
-            fitting = min(free // length, left)  # of this length in one row
-            taken = min(rows, left // fitting)
-            if taken < rows:
-                open_rows[free].append((pattern, rows - taken))
-            open_rows[free - fitting * length].append((pattern + (length,) * fitting, taken))
-            left -= fitting * taken
-        most = width // length
-        for size, rows in ((most, left // most), (left % most, 1)):
-            if size and rows:
-                open_rows[width - size * length].append(((length,) * size, rows))
-    found = [group for groups in open_rows for group in groups]
-    columns = [n for pattern, _ in found for n in pattern], [len(p) for p, _ in found], [rows for _, rows in found]
-    return Patterns(*(np.array(column, np.int64) for column in columns))
 
 
 class DocumentRows:
@@ -123,7 +72,7 @@ class DocumentRows:
         self._first_of_length = np.cumsum(self._of_length) - self._of_length
         used = np.flatnonzero(self._of_length)
         alone = Patterns(used, np.ones_like(used), self._of_length[used])
-        self._patterns = pack_lengths(self._of_length, width) if packed else alone
+        self._patterns = pack_counts(self._of_length, width) if packed else alone
         self._row_ends = np.cumsum(self._patterns.counts)
         self._first_place = np.cumsum(self._patterns.sizes) - self._patterns.sizes
         self._first_chunk = self._chunks_of_places()
@@ -179,22 +128,15 @@ class DocumentRows:
             UserError: a token id is outside the vocabulary.
         """
         sizes, begins, lengths = self._chunks_of(epochs, rows)
-        row, first = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        corner = row * self.width + starts - np.repeat(starts[first], sizes)  # the cell of each [CLS]
-        place = np.arange(ends[-1]) - np.repeat(starts, lengths)
-        cell = np.repeat(corner, lengths) + place
-        is_text = (place > 0) & (place < np.repeat(lengths - 1, lengths))
-        text = np.asarray(self.tokens.tokens)[(np.repeat(begins - 1, lengths) + place)[is_text]]
+        segments = Segments(sizes, lengths, self.width)
+        is_text = (segments.places > 0) & (segments.places < np.repeat(lengths - 1, lengths))
+        text = np.asarray(self.tokens.tokens)[(np.repeat(begins - 1, lengths) + segments.places)[is_text]]
         check_ids(text, self.vocab_size)
-        ids = np.full(len(sizes) * self.width, self.pad_id, np.int64)
-        ids[cell[is_text]], ids[corner], ids[corner + lengths - 1] = text, self.cls_id, self.sep_id
-        segments = np.zeros_like(ids)
-        segments[cell] = np.repeat(np.arange(len(row)) - first[row] + 1, lengths)
-        shape = (len(sizes), self.width)
-        batch = {"input_ids": ids.reshape(shape), "attention_mask": (segments > 0).astype(np.int64).reshape(shape)}
-        return {**batch, "segment_ids": segments.reshape(shape)} if self.packed else batch
+        ids = np.full(len(segments.cells), self.sep_id, np.int64)
+        ids[is_text], ids[segments.cu_seqlens[:-1]] = text, self.cls_id
+        numbers = segments.ids()
+        batch = {"input_ids": segments.filled(ids, self.pad_id), "attention_mask": (numbers > 0).astype(np.int64)}
+        return {**batch, "segment_ids": numbers} if self.packed else batch
 
     def maps(self) -> tuple[np.ndarray, ...]:
         """Return the memory-mapped arrays that the rows are read from."""

@@ -8,7 +8,7 @@ existing file or folder belong to the path.
 import glob
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -18,11 +18,6 @@ from lm_experiments_tools.files import hash_of_ends
 
 DATA_SUFFIXES = (".parquet", ".arrow")
 _PARQUET_ROWS = 1000  # read together; the default, the rows of the first row group, may be 0
-
-
-def is_data_file(path: str) -> bool:
-    """Return True for a file name that only the `datasets` package can read, such as a .parquet file."""
-    return path.lower().endswith(DATA_SUFFIXES)
 
 
 def split_name(item: str) -> tuple[str, str | None, str]:
@@ -38,6 +33,12 @@ def split_name(item: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
+def with_split(item: str, split: str) -> str:
+    """Return the name `name[:config][:split]` of a dataset with this split if it names none."""
+    name, config, _ = split_name(item)
+    return item if item[len(name) :].count(":") > 1 else f"{name}:{config or ''}:{split}"
+
+
 def is_local(item: str) -> bool:
     """Return True for a Hugging Face dataset on disk, False for one of the hub."""
     return os.path.exists(split_name(item)[0])
@@ -47,6 +48,16 @@ def class_names(features: Mapping[str, Any] | None) -> dict[str, list[str]]:
     """Return the class names of each `ClassLabel` column of a dataset, and of each list of such labels."""
     columns = {name: getattr(feature, "feature", feature) for name, feature in (features or {}).items()}
     return {name: feature.names for name, feature in columns.items() if getattr(feature, "names", None)}
+
+
+def with_class_names(fields: dict[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Replace the class numbers of a row by the names of their classes, `class_names`; -1 and null are none."""
+    for column, names in classes.items():
+        value = fields.get(column)
+        found = value if isinstance(value, list) else [value]
+        found = [names[n] if isinstance(n, int) and 0 <= n < len(names) else n for n in found]
+        fields[column] = found if isinstance(value, list) else found[0]
+    return fields
 
 
 @lru_cache(maxsize=16)  # to find the files of a dataset on the hub takes seconds, and each shard would pay for it
@@ -96,7 +107,7 @@ def num_shards(item: str) -> int:
 
 
 def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one shard (file) of a Hugging Face dataset in order.
+    """Yield the rows of one shard (file) of a Hugging Face dataset in order, with the names of their classes.
 
     Args:
         item: `name[:config][:split]`.
@@ -112,11 +123,11 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
     column = column if column in (dataset.column_names or ()) else column.partition(".")[0]
     if column in (dataset.column_names or ()):
         dataset = load_streaming(item, column).select_columns([column])
-    number = skip
+    number, classes = skip, class_names(dataset.features)
     try:
         for row in (dataset if os.path.isfile(item) else dataset.shard(dataset.num_shards, shard)).skip(skip):
             number += 1
-            yield row
+            yield with_class_names(row, classes)
     except (ValueError, EOFError, zlib.error) as error:  # Arrow's own errors are ValueErrors
         raise UserError(
             f"shard {shard} of the dataset {item} is damaged after row {number}: {first_line(error)}"

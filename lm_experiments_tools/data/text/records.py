@@ -1,23 +1,42 @@
-"""Read records of text, and count and limit those that cannot be used.
+"""Read rows of any file or dataset, and count and limit those that cannot be used.
 
-A record is a line of a JSON-lines file, a block of lines between blank lines of a text file (or each of its lines), or
-a row of a Hugging Face dataset. A record that cannot be used becomes a `Rejected`: it has broken JSON, lacks the text
-key, has invalid UTF-8, or the like. By default 100 records may be rejected, or 0.1 % of the records read if that is
-more. Records with an empty text or null are dropped and not limited.
+| kind of a shard (sources.py) | a row is |
+|---|---|
+| json | a line with a JSON object |
+| list | an object of the JSON list |
+| table, `.csv` | a record (RFC 4180); the header decides the delimiter: a comma, semicolon, tab or bar |
+| table, `.tsv` | a line, split at tabs; quotation marks are text, as in GLUE's files |
+| text, lines | a document: the lines between blank lines, or each line |
+| dataset | a row of a Hugging Face dataset; numbers of classes become their names |
+
+`rows` yields rows of fine-tuning data, and `read_shard` texts of a corpus. A row that cannot be used becomes a
+`Rejected`: it has broken JSON, lacks the text key, has invalid UTF-8, or the like. By default 100 rows may be
+rejected, or 0.1 % of those read if that is more. Rows with an empty text or null are dropped and not limited.
 """
 
+import csv
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.sources import Shard, list_inputs, open_decompressed, plan_shards, skip_line
+from lm_experiments_tools.data.text.sources import (
+    PythonRows,
+    Shard,
+    endings,
+    kind_of,
+    list_inputs,
+    open_decompressed,
+    plan_shards,
+    shards_of,
+    skip_line,
+)
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 
@@ -26,10 +45,12 @@ T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
 NO_LIMIT = sys.maxsize
-NO_KEY, OF_TYPE = "no key", "is of type"  # in the reasons for records without a text under the key
+_NO_KEY, _OF_TYPE = "no key", "is of type"  # in the reasons for records without a text under the key
 _NO_LIST = "a JSON list, not an object: write one object a line (jq -c '.[]' texts.json > texts.jsonl)"
+_NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
 _MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
 _MIN_HOPELESS = 10_000
+_LOGGED = 10  # rejected rows of fine-tuning data that are named one by one
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_COUNTED_BYTES = 256 << 20  # read to number a line: a fraction of a second
@@ -45,11 +66,7 @@ class BadRecord(Exception):
 
 
 class Rejected(NamedTuple):
-    """A record of the text that cannot be used, with its position and the reason.
-
-    Attributes:
-        line: line number in the shard (part of the file), from 1; 0 if `path` contains the position.
-    """
+    """A record that cannot be used, with its position (see `Record`) and the reason."""
 
     path: str
     line: int
@@ -68,24 +85,28 @@ class Rejected(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of the input (a line or document), with its position: its text only, or all of its fields.
+    """A row of the input (a line or document), with its position: its text only, or all of its fields.
 
     Attributes:
+        line: line number in the shard, from 1, or number of the row of a dataset; 0 if `path` contains the position.
         raw: the JSON line; empty for other kinds of files.
+        number: number of the row in its file or dataset, from 0, where rejected rows count too. Only `rows` sets it.
     """
 
     value: Any
     path: str
     line: int
     raw: bytes = b""
+    number: int = 0
+
+    @property
+    def where(self) -> str:
+        """Position of the record (file and line), for messages."""
+        return f"{self.path}:{self.line}" if self.line else self.path
 
     def rejected(self, error: BadRecord) -> Rejected:
         """Return the `Rejected` that reports this record as unusable, with the error as its reason."""
-        return _rejected(self.path, self.line, self.raw, error)
-
-
-def _rejected(path: str, line: int, raw: bytes, error: BadRecord) -> Rejected:
-    return Rejected(path, line, str(error), excerpt(raw), error.is_empty)
+        return Rejected(self.path, self.line, str(error), excerpt(self.raw), error.is_empty)
 
 
 def allowed(limit: int | None, lines: int) -> int:
@@ -117,20 +138,21 @@ class RejectedRecords:
             None to count them only.
         of_part: True if the records are of one part of the text. With `limit` None, reading then stops only if most of
             very many records are rejected, because the default limit is for the whole text.
+        of_rows: True for rows of fine-tuning data, which have no --text_key. The first rejected ones are logged.
+        quiet: True to log none, because another reading of the same rows does.
 
     Attributes:
         count, lines: rejected records, and all records read.
         first: "file:line: reason" of the first rejected record, or "".
         num_empty: empty records, which are not in `count`.
-        names_key_flag: True if the flag --text_key selects the key of the text, so that error messages may mention it.
     """
 
-    names_key_flag = True
-
-    def __init__(self, limit: int | None, path: Any = None, *, of_part: bool = False):
+    def __init__(
+        self, limit: int | None, path: Any = None, *, of_part: bool = False, of_rows: bool = False, quiet: bool = False
+    ):
         self.limit, self.path, self._of_part = limit, None if path is None else Path(path), of_part
         self.count = self.lines = self.num_empty = 0
-        self.first, self._lacks_key = "", False
+        self.first, self._lacks_key, self._of_rows, self._quiet = "", False, of_rows, quiet
         self._file: TextIO | None = None
         if self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -140,19 +162,16 @@ class RejectedRecords:
         self.lines += number
 
     def add(self, where: str, reason: str) -> None:
-        """Count a record that cannot be used. Raises TooManyRejected above the limit.
-
-        Args:
-            where: position of the record, "file:line".
-            reason: why it cannot be used.
-        """
+        """Count a record that cannot be used, at the position "file:line". Raises TooManyRejected above the limit."""
         self.count += 1
         self.lines += 1
         self.first = self.first or f"{where}: {reason}"
-        self._lacks_key = self._lacks_key or reason.startswith(NO_KEY) or f" {OF_TYPE} " in reason
+        self._lacks_key = self._lacks_key or reason.startswith(_NO_KEY) or f" {_OF_TYPE} " in reason
         is_part = self._of_part and self.limit is None
         if self.count > (max(_MIN_HOPELESS, self.lines // 2) if is_part else allowed(self.limit, self.lines)):
             raise self.error()
+        if self._of_rows and not self._quiet and self.count <= _LOGGED:
+            logger.warning("left out %s: %s", where, reason)
 
     def reject(self, rejected: Rejected) -> None:
         """List and count a record that cannot be used. Raises TooManyRejected above the limit.
@@ -171,17 +190,16 @@ class RejectedRecords:
 
     def error(self) -> TooManyRejected:
         """Build the error for too many rejected records."""
+        listed = "" if self.path is None else f"; they are listed in {self.path}"
+        advice = "" if self.path is None and not self._of_rows else ": fix them or allow more with --max_bad_lines"
         message = f"{too_many(self.limit, self.count, self.lines)}, the first is {self.first}"
-        if self.path is None:
-            return TooManyRejected(f"{message}{self.remedy}")
-        listed = f"they are listed in {self.path}: fix them or allow more with --max_bad_lines"
-        return TooManyRejected(f"{message}; {listed}{self.remedy}")
+        return TooManyRejected(f"{message}{listed}{advice}{self.remedy}")
 
     @property
     def remedy(self) -> str:
         """Advice for error messages if a record had no text under the key; otherwise ""."""
         advice = "; name the key of the text by --text_key (meta.text: the key text of the object meta)"
-        return advice if self.names_key_flag and self._lacks_key else ""
+        return advice if self._lacks_key and not self._of_rows else ""
 
     def close(self) -> None:
         """Close the file that lists the rejected records."""
@@ -207,10 +225,13 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{rejected.remedy}")
 
 
+# ---- readers of whole inputs ----
+
+
 def records(
     paths: Sequence[str], key: str | None, rejected: RejectedRecords, document_per_line: bool = False
 ) -> Iterator[Record]:
-    """Yield all records (lines, documents or rows) of all inputs, in order.
+    """Yield all records (lines, documents or rows) of all inputs of a corpus, in order.
 
     Args:
         paths: files, folders and datasets (see sources.py).
@@ -232,6 +253,29 @@ def records(
         logger.info("%d empty texts left out", rejected.num_empty)
     if not found:
         raise no_documents(paths, rejected)
+
+
+def rows(source: str, rejected: RejectedRecords, columns: Sequence[str] = ()) -> Iterator[Record]:
+    """Yield all rows of one file, dataset or `PythonRows`, with all fields as a dict in `Record.value`.
+
+    Args:
+        source: what `sources.file_of_split` returns.
+        rejected: counts the rows that cannot be used.
+        columns: names of the columns of tables without a header, whose first line has none of these names.
+
+    Raises:
+        UserError: a file is damaged, or too many rows are rejected.
+    """
+    if isinstance(source, PythonRows):
+        found: Iterable[Record | Rejected] = _python_rows(source)
+    else:
+        shards = shards_of(source, kind_of(source) or "dataset")
+        found = chain.from_iterable(read_shard(shard, None, columns=columns) for shard in shards)
+    for number, item in enumerate(found):
+        if isinstance(item, Rejected):
+            rejected.reject(item)
+        else:
+            yield Record(item.value, item.path, item.line, b"", number)
 
 
 def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: RejectedRecords) -> Iterator[T]:
@@ -256,7 +300,7 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
 
 
 def read_shard(
-    shard: Shard, key: str | None = "text", skip: int = 0, max_bytes: int | None = None
+    shard: Shard, key: str | None = "text", skip: int = 0, max_bytes: int | None = None, columns: Sequence[str] = ()
 ) -> Iterator[Record | Rejected]:
     """Yield the records of a shard (a part of a file or dataset) in order.
 
@@ -265,24 +309,40 @@ def read_shard(
         key: key of the text in a JSON object or row; None returns all fields as a dict.
         skip: number of records to skip.
         max_bytes: longer records are rejected; None for MAX_DOCUMENT_BYTES.
+        columns: see `rows`.
     """
     if shard.kind == "dataset":
-        return _dataset_records(shard, key, skip)
-    read = _json_records if shard.kind == "json" else _text_records
-    return islice(read(shard, key, max_bytes), skip, None)
+        found = _dataset_records(shard, key or "", skip)
+    elif shard.kind == "table":
+        found = islice(_table_records(shard, columns), skip, None)
+    else:
+        read = {"json": _json_records, "list": _list_records}.get(shard.kind, _text_records)
+        found = islice(read(shard, max_bytes), skip, None)
+    is_text = shard.kind in ("text", "lines")  # whose lines are checked already
+    for item in found:
+        if key is None or isinstance(item, Rejected):
+            yield item
+            continue
+        if is_text:
+            yield Record(item.value["text"], item.path, item.line)
+            continue
+        try:
+            yield Record(text_of(item.value, key), item.path, item.line, item.raw)
+        except BadRecord as error:
+            yield item.rejected(error)
 
 
-def _json_records(shard: Shard, key: str | None, max_bytes: int | None) -> Iterator[Record | Rejected]:
+# ---- readers of each kind ----
+
+
+def _json_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Rejected]:
     for number, line in read_lines(shard, max_bytes):
         if not line.strip():
             continue
         try:
-            fields = parse_object(line, max_bytes)
-            value = fields if key is None else text_of(fields, key)
+            yield Record(parse_object(line, max_bytes), shard.path, number, line)
         except BadRecord as error:
-            yield _rejected(shard.path, number, line, error)
-        else:
-            yield Record(value, shard.path, number, line)
+            yield Record(None, shard.path, number, line).rejected(error)
 
 
 def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
@@ -297,6 +357,136 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise BadRecord(_NO_LIST if isinstance(fields, list) else f"a JSON {type(fields).__name__}, not an object")
     return fields
+
+
+def _list_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Rejected]:
+    try:
+        found = json.loads(b"".join(line for _, line in read_lines(shard, max_bytes)))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{shard.path} begins as a list of JSON, which it is not ({error}): fix it.") from None
+    for number, item in enumerate(found):
+        where = f"{shard.path}, element {number}"
+        is_row = isinstance(item, dict)
+        yield Record(item, where, 0) if is_row else Rejected(where, 0, f"a JSON {type(item).__name__}, not an object")
+
+
+def _table_records(shard: Shard, columns: Sequence[str]) -> Iterator[Record | Rejected]:
+    lines = (line.decode("utf-8", "surrogateescape") for _, line in read_lines(shard))
+    if endings(shard.path)[0] == ".csv":
+        header = next(lines, "")
+        delimiter = max(",;\t|", key=re.sub('"[^"]*"', "", header).count)
+        found = _csv_records(shard.path, chain([header], lines), delimiter)
+    else:
+        found = ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
+    names: Sequence[str] = ()
+    for line, values in found:
+        if isinstance(values, str):
+            yield Rejected(shard.path, line, values)
+            continue
+        if not names:
+            has_header = not columns or not {*columns}.isdisjoint(map(str.strip, values))
+            names = _column_names(shard.path, values) if has_header else columns
+            if has_header:
+                continue
+        text = "".join(values)
+        if not text.isascii() and _SURROGATE.search(text):
+            yield Rejected(shard.path, line, _NOT_UTF8)
+        elif not text.strip():
+            if len(values) > 1:  # a row of empty cells, unlike a blank line, counts as one
+                yield Rejected(shard.path, line, "is empty", is_empty=True)
+        elif len(values) < len(names) or "".join(values[len(names) :]).strip():  # empty cells may fill a row up
+            yield Rejected(shard.path, line, f"{len(values)} columns, where the first line has {len(names)}")
+        else:  # pandas gives its index no name
+            fields = {name: value for name, value in zip(names, values, strict=False) if name}
+            yield Record(fields, shard.path, line)
+
+
+def _csv_records(path: str, lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+    """First line, and values or reason of rejection, of each record, which may go over several lines."""
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)  # of the process; the default of 128 KiB is less than a SCROLLS input
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        first = reader.line_num + 1
+        try:
+            yield first, next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                raise UserError(f"{path}:{first}: a quotation mark of this record is never closed: fix it.") from None
+            yield first, f"not valid csv: {error}"
+
+
+def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
+    """Column names, "" for unnamed columns; trailing unnamed columns are dropped."""
+    if unusable_characters("".join(values)):
+        raise UserError(f"{path}: its first line is {_NOT_UTF8}.")
+    names = tuple(value.strip() for value in values)
+    while names and not names[-1]:
+        names = names[:-1]
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
+        raise UserError(f"{path} names a column twice in its first line ({', '.join(named)}): rename one.")
+    return names
+
+
+def _text_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Rejected]:
+    block: list[str] = []
+    start = size = 0
+    for number, line in read_lines(shard, max_bytes):
+        is_blank = not line.strip()
+        if is_blank or shard.kind == "lines":
+            if block:
+                yield Record({"text": "\n".join(block)}, shard.path, start)
+            block, size = [], 0
+        if is_blank:
+            continue
+        was_too_long, size = too_long(size, max_bytes), size + len(line)
+        if reason := too_long(size, max_bytes):  # the whole document is rejected, and reported once
+            if not was_too_long:
+                yield Rejected(shard.path, start if block else number, f"{reason} by blank lines", excerpt(line))
+            block = []
+            continue
+        try:
+            text = _usable_line(line, max_bytes)
+        except BadRecord as error:
+            yield Record(None, shard.path, number, line).rejected(error)
+            continue
+        start = start if block else number
+        block.append(text)
+    if block:
+        yield Record({"text": "\n".join(block)}, shard.path, start)
+
+
+def _usable_line(line: bytes, max_bytes: int | None) -> str:
+    text = decoded(line, max_bytes).rstrip("\r\n")
+    if not text.strip():
+        raise BadRecord("is empty", is_empty=True)
+    if reason := unusable_characters(text):
+        raise BadRecord(reason)
+    return text
+
+
+def _dataset_records(shard: Shard, column: str, skip: int) -> Iterator[Record]:
+    for number, fields in enumerate(hf_datasets.read_shard(shard.path, shard.start, column, skip), skip + 1):
+        yield Record(fields, shard.path, number)
+
+
+def _python_rows(source: PythonRows) -> Iterator[Record]:
+    found = source.rows
+    classes = hf_datasets.class_names(getattr(found, "features", None))  # of a Hugging Face dataset
+    if hasattr(found, "notna"):  # of pandas, whose missing cells become None
+        found = found.astype(object).where(found.notna(), None).to_dict("records")
+    for of_table in ("to_dicts", "to_pylist"):  # of polars and pyarrow
+        found = getattr(found, of_table)() if hasattr(found, of_table) else found
+    for number, fields in enumerate(found):
+        where = f"{source}, row {number}"
+        if not isinstance(fields, Mapping):
+            raise UserError(f"{where} is of type {type(fields).__name__}, not a dict.")
+        yield Record(hf_datasets.with_class_names(dict(fields), classes), where, 0)
+
+
+# ---- lines and fields ----
 
 
 def decoded(line: bytes, max_bytes: int | None = None) -> str:
@@ -323,14 +513,14 @@ def field_of(fields: dict[str, Any], key: str) -> Any:
     if inner and outer in fields and isinstance(fields[outer], dict | None):
         return None if fields[outer] is None else field_of(fields[outer], inner)
     keys = ", ".join(repr(name) for name in list(fields)[:8])
-    raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
+    raise BadRecord(f"{_NO_KEY} {key!r} (there is {keys or 'none'})")
 
 
 def text_of(fields: dict[str, Any], key: str) -> str:
     """Return the text in a record's field. Raises BadRecord if the field is missing or has no usable text."""
     text = field_of(fields, key)
     if text is not None and not isinstance(text, str):
-        raise BadRecord(f"{key!r} {OF_TYPE} {type(text).__name__}, not a string")
+        raise BadRecord(f"{key!r} {_OF_TYPE} {type(text).__name__}, not a string")
     if not text or not text.strip():
         raise BadRecord(f"{key!r} is empty", is_empty=True)
     if reason := unusable_characters(text):
@@ -345,59 +535,6 @@ def unusable_characters(text: str) -> str:
     if not text.isascii() and _SURROGATE.search(text):
         return "contains half of a surrogate pair"
     return ""
-
-
-def _text_records(shard: Shard, key: str | None, max_bytes: int | None) -> Iterator[Record | Rejected]:
-    block: list[str] = []
-    start = size = 0
-
-    def record() -> Record:
-        text = "\n".join(block)
-        return Record({"text": text} if key is None else text, shard.path, start)
-
-    for number, line in read_lines(shard, max_bytes):
-        is_blank = not line.strip()
-        if is_blank or shard.kind == "lines":
-            if block:
-                yield record()
-            block, size = [], 0
-        if is_blank:
-            continue
-        was_too_long, size = too_long(size, max_bytes), size + len(line)
-        if reason := too_long(size, max_bytes):  # the whole document is rejected, and reported once
-            if not was_too_long:
-                yield Rejected(shard.path, start if block else number, f"{reason} by blank lines", excerpt(line))
-            block = []
-            continue
-        try:
-            text = _usable_line(line, max_bytes)
-        except BadRecord as error:
-            yield _rejected(shard.path, number, line, error)
-            continue
-        start = start if block else number
-        block.append(text)
-    if block:
-        yield record()
-
-
-def _usable_line(line: bytes, max_bytes: int | None) -> str:
-    text = decoded(line, max_bytes).rstrip("\r\n")
-    if not text.strip():
-        raise BadRecord("is empty", is_empty=True)
-    if reason := unusable_characters(text):
-        raise BadRecord(reason)
-    return text
-
-
-def _dataset_records(shard: Shard, key: str | None, skip: int) -> Iterator[Record | Rejected]:
-    rows = hf_datasets.read_shard(shard.path, shard.start, key or "", skip)
-    for number, fields in enumerate(rows, skip + 1):
-        try:
-            value = fields if key is None else text_of(fields, key)
-        except BadRecord as error:
-            yield Rejected(shard.path, number, str(error), repr(fields)[:_EXCERPT], error.is_empty)
-        else:
-            yield Record(value, shard.path, number)
 
 
 def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:

@@ -1,8 +1,9 @@
-"""Find the input files of a tokenization or run, and cut them into shards (parts) for parallel work.
+"""Find the files and datasets that are named as input, and cut them into shards (parts) for parallel work.
 
 | input | read as |
 |---|---|
-| `.jsonl`, `.json`, `.ndjson` | JSON lines |
+| `.jsonl`, `.ndjson`, `.json` | JSON lines; a `.json` that begins with `[`: one list of objects |
+| `.csv`, `.tsv` | a table, whose first line names its columns |
 | `.txt` | text, with blank lines between documents, or a document on each line |
 | the same with `.gz`, `.bz2`, `.xz`, `.zst` | the same, decompressed (`.zst` needs pyarrow) |
 | `.parquet`, `.arrow` | rows of a Hugging Face dataset, streamed |
@@ -10,9 +11,10 @@
 | `folder::split` | the files of one split in a folder |
 | `name[:config][:split]` | a dataset of the hub, or a clone of its repository (Parquet files with a README.md) |
 
-A file belongs to the split that its name, or that of a folder above it, has as a word (train-00000-of-00002.parquet,
-validation/data.txt). Without `::split`, a folder with files of `train` is read without those of other splits.
-Suffixes may be in upper case. Hidden files and files that this program wrote are ignored.
+A file of a corpus belongs to the split that its name, or that of a folder above it, has as a word
+(train-00000-of-00002.parquet, validation/data.txt). Without `::split`, a folder with files of `train` is read without
+those of other splits. In fine-tuning the file of a split has its name alone (`file_of_split`). Suffixes may be in
+upper case. Hidden files and files that this program wrote are ignored.
 """
 
 import bz2
@@ -24,7 +26,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -39,18 +41,23 @@ from lm_experiments_tools.files import hash_of_ends, human_bytes, read_json
 
 logger = logging.getLogger(__name__)
 
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-TEXT_SUFFIXES = (".txt",)
-READABLE = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} (also with {', '.join(COMPRESSIONS)})"
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
-_SPLIT_OF = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+COMPRESSIONS = (*_OPEN, ".zst")
+_KINDS = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "table"),
+    ".txt": "text",
+    **dict.fromkeys(hf_datasets.DATA_SUFFIXES, "dataset"),
 }
+READABLE = f"{', '.join(_KINDS)} (text also with {', '.join(COMPRESSIONS)})"
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 _SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_OF)})(?![a-z])")
+_DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
 _UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
 _TOKEN_SUFFIXES = (".bin", ".idx", ".json")
 _PROBED_LINES, _PROBED_BYTES = 1000, 1 << 16  # of a text file: one of them without a blank line is unusual
@@ -60,16 +67,17 @@ _SKIP_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the input text that can be processed independently: a range of a file, or one shard of a dataset.
+    """A part of the input that can be processed independently: a range of a file, or one shard of a dataset.
 
     Attributes:
+        kind: "json" (lines), "list" (of JSON), "table", "text", "lines" (of text, each a document) or "dataset".
         start, end: range of bytes of the file, `end` None for a complete compressed file. `start` is the number of the
             shard for a dataset.
         stamp: result of `file_stamp` when the shard was planned; None to allow changes of the file.
     """
 
     path: str
-    kind: str  # "json", "text", "lines" (of text, each a document) or "dataset"
+    kind: str
     start: int = 0
     end: int | None = None
     stamp: tuple[int, int] | None = None
@@ -93,12 +101,6 @@ def file_stamp(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def whole_file(path: str) -> Shard:
-    """Return a complete file as one shard (part of the text). Records that are read from it are JSON lines."""
-    stamp = file_stamp(path)
-    return Shard(path, "json", 0, None if endings(path)[1] else stamp[0], stamp)
-
-
 def plan_shards(
     inputs: Sequence[str],
     shard_bytes: int | None = None,
@@ -114,20 +116,22 @@ def plan_shards(
         document_per_line: each line of a text file is a document, instead of the lines between blank lines.
     """
     files = find_files(inputs, document_per_line)
-    stamps = {path: file_stamp(path) for path, kind in files if kind != "dataset"}
-    size = sum(num_bytes for num_bytes, _ in stamps.values())
+    size = sum(os.path.getsize(path) for path, kind in files if kind != "dataset")
     shard_bytes = shard_bytes or min(max(size // 64, 2 << 20), 64 << 20)
     shard_bytes = max(shard_bytes, -(-size // max_shards)) if max_shards else shard_bytes
-    shards: list[Shard] = []
-    for path, kind in files:
-        if kind == "dataset":
-            shards += [Shard(path, kind, start=number) for number in range(hf_datasets.num_shards(path))]
-        elif endings(path)[1]:
-            shards.append(Shard(path, kind, stamp=stamps[path]))
-        else:
-            bounds = _boundaries(path, kind, stamps[path][0], shard_bytes)
-            shards += [Shard(path, kind, start, end, stamps[path]) for start, end in pairwise(bounds)]
-    return shards
+    return [shard for path, kind in files for shard in shards_of(path, kind, shard_bytes)]
+
+
+def shards_of(path: str, kind: str, shard_bytes: int | None = None) -> list[Shard]:
+    """Cut one file or dataset of a kind (see `Shard`) into shards; None cuts no file."""
+    if kind == "dataset":
+        return [Shard(path, kind, start=number) for number in range(hf_datasets.num_shards(path))]
+    stamp = file_stamp(path)
+    if endings(path)[1]:
+        return [Shard(path, kind, stamp=stamp)]
+    whole = shard_bytes is None or kind in ("list", "table")
+    bounds = _boundaries(path, kind, stamp[0], stamp[0] if whole else shard_bytes)
+    return [Shard(path, kind, start, end, stamp) for start, end in pairwise(bounds)]
 
 
 def content_of(shards: Sequence[Shard]) -> list[Any]:
@@ -170,9 +174,6 @@ def skip_line(file: BinaryIO) -> bool:
     return filled
 
 
-# ---- compression ----
-
-
 def endings(path: str) -> tuple[str, str]:
     """Return the two suffixes of a file name in lower case, its format and its compression.
 
@@ -182,10 +183,27 @@ def endings(path: str) -> tuple[str, str]:
     return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
 
 
-def check_readable(path: str) -> None:
-    """Raise UserError if a file is compressed with zstd and pyarrow, which reads it, is not installed."""
-    if endings(path)[1] == ".zst" and find_spec("pyarrow") is None:
+def kind_of(path: str) -> str:
+    """Return the kind of a file (see `Shard`) by its suffix, "" if none reads it. A `.json` may begin a list by `[`.
+
+    Raises:
+        UserError: the file needs pyarrow, which is not installed.
+    """
+    suffix, compression = endings(path)
+    kind = _KINDS.get(suffix, "")
+    if kind and compression == ".zst" and find_spec("pyarrow") is None:
         raise UserError(f"{path} is compressed by zstd, which pyarrow reads: pip install pyarrow, or decompress it")
+    if kind == "dataset" and compression:
+        return ""
+    return "list" if suffix == ".json" and _begins_list(path) else kind
+
+
+def _begins_list(path: str) -> bool:
+    try:
+        with open_decompressed(path) as file:
+            return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    except EOFError:  # damaged, which is reported where the file is read
+        return False
 
 
 @contextmanager
@@ -209,7 +227,7 @@ def open_decompressed(path: str) -> Iterator[BinaryIO]:
         raise EOFError(str(error)) from None
 
 
-# ---- inputs ----
+# ---- inputs of a corpus ----
 
 
 def find_files(inputs: Sequence[str], document_per_line: bool = False) -> list[tuple[str, str]]:
@@ -225,13 +243,13 @@ def find_files(inputs: Sequence[str], document_per_line: bool = False) -> list[t
         UserError: an input does not exist, is unreadable or empty, or is given twice.
     """
     found = [_resolve(os.fspath(item)) for item in inputs]
-    _check_disjoint(inputs, found)
+    first: dict[str, int] = {}
+    for number, (path, _) in ((number, file) for number, files in enumerate(found) for file in files):
+        if (other := first.setdefault(os.path.realpath(path), number)) != number:
+            raise UserError(f"{path} is named twice, by the inputs {inputs[other]} and {inputs[number]}")
     files = [file for of_item in found for file in of_item]
     if not any(kind == "dataset" or os.path.getsize(path) for path, kind in files):
         raise UserError(f"there is no text in {list_inputs(inputs)}: {len(files)} files, all of them empty")
-    for path, kind in files:
-        if kind != "dataset":
-            check_readable(path)
     if document_per_line:
         return [(path, "lines" if kind == "text" else kind) for path, kind in files]
     if blocks := [path for path, kind in files if kind == "text" and _is_one_block(path)]:
@@ -248,81 +266,76 @@ def list_inputs(inputs: Sequence[str]) -> str:
 
 
 def _is_one_block(path: str) -> bool:
-    """True if a text begins with many or long lines and no blank line. Raises UserError for lines that end in CR."""
+    """True if a text begins with many or long lines and no blank line."""
     try:
         with open_decompressed(path) as file:
             head = file.read(1 << 20).strip()
-    except (OSError, EOFError):  # reported where the file is read
+    except EOFError:  # damaged, which is reported where the file is read
         return False
-    if b"\r" in head and b"\n" not in head:
-        raise UserError(f"{path} ends its lines by a carriage return alone: convert them (tr '\\r' '\\n')")
     lines = head.split(b"\n", _PROBED_LINES)
     is_long = len(lines) > _PROBED_LINES or (len(lines) > 1 and len(head) >= _PROBED_BYTES)
     return is_long and all(line.strip() for line in lines[:_PROBED_LINES])
-
-
-def _check_disjoint(inputs: Sequence[str], found: Sequence[list[tuple[str, str]]]) -> None:
-    """Refuse a file or dataset that two inputs name: its documents would be read twice."""
-    first: dict[object, int] = {}
-    for number, files in enumerate(found):
-        for path, _ in files:
-            status = os.stat(path) if os.path.exists(path) else None
-            other = first.setdefault((status.st_dev, status.st_ino) if status else path, number)
-            if other != number:
-                raise UserError(f"{path} is named twice, by the inputs {inputs[other]} and {inputs[number]}")
 
 
 def _resolve(item: str) -> list[tuple[str, str]]:
     if os.path.isdir(item):
         return _files_in(item)
     if os.path.exists(item):
-        kind = "dataset" if hf_datasets.is_data_file(item) else _kind(item)
-        if not kind or not os.path.isfile(item):
-            raise UserError(f"{item} is no file of {READABLE}, {', '.join(hf_datasets.DATA_SUFFIXES)}")
-        return [(item, kind)]
+        return [(item, _kind_of_input(item))]
     name, config, split = hf_datasets.split_name(item)
     if os.path.isdir(name):
         if config in _SPLIT_OF and split == "train":  # folder:split
             config, split = None, config
         if config is None and split in _SPLIT_OF and not _is_clone(name):
             return _files_in(name, _SPLIT_OF[split])
-        return [(item, "dataset")]  # folder:config:split
-    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
-    if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
-        raise UserError(f"{item} does not exist")
+    else:
+        _check_hub_name(item)
     return [(item, "dataset")]
 
 
-def _kind(path: str) -> str:
-    suffix = endings(path)[0]
-    if hf_datasets.is_data_file(path):
-        return "dataset"
-    return "json" if suffix in JSON_SUFFIXES else "text" if suffix in TEXT_SUFFIXES else ""
+def _kind_of_input(path: str) -> str:
+    """Kind of a file that exists. Raises UserError if there is none."""
+    if not os.path.isfile(path) or not (kind := kind_of(path)):
+        raise UserError(f"{path} is no file of {READABLE}")
+    return kind
+
+
+def _check_hub_name(item: str) -> None:
+    """Raise UserError if what does not exist here cannot be the name of a dataset either."""
+    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
+    if looks_local or endings(item)[0] in _KINDS or not _DATASET_NAME.fullmatch(item):
+        raise UserError(f"{item} does not exist")
 
 
 def _is_clone(folder: str) -> bool:
     """True for a repository of the hub, whose README.md may describe configurations."""
-    return os.path.isfile(f"{folder}/README.md") and {_kind(path) for path in _walk(folder)} <= {"", "dataset"}
+    if not os.path.isfile(os.path.join(folder, "README.md")):
+        return False
+    kinds = {_KINDS.get(endings(path)[0], "") for path in _walk(folder)}
+    return "dataset" in kinds and kinds <= {"", "dataset"}
 
 
 def _files_in(folder: str, split: str = "") -> list[tuple[str, str]]:
     if not split and _is_clone(folder):
         return [(folder, "dataset")]
-    found = _walk(folder)
-    files = [(path, _kind(path)) for path in found if _kind(path)]
-    others = [path for path in found if not _kind(path)]
+    kinds = {path: kind_of(path) for path in _walk(folder)}
+    files = [path for path, kind in kinds.items() if kind]
+    others = [path for path, kind in kinds.items() if not kind]
     if not files:
         raise UserError(f"folder {folder} has no {READABLE} file in it ({len(others)} others)")
     files = _of_split(folder, files, split)
-    if dangling := next((path for path, _ in files if not os.path.exists(path)), None):
-        raise UserError(f"{dangling} is a link to {os.readlink(dangling)}, which does not exist: fix or remove it")
-    _report_skipped(folder, [path for path, _ in files], others)
-    return files
+    if sizes := {path: size for path in others if (size := os.path.getsize(path))}:
+        suffixes = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in sizes)
+        named = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(_MAX_LISTED))
+        read = f"{len(files)} of {human_bytes(sum(map(os.path.getsize, files)))} are read"
+        what = f"{len(sizes)} files of {human_bytes(sum(sizes.values()))} ({named})"
+        _warn_once(f"folder {folder}: {what} are passed over, {read}")
+    return [(path, kinds[path]) for path in files]
 
 
-def _of_split(folder: str, files: list[tuple[str, str]], split: str) -> list[tuple[str, str]]:
+def _of_split(folder: str, files: list[str], split: str) -> list[str]:
     """The files of a split; by default those of "train" and of no split, if there is a file of "train"."""
-    words = [_SPLIT_WORD.search(os.path.relpath(path, folder).lower()) for path, _ in files]
+    words = [_SPLIT_WORD.search(os.path.relpath(path, folder).lower()) for path in files]
     splits = ["" if word is None else _SPLIT_OF[word[0]] for word in words]
     if not split and "train" not in splits:
         return files
@@ -338,32 +351,27 @@ def _of_split(folder: str, files: list[tuple[str, str]], split: str) -> list[tup
 
 
 def _walk(folder: str) -> list[str]:
-    """Sorted paths of all files that may be input, each file once and under its own name rather than a link's."""
-    folders, seen, links = [folder], set(), []
+    """Sorted paths of all files that may be input, also behind links, each file once."""
     found: dict[str, str] = {}
-    for start in folders:  # extended below by links to folders
-        for path, below, names in os.walk(start, onerror=_refuse):
-            real = os.path.realpath(path)
-            if real in seen:
-                below.clear()
+    seen: set[str] = set()
+    for path, below, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        if (real := os.path.realpath(path)) in seen:  # a second link to it, or a loop
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = [name for name in below if not (name.startswith(".") or _is_unfinished_work(path, name))]
+        names = _without_metadata(path, names)
+        siblings = set(names)
+        for name in sorted(names):
+            if name.startswith(".") or _is_output(name, siblings):
                 continue
-            seen.add(real)
-            below[:] = [name for name in below if not (name.startswith(".") or _is_unfinished_work(path, name))]
-            folders += sorted(filter(os.path.islink, (os.path.join(path, name) for name in below)))
-            names = _without_metadata(path, names)
-            siblings = set(names)
-            for name in names:
-                if name.startswith(".") or _is_output(name, siblings):
-                    continue
-                file = os.path.join(path, name)
-                if os.path.exists(file) and not os.path.isfile(file):  # opening a named pipe would block forever
-                    _warn_once(f"{file} is no regular file and is passed over")
-                elif os.path.islink(file):
-                    links.append(file)
-                else:
-                    found.setdefault(os.path.join(real, name), file)
-    for link in sorted(links):
-        found.setdefault(os.path.realpath(link), link)
+            file = os.path.join(path, name)
+            if not os.path.exists(file):
+                raise UserError(f"{file} is a link to {os.readlink(file)}, which does not exist: fix or remove it")
+            if os.path.isfile(file):
+                found.setdefault(os.path.realpath(file), file)
+            else:  # opening a named pipe would block forever
+                _warn_once(f"{file} is no regular file and is passed over")
     return sorted(found.values())
 
 
@@ -389,23 +397,113 @@ def _is_unfinished_work(path: str, name: str) -> bool:
     return name.endswith(".shards") and os.path.isfile(os.path.join(path, name, "plan.json"))
 
 
-def _report_skipped(folder: str, files: Sequence[str], others: Sequence[str]) -> None:
-    """Warn of unreadable files in a folder; UserError where they have more bytes than the readable ones."""
-    sizes = {path: os.path.getsize(path) for path in others if os.path.isfile(path) and os.path.getsize(path)}
-    if not sizes:
-        return
-    skipped, read = sum(sizes.values()), sum(map(os.path.getsize, files))
-    kinds = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in sizes)
-    named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_MAX_LISTED))
-    what = f"folder {folder}: {len(sizes)} files of {human_bytes(skipped)} ({named})"
-    if skipped > read:
-        raise UserError(
-            f"most of {what} cannot be read, {len(files)} of {human_bytes(read)} can: name the files to read, convert "
-            "the others or move them away"
-        )
-    _warn_once(f"{what} are passed over, {len(files)} of {human_bytes(read)} are read")
-
-
 @cache  # several plans may be made of the same inputs
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)
+
+
+# ---- rows of a split, for fine-tuning ----
+
+
+class PythonRows(str):
+    """Rows in memory that can be passed wherever the path of a file is expected: a `str` whose text is their name.
+
+    Args:
+        name: text that stands for the rows in settings and logs.
+        rows: iterable of dicts, a table, or a mapping from names of splits to such rows.
+    """
+
+    rows: Any
+
+    def __new__(cls, name: str, rows: Any) -> "PythonRows":
+        made = super().__new__(cls, name)
+        made.rows = list(rows) if iter(rows) is rows else rows  # a generator can be read only once
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        """True for the same rows: others may have the same name."""
+        return super().__eq__(other) is True and getattr(other, "rows", None) is self.rows
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PythonRows":
+        return self  # a record of the settings is no reason to copy the data
+
+
+def as_source(value: Any, name: str) -> str:
+    """Convert a data setting, a path or rows in memory, to a string: the path or `PythonRows`.
+
+    Args:
+        value: a path or rows.
+        name: name of the setting, for error messages.
+
+    Raises:
+        UserError: the value has another type.
+    """
+    if isinstance(value, str | os.PathLike):
+        return value if isinstance(value, str) else os.fspath(value)
+    if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
+        raise UserError(f"{name} is of type {type(value).__name__}: give a path, or rows as dicts.")
+    return PythonRows(f"rows given as {name}", value)
+
+
+def as_sources(value: Any, name: str) -> tuple[str, ...]:
+    """Convert a data setting with one or several paths or rows in memory to a tuple; see `as_source`."""
+    if not isinstance(value, list | tuple) or any(isinstance(item, Mapping) for item in value):
+        return (as_source(value, name),)
+    several = len(value) > 1
+    return tuple(as_source(item, f"{name}[{number}]" if several else name) for number, item in enumerate(value))
+
+
+def file_of_split(path: str, split: str) -> str:
+    """Return what holds the rows of one split: the file that is named after it in a folder, a dataset, or the path.
+
+    Args:
+        path: file, folder, dataset `name[:config]` or `PythonRows`.
+        split: "train", "valid" or "test".
+
+    Raises:
+        UserError: the data cannot be read.
+    """
+    words = _SPLITS[_SPLIT_OF[split]]
+    if isinstance(path, PythonRows):
+        if not isinstance(path.rows, Mapping):
+            return path
+        if name := next((name for name in words if name in path.rows), None):
+            return PythonRows(f"{path}[{name!r}]", path.rows[name])
+        raise UserError(f"{path} has no split {' or '.join(words)}, only {', '.join(map(str, path.rows))}.")
+    if os.path.isdir(path):
+        return _file_in(path, words)
+    if os.path.exists(path):
+        _kind_of_input(path)
+        return path
+    if not os.path.exists(hf_datasets.split_name(path)[0]):
+        _check_hub_name(path)
+    return hf_datasets.with_split(path, words[0])
+
+
+def _file_in(folder: str, words: Sequence[str]) -> str:
+    names = sorted(os.listdir(folder))
+    kinds = {name: _KINDS.get(endings(name)[0]) for name in names}
+    stems = [name.lower().removesuffix("".join(endings(name))).removesuffix("_matched") for name in names]
+    files = [n for n, stem in zip(names, stems, strict=True) if stem in words and kinds[n] in ("json", "table")]
+    if len(files) > 1:
+        raise UserError(f"folder {folder} has several {words[0]} files, {', '.join(files)}: name one of them.")
+    if files:
+        return os.path.join(folder, files[0])
+    data_files = [name for name in names if kinds[name] == "dataset"]
+    begins = {re.split("[-_.]", name)[0] for name in data_files}  # train-00000-of-00002.parquet
+    if not begins.isdisjoint(words):
+        return hf_datasets.with_split(folder, words[0])
+    for name in (*words, "data"):  # a DatasetDict on disk, a snapshot of the hub
+        if os.path.isdir(os.path.join(folder, name)):
+            return _file_in(os.path.join(folder, name), words)
+    if data_files and begins.isdisjoint(_SPLIT_OF):
+        return folder  # rows of no split by their names
+    raise UserError(
+        f"folder {folder} has none of the {words[0]} files {', '.join(f'{word}.tsv' for word in words)} "
+        f"(or .csv, .jsonl, .json, .parquet): it has {', '.join(names[:8]) or 'nothing'}."
+    )

@@ -215,6 +215,8 @@ def test_a_folder_of_glue_is_read_as_it_is_handed_out(name, kind, tmp_path, capl
     task = {"task": "regression" if name == "STS-B" else "classification", "optimize_metric": "loss"}
     if kind == "encoder-decoder" and name != "STS-B":
         task["label_words"] = ("w1", "w2")
+    if train is None:
+        task["table_columns"] = ("source", "label", "mark", "sentence")
     where = dict.fromkeys(("valid_data_path", "test_data_path"), str(tmp_path)) | {"data_path": (str(tmp_path),)}
     args = FinetuningArgs(model_cfg="no.json", model_type=kind, **where, **task, **LENGTHS[kind])
     tokenizer = toy_tokenizer()
@@ -224,7 +226,7 @@ def test_a_folder_of_glue_is_read_as_it_is_handed_out(name, kind, tmp_path, capl
     names = test.split("," if "," in test else " ")
     for place, row in enumerate(batch["example"].tolist()):
         texts = [f"w{row} w{names.index(n)}" for n in places]
-        keys = {"MRPC": ["sentence1", "sentence2"], "MNLI": ["premise", "hypothesis"]}.get(name, places)
+        keys = {"MRPC": ["sentence1", "sentence2"]}.get(name, places)
         joined = [" ".join(f"{k}: {t}" for k, t in sorted(zip(keys, texts, strict=True)))]  # by name, as T5
         expected = tokenizer(*(texts if kind == "encoder" else joined))["input_ids"]
         found = batch["input_ids"][place][batch["attention_mask"][place] > 0].tolist()

@@ -12,6 +12,9 @@ from transformers import (
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.data.text.records import RejectedRecords
+from lm_experiments_tools.data.text.records import rows as read_rows
+from lm_experiments_tools.data.text.sources import PythonRows
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.metrics import AccumulatedOutputs
 from tests.helpers.pretrained_toys import ROWS as VOCABULARY
@@ -72,16 +75,15 @@ def test_a_table_is_read_as_its_rows(library, tmp_path):
     assert all((batch[name] == batches[0][name]).all() for batch in batches for name in batch)
     if library == "pandas":
         assert tuner.predict(table["sentence"]) == tuner.predict([row["sentence"] for row in rows])
-        (row,) = FineTuner(folder, **SETTINGS, data_path=ROWS, valid_data_path=table[:1]).args.valid_data_path.dicts()
-        assert row == ROWS[0]
+        source = FineTuner(folder, **SETTINGS, data_path=ROWS, valid_data_path=table[:1]).args.valid_data_path
+        assert [row.value for row in read_rows(source, RejectedRecords(0))] == ROWS[:1]
 
 
 def test_missing_cells_of_a_pandas_table_are_none():
     pandas = pytest.importorskip("pandas")
-    from lm_experiments_tools.data.examples.python_rows import PythonRows
-
     table = pandas.DataFrame({"label": [1, None], "text": ["a", None]})
-    assert list(PythonRows("table", table).dicts()) == [{"label": 1, "text": "a"}, {"label": None, "text": None}]
+    found = [row.value for row in read_rows(PythonRows("table", table), RejectedRecords(0))]
+    assert found == [{"label": 1, "text": "a"}, {"label": None, "text": None}]
 
 
 def test_the_advice_for_a_decoder_that_classifies_works(tmp_path):

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
-from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
+from lm_experiments_tools.data.text.records import RejectedRecords, rows
+from lm_experiments_tools.data.text.sources import file_of_split
 from lm_experiments_tools.labels import IGNORED_LABEL
 from tests.helpers.finetuning_toys import WORDS, pairs, read, word_tokenizer, write_json
 from tests.helpers.padding import padding
@@ -212,18 +213,18 @@ def test_choices_of_examples_are_the_same_whatever_the_seed(task, tmp_path):
 def test_csv_is_read_as_the_csv_module_reads_it_and_tsv_without_quotation(tmp_path):
     rng = random.Random(0)
     letters = ['"', ",", "\n", "\r\n", "\t", "a", "é", " ", "'", "\\"]
-    rows = [["source", "target"]] + [["".join(rng.choices(letters, k=9)) + "x" for _ in "st"] for _ in range(200)]
+    table = [["source", "target"]] + [["".join(rng.choices(letters, k=9)) + "x" for _ in "st"] for _ in range(200)]
     path = tmp_path / "a.csv.gz"
     with gzip.open(path, "wt", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file).writerows(rows)
+        csv.writer(file).writerows(table)
     with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
         expected = list(csv.DictReader(file))
-    found = list(read_rows(str(path), BadRows(0)))
-    assert [row.fields for row in found] == expected
-    assert found[3].where == f"{path}:{2 + sum(line.count(chr(10)) for row in rows[1:4] for line in row) + 3}"
+    found = list(rows(str(path), RejectedRecords(0)))
+    assert [row.value for row in found] == expected
+    assert found[3].where == f"{path}:{2 + sum(line.count(chr(10)) for row in table[1:4] for line in row) + 3}"
     tsv = tmp_path / "a.tsv"
     tsv.write_text('source\ttarget\n"w1\tsay ""w2"\n\nw3\tw4\n', encoding="utf-8")
-    assert [row.fields for row in read_rows(str(tsv), BadRows(0))] == [
+    assert [row.value for row in rows(str(tsv), RejectedRecords(0))] == [
         {"source": '"w1', "target": 'say ""w2"'},
         {"source": "w3", "target": "w4"},
     ]
@@ -241,7 +242,7 @@ def test_csv_is_read_as_the_csv_module_reads_it_and_tsv_without_quotation(tmp_pa
 )
 def test_sources_and_targets_are_found_by_their_names(row, fields, expected, tmp_path):
     path = write_json(tmp_path / "a.json", [row])
-    (example,) = text_examples(path, TextFields(**fields), BadRows(0), merge=True)
+    (example,) = text_examples(path, TextFields(**fields), RejectedRecords(0), merge=True)
     assert (example.source, example.targets) == expected
     assert example.name == str(row.get("id", 0))
 
@@ -269,21 +270,6 @@ def test_a_test_set_of_empty_targets_has_none(tmp_path, caplog):
     assert "has a target" in caplog.text
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_a_column_prefix_is_put_before_the_source_as_in_simpletransformers(suffix, tmp_path):
-    """Its T5 model reads `prefix + ": " + input_text`."""
-    rows = [{"prefix": p, "input_text": f"w{n}", "target_text": n} for n, p in enumerate(("judge", "count: ", ""))]
-    path = write_json(tmp_path / "a.jsonl", rows)
-    if suffix == "csv":
-        with open(path := str(tmp_path / "a.csv"), "w", newline="") as file:
-            csv.DictWriter(file, rows[0]).writerows([dict(zip(rows[0], rows[0], strict=True)), *rows])
-    fields = TextFields("input_text", "target_text", prefix="p ")
-    found = [(e.source, *e.targets) for e in text_examples(path, fields, BadRows(0), merge=False)]
-    assert found == [("p judge: w0", "0"), ("p count: w1", "1"), ("p w2", "2")]
-    (example, *_) = text_examples(path, TextFields("prefix", "input_text"), BadRows(1), merge=False)
-    assert (example.source, example.targets) == ("judge", ("w0",))
-
-
 def test_rows_of_one_document_are_examples_of_their_own_in_evaluation(tmp_path):
     rows = [{"id": f"doc{n // 4}", "source": f"w{n}", "target": f"w{n % 3}"} for n in range(12)]
     path = write_json(tmp_path / "a.jsonl", rows)
@@ -296,10 +282,10 @@ def test_null_is_no_id(tmp_path):
     rows = [{"id": None, "source": word, "target": "w1"} for word in WORDS[:3]]
     rows += [{"id": None, "pid": "p", "source": "w3", "target": "w1"}]
     path = write_json(tmp_path / "null.jsonl", rows)
-    names = [example.name for example in text_examples(path, TextFields(), BadRows(0), merge=True)]
+    names = [example.name for example in text_examples(path, TextFields(), RejectedRecords(0), merge=True)]
     assert names == ["0", "1", "2", "p"]
     path = write_json(tmp_path / "labels.jsonl", [{"id": None, "sentence": word, "label": 1} for word in WORDS[:3]])
-    examples = label_examples(path, LabelFields(), BadRows(0), names=("1", "2"))
+    examples = label_examples(path, LabelFields(), RejectedRecords(0), names=("1", "2"))
     assert [example.name for example in examples] == ["0", "1", "2"]
 
 
@@ -342,18 +328,20 @@ def test_sentences_and_labels_of_glue_are_found(name, tmp_path):
     header, row, texts, label, text = GLUE[name]
     path = tmp_path / "train.tsv"
     path.write_text((f"{header}\n" if header else "") + row + "\n", encoding="utf-8")
-    found = resolve(str(tmp_path), "train")
-    (example,) = label_examples(found, LabelFields(), BadRows(0), names=["x", label])
+    columns = () if header else ("source", "label", "mark", "sentence")
+    found = file_of_split(str(tmp_path), "train")
+    (example,) = label_examples(found, LabelFields(columns=columns), RejectedRecords(0), names=["x", label])
     assert [example.source, *([example.pair] if example.pair else [])] == texts
     assert example.label == 1
-    (example,) = label_examples(found, LabelFields(prefix="p: "), BadRows(0), names=[label], words=["yes"])
+    fields = LabelFields(prefix="p: ", columns=columns)
+    (example,) = label_examples(found, fields, RejectedRecords(0), names=[label], words=["yes"])
     assert (example.source, example.targets, example.label) == ("p: " + text, ("yes",), 0)
 
 
 def test_folder_gives_the_file_of_each_split(tmp_path):
     for name in ("train.tsv", "dev_matched.tsv", "test.jsonl"):
         (tmp_path / name).write_text("x\n")
-    files = [resolve(str(tmp_path), split) for split in ("train", "valid", "test")]
+    files = [file_of_split(str(tmp_path), split) for split in ("train", "valid", "test")]
     assert files == [str(tmp_path / name) for name in ("train.tsv", "dev_matched.tsv", "test.jsonl")]
 
 
@@ -364,7 +352,7 @@ def test_folder_gives_the_file_of_each_split(tmp_path):
         ([10, 9, 9], ("9", "10")),
         (["1.5", "-2"], ("-2", "1.5")),
         ([1.0, 0.0], ("0", "1")),
-        (["1.0", "2.10", "2.0", "-inf"], ("-inf", "1.0", "2.0", "2.10")),
+        (["1.0", "2.10", "2.0", "-inf"], ("-inf", "1", "2", "2.10")),
     ],
 )
 def test_labels_are_those_of_the_training_data_in_order(labels, expected, tmp_path):
@@ -379,9 +367,9 @@ def test_labels_are_those_of_the_training_data_in_order(labels, expected, tmp_pa
 )
 def test_numbers_are_text_as_t5_has_them(number, text, tmp_path):
     path = write_json(tmp_path / "a.jsonl", [{"sentence1": "a", "sentence2": "b", "score": number}])
-    (example,) = label_examples(path, LabelFields(), BadRows(0), words=())
+    (example,) = label_examples(path, LabelFields(), RejectedRecords(0), words=())
     assert example.targets == (text,) and example.label == float(number)
-    (example,) = label_examples(path, LabelFields(), BadRows(0))
+    (example,) = label_examples(path, LabelFields(), RejectedRecords(0))
     assert (example.source, example.pair, example.label) == ("a", "b", float(number))
 
 

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lm_experiments_tools.data.dataset import Dataset
-from lm_experiments_tools.data.examples.packing import first_fit
+from lm_experiments_tools.data.packing import Segments, pack
 from lm_experiments_tools.labels import IGNORED_LABEL
 from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
 
@@ -31,15 +31,23 @@ def expected_pairs(count=60):
 
 def test_first_fit_is_the_textbook_one():
     lengths = np.array([[5, 7, 5, 2, 4, 2, 5, 1, 6]])  # into rows of 10: the worked example of bin packing lectures
-    rows = first_fit(lengths, np.array([10]))
-    assert [rows.flat(np.array([n])).tolist() for n in range(len(rows))] == [[0, 2], [1, 3, 7], [4, 5], [6], [8]]
+    items, sizes = pack(lengths, np.array([10]))
+    assert items.tolist() == [0, 2, 1, 3, 7, 4, 5, 6, 8] and sizes.tolist() == [2, 3, 2, 1, 1]
 
 
 def test_first_fit_looks_at_the_64_rows_last_opened():
     lengths = np.array([[9] + [10] * 63 + [1]])
-    assert len(first_fit(lengths, np.array([10]))) == 64
+    assert len(pack(lengths, np.array([10]))[1]) == 64
     lengths = np.array([[9] + [10] * 64 + [1]])
-    assert len(first_fit(lengths, np.array([10]))) == 66
+    assert len(pack(lengths, np.array([10]))[1]) == 66
+
+
+def test_segments_lay_out_the_worked_example_of_the_module():
+    segments = Segments(np.array([2, 1]), np.array([3, 2, 4]), 6)
+    assert segments.ids().tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 0, 0]]
+    assert segments.positions().tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1]]
+    assert segments.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert segments.filled(np.arange(9), -1).tolist() == [[0, 1, 2, 3, 4, -1], [5, 6, 7, 8, -1, -1]]
 
 
 def test_an_epoch_of_an_encoder_decoder_has_each_example_once_within_the_limits(tmp_path):

@@ -2,16 +2,20 @@
 
 import gzip
 import json
-import os
-import tempfile
 
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
-from lm_experiments_tools.data.examples.python_rows import PythonRows, as_source, as_sources
-from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.data.examples.examples import (
+    LabelFields,
+    TextFields,
+    found_labels,
+    label_examples,
+    text_examples,
+)
+from lm_experiments_tools.data.text.records import RejectedRecords, rows
+from lm_experiments_tools.data.text.sources import PythonRows, as_source, as_sources, file_of_split
+from lm_experiments_tools.errors import UserError
 from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
 
 ROWS = pairs(5)
@@ -25,7 +29,7 @@ def encoded_labels(path, task="multi_label", **flags):
 
 
 def rows_of(path, split="train"):
-    return [row.fields for row in read_rows(resolve(str(path), split), BadRows(0))]
+    return [row.value for row in rows(file_of_split(str(path), split), RejectedRecords(0))]
 
 
 @pytest.mark.parametrize(
@@ -33,14 +37,11 @@ def rows_of(path, split="train"):
     [
         json.dumps(ROWS),
         json.dumps(ROWS, indent=1),
-        json.dumps({"version": "1", "data": ROWS}),
-        json.dumps({"data": ROWS, "version": "1"}, indent=1),
-        "\n" + json.dumps({"data": ROWS}, indent=1).replace("{\n", "{", 1),
         "".join(json.dumps(row) + "\n" for row in ROWS),
         "\ufeff" + json.dumps(ROWS),
     ],
 )
-def test_a_json_file_is_a_list_or_has_one_or_has_a_row_a_line(text, tmp_path):
+def test_a_json_file_is_a_list_or_has_a_row_a_line(text, tmp_path):
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(text.encode()))
     assert rows_of(tmp_path / "a.json") == ROWS == rows_of(tmp_path / "b.json.gz")
@@ -49,8 +50,8 @@ def test_a_json_file_is_a_list_or_has_one_or_has_a_row_a_line(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('[{"source": "w1"},\n {"source"', "neither JSON lines nor one list"),
-        ('{\n "rows": []\n}', 'without a list called "data"'),
+        ('[{"source": "w1"},\n {"source"', "begins as a list of JSON, which it is not"),
+        ('{\n "data": []\n}', "a.json:1: not valid JSON"),
         ('[1, {"source": "w1"}]', "element 0: a JSON int, not an object"),
     ],
 )
@@ -76,7 +77,7 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
     with pytest.raises(UserError, match="has none of the test files"):
         rows_of(splits, "test")
     (splits / "valid.parquet").unlink()
-    with pytest.raises(UserError, match="has none of the valid files"):
+    with pytest.raises(UserError, match="has none of the validation files"):
         rows_of(splits, "valid")  # its training data is no validation data
     (tmp_path / "half.parquet").write_bytes((tmp_path / "one.parquet").read_bytes()[:200])
     with pytest.raises(UserError, match=r"half\.parquet is damaged or not of its ending .*: copy it again"):
@@ -99,7 +100,7 @@ def test_a_folder_has_its_validation_data_by_any_name_of_hugging_face(tmp_path):
             write_json(folder / f"{stem}.jsonl", some)
         assert rows_of(folder) == ROWS[:3] and rows_of(folder, "valid") == ROWS[3:]
     write_json(folder / "validation.json", ROWS)
-    with pytest.raises(UserError, match="has several valid files"):
+    with pytest.raises(UserError, match="has several validation files"):
         rows_of(folder, "valid")
 
 
@@ -124,9 +125,10 @@ def test_a_saved_data_set_and_a_snapshot_of_the_hub_are_read_by_splits(form, tmp
 
 
 def test_a_data_set_of_the_hub_gives_each_flag_its_split(tmp_path):
-    assert resolve("owner/name", "valid") == "owner/name::validation"
-    assert resolve("owner/name:en", "test") == "owner/name:en:test"
-    assert resolve("owner/name::train", "valid") == "owner/name::train"
+    assert file_of_split("owner/name", "valid") == "owner/name::validation"
+    assert file_of_split("owner/name:en", "test") == "owner/name:en:test"
+    assert file_of_split("owner/name::train", "valid") == "owner/name::train"
+    assert file_of_split(f"{tmp_path}:en", "valid") == f"{tmp_path}:en:validation"
 
 
 def test_text_of_a_data_set_is_of_the_split_of_its_flag(tmp_path, monkeypatch):
@@ -165,15 +167,15 @@ def test_data_sets_of_hugging_face_are_rows():
     table = datasets.Dataset.from_list(ROWS)
     several = datasets.DatasetDict(train=table, test=table.select([0]))
     streamed = table.to_iterable_dataset()
-    assert [row.fields for row in read_rows(as_source(table, "x"), BadRows(0))] == ROWS
-    assert [row.fields for row in read_rows(as_source(streamed, "x"), BadRows(0))] == ROWS
+    assert [row.value for row in rows(as_source(table, "x"), RejectedRecords(0))] == ROWS
+    assert [row.value for row in rows(as_source(streamed, "x"), RejectedRecords(0))] == ROWS
     assert rows_of_source(several, "train") == ROWS and rows_of_source(several, "test") == ROWS[:1]
     assert as_sources([table, "b.jsonl"], "data_path") == (as_source(table, "data_path[0]"), "b.jsonl")
     assert len(as_sources(ROWS, "data_path")) == 1
 
 
 def rows_of_source(value, split):
-    return [row.fields for row in read_rows(resolve(as_source(value, "x"), split), BadRows(0))]
+    return [row.value for row in rows(file_of_split(as_source(value, "x"), split), RejectedRecords(0))]
 
 
 @pytest.mark.parametrize(
@@ -198,10 +200,10 @@ def test_an_id_is_taken_from_the_field_that_is_named(tmp_path):
     path = write_json(
         tmp_path / "a.jsonl", [{**row, "id": "x", "key": number // 2} for number, row in enumerate(ROWS)]
     )
-    found = text_examples(path, TextFields(id="key"), BadRows(9), merge=False)
+    found = text_examples(path, TextFields(id="key"), RejectedRecords(9), merge=False)
     assert [example.name for example in found] == ["0", "0", "1", "1", "2"]
     path = write_json(tmp_path / "b.jsonl", [{"text": "w1", "label": 1, "idx": 7}, {"text": "w1", "label": 1}])
-    bad = BadRows(1)
+    bad = RejectedRecords(1)
     found = list(label_examples(path, LabelFields(id="idx"), bad, names=("0", "1")))
     assert [example.name for example in found] == ["7"] and "no key 'idx'" in bad.first
 
@@ -209,7 +211,7 @@ def test_an_id_is_taken_from_the_field_that_is_named(tmp_path):
 def test_labels_of_a_row_are_a_list_or_text_with_commas(tmp_path):
     rows = [["b", "a", "b"], [], [2, "a"], "a, c", "", None, [None]]
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in rows])
-    bad, names = BadRows(2), ("2", "a", "b", "c")
+    bad, names = RejectedRecords(2), ("2", "a", "b", "c")
     found = [e.label for e in label_examples(path, LabelFields(several=True), bad, names=names)]
     assert found == [(1, 2), (), (0, 1), (1, 3), ()] and bad.count == 2
     labels = [[0, 1, 1, 0], [0] * 4, [1, 1, 0, 0], [0, 1, 0, 1], [0] * 4]
@@ -218,10 +220,9 @@ def test_labels_of_a_row_are_a_list_or_text_with_commas(tmp_path):
 
 def labels_of(rows, several=True, **options):
     """Labels of rows of a program, as the names that are found."""
-    found, bad = {}, BadRows(0)
-    fields = LabelFields(several=several)
-    examples = [*label_examples(as_source(rows, "rows"), fields, bad, found=found, **options)]
-    names = [*found]
+    fields, source = LabelFields(several=several), as_source(rows, "rows")
+    names = sorted(found_labels(source, fields, RejectedRecords(0)))
+    examples = [*label_examples(source, fields, RejectedRecords(0), names=names, **options)]
     return [[names[i] for i in (e.label if several else [e.label])] for e in examples]
 
 
@@ -229,7 +230,7 @@ def test_a_zero_or_one_for_each_label_is_no_list_of_labels():
     for labels in ([0, 1, 0], [1.0, 0.0, 1.0], [False, False], np.array([1, 1])):
         with pytest.raises(UserError, match="are multi-hot: name all labels by --label_names"):
             labels_of([{"text": "w1", "labels": labels}])
-    assert labels_of([{"text": "w1", "labels": []}, {"text": "w1", "labels": [7, 2]}]) == [[], ["7", "2"]]
+    assert labels_of([{"text": "w1", "labels": []}, {"text": "w1", "labels": [7, 2]}]) == [[], ["2", "7"]]
 
 
 def test_as_many_zeros_and_ones_as_label_names_are_multi_hot(tmp_path):
@@ -262,21 +263,11 @@ def test_classes_of_a_dataset_have_their_names(tmp_path, monkeypatch):
     rows.to_parquet(str(tmp_path / "train.parquet"))
     for source in (as_source(rows, "data_path"), str(tmp_path / "train.parquet")):
         assert encoded_labels(source, "classification") == (("neg", "pos"), [1, 0, 1])
-        assert encoded_labels(source, "classification", label_names=("1", "0"))[1] == [0, 1, 0]
-
-
-def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs /dev/full")
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb", buffering=0))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": "a"}, {"text": "w2", "label": "b"}])
-    with pytest.raises(RunError, match=f"{tmp_path / 'temporary'}: No space left on device"):
-        read(word_tokenizer(), data_path=(path,), model_type="encoder", task="classification", batch_size=2)
+        assert encoded_labels(source, "classification", label_names=("pos", "neg"))[1] == [0, 1, 0]
 
 
 def test_labels_of_numpy_are_those_of_python():
-    assert labels_of([{"text": "w1", "labels": np.array([3, 1])}]) == [["3", "1"]]
+    assert labels_of([{"text": "w1", "labels": np.array([3, 1])}]) == [["1", "3"]]
     assert labels_of([{"text": "w1", "label": np.int64(4)}, {"text": "w1", "label": 5}], several=False) == [
         ["4"],
         ["5"],
@@ -289,14 +280,22 @@ def test_training_data_in_which_no_row_has_a_label_is_refused():
         encoded_labels(rows)
 
 
-def test_the_table_of_mnli_has_premise_and_hypothesis(tmp_path):
+def test_the_table_of_mnli_has_its_own_names_and_the_hub_those_of_t5(tmp_path):
     columns = ["index", "promptID", "pairID", "genre", "sentence1", "sentence2", "gold_label"]
     (tmp_path / "train.tsv").write_text("\t".join(columns) + "\n0\t1\t1e\tx\tw1 w2\tw3\tneutral\n")
-    path = resolve(str(tmp_path), "train")
-    by_text = label_examples(path, LabelFields(as_text=True), BadRows(0), names=("neutral",), words=("maybe",))
-    assert [example.source for example in by_text] == ["hypothesis: w3 premise: w1 w2"]
-    of_encoder = next(label_examples(path, LabelFields(), BadRows(0), names=("neutral",)))
-    assert (of_encoder.source, of_encoder.pair) == ("w1 w2", "w3")
-    was = LabelFields(known=("premise", "hypothesis"), as_text=True)  # of weights saved before the order was T5's
-    before = next(label_examples(path, was, BadRows(0), names=("neutral",), words=("maybe",)))
-    assert before.source == "premise: w1 w2 hypothesis: w3"
+    path = file_of_split(str(tmp_path), "train")
+    of_encoder = next(label_examples(path, LabelFields(), RejectedRecords(0), names=("neutral",)))
+    assert (of_encoder.source, of_encoder.pair, of_encoder.label) == ("w1 w2", "w3", 0)
+    hub = as_source([{"premise": "w1 w2", "hypothesis": "w3", "label": "neutral"}], "rows")
+    for fields, expected in (
+        (LabelFields(as_text=True), "hypothesis: w3 premise: w1 w2"),
+        (LabelFields(known=("premise", "hypothesis"), as_text=True), "premise: w1 w2 hypothesis: w3"),  # saved so
+    ):
+        (example,) = label_examples(hub, fields, RejectedRecords(0), names=("neutral",), words=("maybe",))
+        assert example.source == expected
+
+
+def test_rows_of_one_file_without_a_header_have_the_columns_that_are_named(tmp_path):
+    (tmp_path / "train.tsv").write_text("gj04\t1\t\tHe left.\nbc01\t0\t*\tHe leaving.\n")
+    flags = {"table_columns": ("source", "label", "mark", "sentence"), "max_bad_lines": 0}
+    assert encoded_labels(str(tmp_path), "classification", **flags) == (("0", "1"), [1, 0])

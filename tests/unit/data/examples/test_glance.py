@@ -30,19 +30,3 @@ def test_lengths_are_shown_by_percentiles_as_they_are_read_and_a_long_example_in
     text = log_of(caplog, write_json(tmp_path / "a.jsonl", rows), input_seq_len=98)
     assert f"the first example: {'w1 ' * 48}... (98 in all) -> w2 </s>\n" in text
     assert "train: tokens at 50 / 90 / 99 / 100 %: sources 52 / 92 / 98 / 98, targets 2 / 2 / 2 / 2\n" in text
-
-
-@pytest.mark.parametrize(
-    ("labels", "flags", "named"),
-    [
-        (("pos", "Pos", "neg"), {}, "'Pos', 'pos'"),
-        (("caf\u00e9", "cafe\u0301", "tea"), {}, "'cafe\u0301', 'caf\u00e9'"),
-        (("a b",), {"label_names": ("a b", "a  b")}, "'a b', 'a  b'"),
-        (("pos", "neg"), {}, None),
-    ],
-)
-def test_labels_that_differ_by_case_white_space_or_encoding_alone_are_named(labels, flags, named, tmp_path, caplog):
-    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": label} for label in labels])
-    text = log_of(caplog, path, **ENCODER, **flags)
-    assert ("differ only by case, white space or encoding" in text) == (named is not None)
-    assert named is None or f"the labels {named} differ" in text

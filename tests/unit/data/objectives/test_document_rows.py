@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools.data.dataset import Dataset
-from lm_experiments_tools.data.objectives.document_rows import DocumentRows, pack_lengths
+from lm_experiments_tools.data.objectives.document_rows import DocumentRows
+from lm_experiments_tools.data.packing import pack_counts
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import token_data
 
@@ -73,7 +74,7 @@ def test_rows_of_documents_like_those_of_the_web_are_full(width):
     rest = lengths % (width - 2)
     counts = np.bincount(rest[rest > 0] + 2, minlength=width + 1)
     counts[width] += (lengths // (width - 2)).sum()
-    patterns = pack_lengths(counts, width)
+    patterns = pack_counts(counts, width)
     of_each = np.repeat(patterns.counts, patterns.sizes)
     assert (np.bincount(patterns.lengths, of_each, minlength=width + 1) == counts).all()
     ends = np.cumsum(patterns.sizes)

@@ -1,5 +1,6 @@
 """Readers of raw text: what a document is, what a bad line is, that neither is lost, that shards tile a file."""
 
+import csv
 import gzip
 import json
 import os
@@ -119,11 +120,11 @@ def test_input_without_documents_is_an_error_at_once(tmp_path, content):
 
 
 def test_inputs_that_cannot_be_read_are_named(tmp_path):
-    (tmp_path / "data.csv").write_text("x")
+    (tmp_path / "data.xml").write_text("x")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "x.csv").write_text("x")
+    (tmp_path / "folder" / "x.xml").write_text("x")
     for item, message in [
-        ("data.csv", r"data\.csv is no file of \.jsonl"),
+        ("data.xml", r"data\.xml is no file of \.jsonl"),
         ("folder", r"folder .*folder has no \.jsonl.* \(1 others\)"),
         ("nothing.jsonl", r"nothing\.jsonl does not exist"),
         ("no/such/path", r"no/such/path does not exist"),
@@ -286,3 +287,19 @@ def test_a_wrong_key_names_the_flag_whatever_the_number_of_lines(tmp_path, numbe
     (tmp_path / "a.jsonl").write_text("{\n" * bad_first + (json.dumps(row) + "\n") * number)
     with pytest.raises(UserError, match="name the key of the text by --text_key"):
         list(records([str(tmp_path / "a.jsonl")], "text", RejectedRecords(None)))
+
+
+def test_tables_and_json_lists_are_text_of_a_corpus_as_json_lines_are(tmp_path):
+    rows = [{"id": str(n), "text": f'text; "{n}"'} for n in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.json").write_text("\ufeff" + json.dumps(rows, indent=1), encoding="utf-8")
+    with open(tmp_path / "c.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "text"], delimiter=";")
+        writer.writeheader()
+        writer.writerows(rows)
+    (tmp_path / "d.tsv").write_text("".join("\t".join(row) + "\n" for row in [rows[0], *map(dict.values, rows)]))
+    found = [record.value for record in read(tmp_path, [tmp_path])]
+    assert found == [row["text"] for row in rows] * 4
+    for shard in plan_shards([str(tmp_path)], 10):
+        texts = [item.value for item in read_shard(shard)]
+        assert [item.value for item in read_shard(shard, skip=1)] == texts[1:]

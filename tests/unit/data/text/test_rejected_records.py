@@ -4,9 +4,15 @@ import json
 
 import pytest
 
-from lm_experiments_tools.data.examples.rows import BadRows, Row
 from lm_experiments_tools.data.text import records as module
-from lm_experiments_tools.data.text.records import BadRecord, RejectedRecords, TooManyRejected, allowed, converted
+from lm_experiments_tools.data.text.records import (
+    BadRecord,
+    Record,
+    RejectedRecords,
+    TooManyRejected,
+    allowed,
+    converted,
+)
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
@@ -84,13 +90,16 @@ def test_a_piece_of_nothing_but_bad_lines_ends_the_work_before_it_is_read_whole(
 
 def test_rows_of_fine_tuning_know_the_same_rate(strict):
     def convert(row):
-        if row.fields["bad"]:
+        if row.value["bad"]:
             raise BadRecord("broken")
         return row.where
 
-    rows = [Row(f"x:{number}", {"bad": number % 150 == 149}) for number in range(900)]
-    assert len(list(converted(rows, convert, BadRows(None)))) == 894
-    with pytest.raises(UserError, match=r"more than 2 bad rows, the first is x:0: broken"):
-        list(converted([Row(f"x:{number}", {"bad": True}) for number in range(9)], convert, BadRows(None)))
-    with pytest.raises(UserError, match=r"^x:149: broken; fix it"):
-        list(converted(rows, convert, BadRows(0)))
+    def rejected(limit):
+        return RejectedRecords(limit, of_rows=True)
+
+    found = [Record({"bad": number % 150 == 149}, f"x:{number}", 0) for number in range(900)]
+    assert len(list(converted(found, convert, rejected(None)))) == 894
+    with pytest.raises(UserError, match=r"more than 2 bad lines.*: 3 so far, the first is x:0: broken"):
+        list(converted([Record({"bad": True}, f"x:{number}", 0) for number in range(9)], convert, rejected(None)))
+    with pytest.raises(UserError, match=r"the first is x:149: broken: fix them or allow more with --max_bad_lines"):
+        list(converted(found, convert, rejected(0)))

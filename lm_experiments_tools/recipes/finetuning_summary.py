@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from unicodedata import normalize
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.dataset import EncodedExamples
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, Ragged
 from lm_experiments_tools.data.examples.examples import Example
-from lm_experiments_tools.data.examples.ragged import Ragged
 
 _PERCENTILES = (50, 90, 99, 100)
 _LABELS = 12  # most frequent labels, named with their counts
@@ -73,17 +71,6 @@ def label_text(label: Any, names: Sequence[str]) -> str:
     if np.ndim(label):
         return ", ".join(names[number] for number in np.flatnonzero(label > 0)) or "none"
     return names[int(label)] if names else f"{label:g}"
-
-
-def alike(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Group label names that differ only in case, white space or Unicode normalization (NFKC).
-
-    Such labels are probably the same label, spelled in several ways.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(" ".join(normalize("NFKC", name).split()).casefold(), []).append(name)
-    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def _labels(names: Sequence[str], counts: Mapping[int, int]) -> str:
