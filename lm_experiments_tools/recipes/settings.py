@@ -23,6 +23,7 @@ class FineTuningSettings(TypedDict, total=False):
     label_field: str | None
     label_names: Sequence[str]
     label_words: Sequence[str]
+    table_columns: Sequence[str]
     max_bad_lines: int | None
     max_train_samples: int | None
     valid_samples: int | None
