@@ -47,7 +47,7 @@ from lm_experiments_tools.data.examples.instructions import (
 from lm_experiments_tools.data.examples.packing import PackedRows
 from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve, with_split
 from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
-from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
+from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
@@ -247,7 +247,7 @@ class _Reader:
             first = f", the first is {bad.first}" if bad.first else ""
             raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows{first}).")
 
-    def _read(self, path: str, bad: BadRows, split: str, encoder: TextEncoder) -> Iterator[Example]:
+    def _read(self, path: str, bad: BadRows, split: str, encoder: ExampleEncoder) -> Iterator[Example]:
         args, training = self.args, split == "train"
         if args.task == "instructions":
             limit = args.max_instances_per_task if training else args.max_instances_per_eval_task
@@ -328,7 +328,7 @@ class _Reader:
         loader = ValidLoader(dataset.arranged(arrangement), rows, *where)
         return EvalSplit(split, loader, examples)
 
-    def _rows(self, examples: Iterable[Example], split: str, encoder: TextEncoder) -> ExampleRows:
+    def _rows(self, examples: Iterable[Example], split: str, encoder: ExampleEncoder) -> ExampleRows:
         args, training = self.args, split == "train"
         counts: dict[int, int] = {}
         examples = counted(examples, counts) if self.label_names else examples
@@ -345,7 +345,7 @@ class _Reader:
             logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
         return example_rows(args, encoded, self.tokenizer, training=training)
 
-    def _encoder(self) -> TextEncoder:
+    def _encoder(self) -> ExampleEncoder:
         """Tokenizes one split, and counts what it cuts off."""
         encoder = text_encoder(self.args, self.tokenizer)
         if self.args.prefix:
@@ -354,7 +354,7 @@ class _Reader:
             encoder.check_prefix(self.args.prefix, f"--prefix{new}{end}")
         return encoder
 
-    def _report(self, split: str, encoder: TextEncoder) -> None:
+    def _report(self, split: str, encoder: ExampleEncoder) -> None:
         """One line on what was cut off, or that nothing was."""
         flag = "--input_seq_len - --target_seq_len =" if self.args.model_type == "decoder" else "--input_seq_len"
         parts = [encoder.sources.describe("sources", flag)]
@@ -384,7 +384,7 @@ def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any,
     )
 
 
-def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
+def text_encoder(args: FinetuningArgs, tokenizer: Any) -> ExampleEncoder:
     """Build the object that turns texts into token ids, from the lengths, prefix and model kind of `args`.
 
     Raises:
@@ -400,7 +400,7 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
                 f"{args.target_seq_len} leaves nothing for the source: raise it."
             )
     target_limit = None if args.model_type == "encoder" else args.target_seq_len
-    return TextEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
+    return ExampleEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:

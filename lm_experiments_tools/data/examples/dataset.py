@@ -25,7 +25,7 @@ import numpy as np
 
 from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.data.examples.ragged import Ragged, RaggedBuilder
-from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
@@ -60,7 +60,7 @@ class EncodedExamples:
 
 
 def encode_examples(
-    examples: Iterable[Example], encoder: TextEncoder, kind: Kind, *, all_targets: bool = False, num_labels: int = 0
+    examples: Iterable[Example], encoder: ExampleEncoder, kind: Kind, *, all_targets: bool = False, num_labels: int = 0
 ) -> EncodedExamples:
     """Tokenize the sources and targets of fine-tuning examples, and collect their labels.
 
