@@ -55,10 +55,10 @@ def native(inputs: Inputs, is_built_in: bool = True) -> Iterator[float]:
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
     from lm_experiments_tools.data.objectives.token_rows import TokenRows
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
-    vocabulary = Vocabulary.load(inputs.vocab)
+    vocabulary = Tokenizer.load(inputs.vocab)
 
     class Deshuffling(Objective):
         def example(self, tokens: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -74,9 +74,9 @@ def native(inputs: Inputs, is_built_in: bool = True) -> Iterator[float]:
 
 def sentencepiece(inputs: Inputs) -> Iterator[float]:
     """Megabytes of text encoded."""
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
-    vocabulary = Vocabulary.load(inputs.vocab)
+    vocabulary = Tokenizer.load(inputs.vocab)
     texts = (inputs.folder / "text.txt").read_text(encoding="utf-8").splitlines()
     while True:
         for text in texts:
@@ -88,9 +88,9 @@ def tokenizers(inputs: Inputs) -> Iterator[float]:
     """Megabytes of text encoded by the fast tokenizer that transformers makes of the same vocabulary."""
     from transformers import AutoTokenizer
 
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
-    Vocabulary.load(inputs.vocab).save_tokenizer(inputs.folder / "tokenizer")
+    Tokenizer.load(inputs.vocab).save(inputs.folder / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(inputs.folder / "tokenizer").backend_tokenizer
     texts = (inputs.folder / "text.txt").read_text(encoding="utf-8").splitlines()
     while True:
@@ -254,10 +254,10 @@ def measure(name: str, inputs: Inputs, seconds: float, started: float) -> dict[s
 
 def prepare(corpus: list[Path], vocab: Path, bert_vocab: Path | None, folder: Path) -> tuple[int, int]:
     """Write the corpus in the form that each path reads; returns bytes of text and tokens of the T5 vocabulary."""
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
     from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter
 
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Tokenizer.load(vocab)
     writer = IndexedDatasetWriter(folder / "tokens", np.uint16)
     size, documents = 0, []
     with (folder / "text.txt").open("w", encoding="utf-8") as lines, (folder / "text.jsonl").open("w") as objects:

@@ -72,9 +72,9 @@ class _Lengths:
 def text_lengths(shape: Shape) -> np.ndarray:
     """int64[2, n]: tokens of SciTLDR's sources and targets, cut to the shape; drawn where they are not here."""
     if TLDR.is_file() and VOCABULARY.is_file():
-        from lm_experiments_tools.data.text.vocabulary import Vocabulary
+        from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
-        encode = Vocabulary.load(VOCABULARY).encode
+        encode = Tokenizer.load(VOCABULARY).encode
         rows = [json.loads(line)["translation"] for line in TLDR.read_text(encoding="utf-8").splitlines()]
         sides = [[len(encode(row[side])) + 1 for row in rows] for side in ("s", "t")]
     else:  # log-normal, of the same medians

@@ -9,7 +9,7 @@ from lm_experiments_tools.ancestor.trainer import TrainerAccelerate as TrainerAc
 from lm_experiments_tools.ancestor.utilities import get_cls_by_name as get_cls_by_name
 from lm_experiments_tools.ancestor.utilities import prepare_run as prepare_run
 from lm_experiments_tools.data.objectives.objective import Objective as Objective
-from lm_experiments_tools.data.text.vocabulary import Vocabulary as Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer as Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset as IndexedDataset
 from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter as IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError as UserError

@@ -33,6 +33,7 @@ import numpy as np
 
 from lm_experiments_tools.data.objectives.token_rows import BLOCK, CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import draw_integers, stream_key
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.errors import UserError
@@ -40,7 +41,7 @@ from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 from megatron.masking import choose_masked, ngram_probabilities, replace_masked, word_starts
 from megatron.sample_mapping import MappingSettings, load_mapping
-from megatron.tokenizers import BertDataTokenizer, check_tokenizer
+from megatron.tokenizers import check_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class BertDataset:
     def __init__(
         self,
         tokens: IndexedDataset,
-        tokenizer: BertDataTokenizer,
+        tokenizer: Tokenizer,
         *,
         max_seq_length: int,
         masked_lm_prob: float = 0.15,
@@ -144,10 +145,10 @@ class BertDataset:
         )
         self.mapping = load_mapping(tokens, self.settings, cache_dir)
         self._check_mapping(max_unread)
-        special = [*tokenizer.special_ids, tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad]
-        self._is_text = np.ones(tokenizer.vocab_size, bool)
+        special = [*tokenizer.special_ids, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id]
+        self._is_text = np.ones(tokenizer.size, bool)
         self._is_text[special] = False
-        self._starts_word = tokenizer.starts_word if whole_word else np.ones(tokenizer.vocab_size, bool)
+        self._starts_word = tokenizer.starts_word if whole_word else np.ones(tokenizer.size, bool)
         self._keys = {purpose: stream_key(seed, f"bert {purpose}") for purpose in ("pair", "cut", "mask", "replace")}
 
     def _check_data(self) -> None:
@@ -155,7 +156,7 @@ class BertDataset:
         if tokens.num_tokens == 0:
             raise UserError(f"{prefix} has no tokens: check that preprocessing found text.")
         check_tokenizer(tokens, self.tokenizer)
-        check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), self.tokenizer.vocab_size)
+        check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), self.tokenizer.size)
         if self.binary_head and all(np.diff(bounds).max() < 2 for bounds in tokens.document_bounds()):
             raise UserError(
                 f"{prefix} has only documents of one sequence, so no sentence pairs: preprocess the text with "
@@ -281,7 +282,7 @@ class BertDataset:
         masked = choose_masked(maskable, starts, num_predictions, drawn, self.ngram_probabilities)
         batch["labels"][:] = np.where(masked, ids, self.mask_label_id)
         drawn = draw_integers(self._keys["replace"], epochs, rows, int(num_predictions.max()))
-        batch["input_ids"][:] = replace_masked(ids, masked, drawn, self.tokenizer.mask, self.tokenizer.vocab_size)
+        batch["input_ids"][:] = replace_masked(ids, masked, drawn, self.tokenizer.mask_id, self.tokenizer.size)
 
     def _segments(self, epochs: np.ndarray, rows: np.ndarray) -> _Segments:
         first, end, target = self.mapping.rows[rows].astype(np.int64).T
@@ -325,14 +326,14 @@ class BertDataset:
     def _read(self, segments: _Segments) -> np.ndarray:
         """Rows [CLS] A [SEP] B [SEP], padded: int64[n, max_seq_length]."""
         tokenizer, tokens = self.tokenizer, np.asarray(self.tokens.tokens)
-        ids = np.full((len(segments.label), self.max_seq_length), tokenizer.pad, np.int64)
-        ids[:, 0] = tokenizer.cls
+        ids = np.full((len(segments.label), self.max_seq_length), tokenizer.pad_id, np.int64)
+        ids[:, 0] = tokenizer.cls_id
         for row, a_start, a_length, b_start, b_length in zip(ids, *(x.tolist() for x in segments[:4]), strict=True):
             end = a_length + 1
             row[1:end] = tokens[a_start : a_start + a_length]
-            row[end] = tokenizer.sep
+            row[end] = tokenizer.sep_id
             if b_length:
                 row[end + 1 : end + 1 + b_length] = tokens[b_start : b_start + b_length]
-                row[end + 1 + b_length] = tokenizer.sep
-        check_ids(ids, self.tokenizer.vocab_size)
+                row[end + 1 + b_length] = tokenizer.sep_id
+        check_ids(ids, self.tokenizer.size)
         return ids

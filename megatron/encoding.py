@@ -23,6 +23,7 @@ import numpy as np
 
 from lm_experiments_tools.config.flags import COUNT
 from lm_experiments_tools.data.text.records import BadRecord, Record, field_of, unusable_characters, utf8_length
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.encoding import EncodedDocuments
 from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.errors import UserError
@@ -60,24 +61,24 @@ class EncodingArgs:
 class SentenceEncoder:
     """Converts records to token ids for BERT: splits documents into sentences and tokenizes them.
 
-    Raises UserError if the tokenizer or the sentence splitter cannot be loaded.
+    `tokenizer` is that of `args`, if already loaded. Raises UserError if it or the sentence splitter cannot be loaded.
     """
 
     key = None
 
-    def __init__(self, args: EncodingArgs):
+    def __init__(self, args: EncodingArgs, tokenizer: Tokenizer | None = None):
         # Not a subclass of a script's, which worker processes could not import.
         self.args = EncodingArgs(**{field.name: getattr(args, field.name) for field in fields(EncodingArgs)})
         self.max_bytes = args.max_document_mb << 20
-        self.tokenizer = build_tokenizer(
+        self.tokenizer = tokenizer or build_tokenizer(
             args.tokenizer_type, vocab_file=args.vocab_file, name_or_path=args.tokenizer_name_or_path
         )
-        self.dtype = token_dtype(self.tokenizer.vocab_size)
+        self.dtype = token_dtype(self.tokenizer.size)
         self.suffixes = [f"-{number}" for number in range(len(args.json_keys))]
         self._split = SentenceSplitter(args.sentence_splitter, args.keep_newlines)
 
     def __reduce__(self) -> tuple:
-        return SentenceEncoder, (self.args,)
+        return SentenceEncoder, (self.args, self.tokenizer)
 
     @property
     def identity(self) -> list[Any]:
@@ -111,7 +112,7 @@ class SentenceEncoder:
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Convert documents, each a list of sentences, to token ids. Each sentence becomes one sequence."""
         sentences = list(chain.from_iterable(documents))
-        ids, lengths = self.tokenizer.tokenize_arrays(sentences)
+        ids, lengths = self.tokenizer.encode_arrays(sentences)
         document = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[lengths > 0]
         lengths = lengths[lengths > 0]
         if self.args.split_tokens:
@@ -121,7 +122,7 @@ class SentenceEncoder:
         num_sequences = num_sequences[has_tokens]
         if self.args.append_eod and len(ids):
             last = np.cumsum(num_sequences) - 1
-            ids = np.insert(ids, np.cumsum(lengths)[last], self.tokenizer.eod)
+            ids = np.insert(ids, np.cumsum(lengths)[last], self.tokenizer.eos_id)
             lengths[last] += 1
         num_bytes = sum(map(utf8_length, sentences))
         return EncodedDocuments(ids, lengths, num_sequences, num_bytes, int((~has_tokens).sum()))

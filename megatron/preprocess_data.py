@@ -141,7 +141,7 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
         )
         metas = run.run(partial(_metas, args, encoder, record), partial(_log_progress, args.log_interval))
         for prefix in prefixes:
-            report_unknown(IndexedDataset(prefix), encoder.tokenizer.unk)
+            report_unknown(IndexedDataset(prefix), encoder.tokenizer.unk_id)
     return dict(zip(prefixes, metas, strict=True))
 
 
@@ -207,8 +207,8 @@ def _metas(
             )  # fmt: skip
         metas.append({
             "vocab_sha256": encoder.tokenizer.fingerprint,
-            "vocab_file": encoder.tokenizer.name,
-            "vocab_size": encoder.tokenizer.vocab_size,
+            "vocab_file": encoder.tokenizer.recorded_as,
+            "vocab_size": encoder.tokenizer.size,
             "tokenizer_type": args.tokenizer_type,
             "json_key": key,
             "level": args.level,

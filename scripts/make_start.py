@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config.cli import run_main
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.files import read_meta
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary as check_tokens
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.output = args.output.absolute()
     check_output(args.output)
-    config, vocabulary = load_model_config(args.model_cfg, T5Config), Vocabulary.load(args.vocab)
+    config, vocabulary = load_model_config(args.model_cfg, T5Config), Tokenizer.load(args.vocab)
     set_special_tokens(config, vocabulary.special_tokens, T5ForConditionalGeneration)
     check_vocabulary(config, vocabulary.size)
     check_buckets(config)

@@ -12,10 +12,11 @@ import numpy as np
 from lm_experiments_tools.ancestor.notice import notice
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.mixture import blending_order
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from megatron.bert_dataset import BertDataset as Rows
-from megatron.tokenizers import BertDataTokenizer, build_tokenizer
+from megatron.tokenizers import build_tokenizer
 
 _NAMES = {"input_ids": "text", "token_type_ids": "types", "attention_mask": "padding_mask", "labels": "labels"}
 
@@ -26,10 +27,12 @@ def get_indexed_dataset_(data_prefix: str | os.PathLike, data_impl: str = "mmap"
     return IndexedDataset(data_prefix)
 
 
-def hf_tokenizer(name_or_path: str) -> BertDataTokenizer:
+def hf_tokenizer(name_or_path: str) -> Tokenizer:
     """Load a Hugging Face tokenizer; its special token ids are the attributes cls, sep, mask and pad."""
     notice("megatron.tokenizer", "megatron.tokenizers.build_tokenizer('HFTokenizer', name_or_path=...)")
-    return build_tokenizer("HFTokenizer", name_or_path=name_or_path)
+    tokenizer = build_tokenizer("HFTokenizer", name_or_path=name_or_path)
+    vars(tokenizer).update({role: getattr(tokenizer, f"{role}_id") for role in ("cls", "sep", "mask", "pad")})
+    return tokenizer
 
 
 class BertDataset:
@@ -51,7 +54,7 @@ class BertDataset:
         short_seq_prob: float,
         seed: int,
         binary_head: bool,
-        tokenizer: BertDataTokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
         mask_label_id: int = -1,
     ) -> None:
         notice("megatron.data.bert_dataset", "run_bert_pretraining.py, or megatron.bert_dataset.BertDataset")

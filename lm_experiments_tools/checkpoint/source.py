@@ -34,9 +34,11 @@ ADAPTER_CONFIG = "adapter_config.json"  # peft's name
 LABELS_FILE = "label_names.json"  # next to the adapter of a classifier: config.json is in its base's folder
 KINDS = ("model_type", "task")
 TASK_FILE = "finetuning_task.json"  # next to fine-tuned weights: the task and its settings
+_FILES = (".pth", ".bin", ".safetensors", ".model", ".json", ".txt")  # suffixes that no name on the Hub has
 _TRIES = 10  # to read a checkpoint of a running job, which removes old ones
 T = TypeVar("T")
 _TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (*_TOKENIZER_FILES, CONFIG, "vocab.json", "merges.txt")  # on the Hub
 # transformers' names, in the order in which it looks for them
 _WEIGHTS_FILES = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
 
@@ -173,9 +175,15 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
         return Source(name, path)
     if path.is_dir():
         return _folder(path, flag)
-    if name.count("/") > 1 or name.startswith((".", "~", os.sep)) or path.suffix in (".pth", ".bin", ".safetensors"):
+    if not may_be_on_hub(name):
         raise UserError(f"{flag} {name}: there is no such file or folder.")
     return hub_source(name, flag)
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Return True for a name that the Hugging Face Hub may have, False for a path or a file name."""
+    is_path = name.count("/") > 1 or name.startswith((".", "~", os.sep))
+    return not is_path and Path(name).suffix not in _FILES
 
 
 @cache
@@ -188,11 +196,31 @@ def hub_source(name: str, flag: str) -> Source:
     Raises:
         UserError: the Hub or the model cannot be reached.
     """
+    try:
+        folder = hub_folder(name, flag, (CONFIG, INDEXES))
+    # Loading the model reports it.
+    except OSError:
+        return Source(name)
+    check_untrusted(folder)
+    return Source(name)
+
+
+@cache
+def hub_folder(name: str, flag: str, files: tuple[str, ...]) -> Path:
+    """Download some files of a model on the Hugging Face Hub, and return their folder.
+
+    Args:
+        flag: the flag that names the model, for error messages.
+        files: patterns of the files' names.
+
+    Raises:
+        UserError: the Hub or the model cannot be reached.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(name, allow_patterns=[CONFIG, INDEXES])
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         # The cache may have the model without files that are not needed here.
         folder = getattr(error, "snapshot_path", None)
@@ -202,11 +230,7 @@ def hub_source(name: str, flag: str) -> Source:
                 f"{flag} {name}: there is no such folder, and the Hugging Face Hub does not give it ({reason}). "
                 "Without a network, copy the model to this machine and name its folder."
             ) from error
-    # Loading the model reports it.
-    except OSError:
-        return Source(name)
-    check_untrusted(Path(folder))
-    return Source(name)
+        return Path(folder)
 
 
 def _folder(path: Path, flag: str) -> Source:

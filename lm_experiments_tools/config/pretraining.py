@@ -99,8 +99,8 @@ class DataArgs:
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     vocab: Annotated[str | None, HARMLESS] = None
-    """SentencePiece .model file, folder of a Hugging Face tokenizer, tokenizer.json, or bytes (as ByT5). None: the one
-    recorded beside a token prefix, else vocabs/sentencepiece.model if it is there."""
+    """SentencePiece .model file, folder or Hub name of a Hugging Face tokenizer, tokenizer.json, or bytes (as ByT5).
+    None: the one recorded beside a token prefix, else vocabs/sentencepiece.model if it is there."""
     data_pipeline: Literal["auto", "native", "seqio"] = "auto"
     """native: token files, O(1) resume; seqio: Google's t5/seqio on text, in a process of its own;
     auto: native, except for tasks of seqio's registry (--task module:name)."""

@@ -20,11 +20,10 @@ from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
-from lm_experiments_tools.data.tokens.files import dataset_paths, load_vocabulary, token_prefix, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import dataset_paths, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import locked
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.models.packed_rows import prepare
@@ -35,35 +34,35 @@ from lm_experiments_tools.recipes.report import unmasked, write_report
 from lm_experiments_tools.recipes.t5_sources import tokenized
 from lm_experiments_tools.training.losses import bert_loss
 from megatron.bert_dataset import BertDataset
-from megatron.tokenizers import BertDataTokenizer, build_tokenizer
+from megatron.tokenizers import build_tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
     from lm_experiments_tools.models.from_args import ModelSource
     from lm_experiments_tools.training.phases import Phase
 
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "bert_samples"  # below the working directory
-TOKENIZERS = Path(".cache") / "tokenizers"
 
 
 class BertPretraining(Pretraining):
     """A run of the script run_bert_pretraining.py."""
 
     @cached_property
-    def tokenizer(self) -> BertDataTokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer of all phases, loaded on first use. Every worker must read this property at the same time."""
         return on_all(self.backend, lambda: bert_tokenizer(self.args))
 
     @property
     def special_tokens(self) -> dict[str, int | None]:
         tokenizer = self.tokenizer
-        own = {role: getattr(tokenizer, role) for role in ("pad", "cls", "sep", "mask")}
-        return {**own, "bos": tokenizer.cls, "eos": tokenizer.sep}
+        own = {role: getattr(tokenizer, f"{role}_id") for role in ("pad", "cls", "sep", "mask")}
+        return {**own, "bos": tokenizer.cls_id, "eos": tokenizer.sep_id}
 
     def check(self, args: BertPretrainingArgs, source: ModelSource) -> None:
         tokenizer = self.tokenizer
@@ -107,7 +106,7 @@ def _right_and_all(logits: Any, labels: Any) -> tuple[Any, Any]:
     return (logits.argmax(-1) == labels).sum(), (labels != IGNORED_LABEL).sum()
 
 
-def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
+def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: Tokenizer) -> None:
     """Check that a BERT model fits its training data. Raises UserError.
 
     Reasons are a missing head for sentence pairs, too few positions or token types, or another padding id than the
@@ -127,17 +126,15 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: B
     check_positions(config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
     if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
         raise UserError("type_vocab_size in the model configuration must be 2 for pairs of sentences (--use_nsp 1)")
-    if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad):
+    if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad_id):
         raise UserError(
-            f"pad_token_id in the model configuration is {config.pad_token_id}, but the tokenizer {tokenizer.name} "
-            f"pads with {tokenizer.pad}: set it to that."
+            f"pad_token_id in the model configuration is {config.pad_token_id}, but the tokenizer {tokenizer.path} "
+            f"pads with {tokenizer.pad_id}: set it to that."
         )
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
-def bert_pretraining_data(
-    args: BertPretrainingArgs, backend: Backend, tokenizer: BertDataTokenizer
-) -> PretrainingData:
+def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, tokenizer: Tokenizer) -> PretrainingData:
     """Open training and validation data. Every worker must call it.
 
     Raises:
@@ -154,15 +151,15 @@ def bert_pretraining_data(
     where = (args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
-        tokenizer.vocab_size,
+        tokenizer.size,
         None if train is None else TrainLoader(train, *where, ahead=read_at_random(train.members)),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         tokenizer_dir,
-        f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
+        f"{(train or valid).describe()}, vocabulary {tokenizer.size:,}",
     )
 
 
-def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
+def bert_tokenizer(args: BertPretrainingArgs) -> Tokenizer:
     """Load the tokenizer that the flags name."""
     if args.tokenizer is not None:
         return build_tokenizer("HFTokenizer", name_or_path=args.tokenizer)
@@ -172,7 +169,7 @@ def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
 
 def bert_datasets(
     args: BertPretrainingArgs,
-    tokenizer: BertDataTokenizer,
+    tokenizer: Tokenizer,
     open_tokens: Callable[[str], IndexedDataset] | None = None,
 ) -> tuple[Dataset | None, Dataset | None]:
     """Build the training and validation samples of BERT pre-training from Megatron's files of sentences.
@@ -214,12 +211,12 @@ def bert_datasets(
 
 # ---- plain text -----------------------------------------------------------------------------------------------------
 def document_datasets(
-    args: BertPretrainingArgs, tokenizer: BertDataTokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
+    args: BertPretrainingArgs, tokenizer: Tokenizer, open_tokens: Callable[[str], IndexedDataset] | None = None
 ) -> tuple[Dataset | None, Dataset | None]:
     """Build the training and validation samples of BERT pre-training from plain text; see `bert_datasets`."""
     open_tokens = open_tokens or partial(open_documents, args=args, tokenizer=tokenizer)
     vocabulary = TokenIds(
-        tokenizer.vocab_size, tokenizer.pad, mask_id=tokenizer.mask, special_ids=tokenizer.special_ids
+        tokenizer.size, tokenizer.pad_id, mask_id=tokenizer.mask_id, special_ids=tokenizer.control_ids
     )
     length = {"input_length": args.input_seq_len, "model_kind": "encoder"}
     blocks = Blocks.create(vocabulary, **length)
@@ -232,9 +229,9 @@ def document_datasets(
             return TokenRows(tokens, blocks, seed)
         has_end = bool(tokens.meta.get("append_eos") or tokens.meta.get("append_eod"))
         return DocumentRows(
-            tokens, args.input_seq_len, cls_id=tokenizer.cls, sep_id=tokenizer.sep, has_end=has_end, seed=seed,
+            tokens, args.input_seq_len, cls_id=tokenizer.cls_id, sep_id=tokenizer.sep_id, has_end=has_end, seed=seed,
             packed=args.packing == "documents", min_length=args.min_document_length,
-            pad_id=tokenizer.pad, vocab_size=tokenizer.vocab_size,
+            pad_id=tokenizer.pad_id, vocab_size=tokenizer.size,
         )  # fmt: skip
 
     train = valid = None
@@ -248,32 +245,20 @@ def document_datasets(
     return train, valid
 
 
-def open_documents(path: str, args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> IndexedDataset:
+def open_documents(path: str, args: BertPretrainingArgs, tokenizer: Tokenizer) -> IndexedDataset:
     """Open the token file of a data path. Text is tokenized first and cached.
 
     Raises:
         UserError: the data is missing, damaged, or made with another tokenizer.
     """
     prefix = token_prefix(path)
-    tokens = None if prefix is None else open_checked(prefix)
-    if tokens is None or tokens.meta.get("vocab_sha256") != tokenizer.fingerprint:  # else of preprocess_data.py
-        tokens = _with_vocabulary(path, tokens, args, tokenizer)
-    report_unknown(tokens, tokenizer.unk)
-    return tokens
-
-
-def _with_vocabulary(
-    path: str, tokens: IndexedDataset | None, args: BertPretrainingArgs, tokenizer: BertDataTokenizer
-) -> IndexedDataset:
-    """The tokens, checked, or those of the text at `path`."""
-    folder = TOKENIZERS / tokenizer.fingerprint[:16]
-    with locked(folder.with_suffix(".lock")):
-        tokenizer.save(folder)
-        vocabulary = load_vocabulary(folder)
-    if tokens is None:
-        return tokenized(path, vocabulary, args, append_eos=False)
-    warn_unrecorded(tokens.prefix, tokens.meta)
-    check_vocabulary(tokens.prefix, tokens.meta, vocabulary)
+    if prefix is None:
+        tokens = tokenized(path, tokenizer, args, append_eos=False)
+    else:
+        tokens = open_checked(prefix)
+        warn_unrecorded(tokens.prefix, tokens.meta)
+        check_vocabulary(tokens.prefix, tokens.meta, tokenizer)
+    report_unknown(tokens, tokenizer.unk_id)
     return tokens
 
 

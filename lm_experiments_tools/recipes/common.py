@@ -96,7 +96,7 @@ class PretrainingData:
     """Data of a pre-training run.
 
     Attributes:
-        vocabulary: a `Vocabulary`, or the tokenizer of BERT.
+        vocabulary: tokenizer of the data.
         vocabulary_size: number of embeddings needed: greater than any token id.
         train: endless batches of this worker; None with `--validate_only` (seqio: the source of validation data).
         valid: validation examples of this worker; None without validation data.

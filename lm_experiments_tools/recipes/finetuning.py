@@ -18,7 +18,7 @@ from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, named_checkpoint, read_manifest
 from lm_experiments_tools.checkpoint.source import CONFIG, TASK_FILE, ModelFiles
 from lm_experiments_tools.config.flags import is_given
-from lm_experiments_tools.data.text.fast_tokenizer import pretrained_token_bytes
+from lm_experiments_tools.data.text.hf_tokenizer import pretrained_token_bytes
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.measuring import chosen_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder, decoded_targets, positive_label_of

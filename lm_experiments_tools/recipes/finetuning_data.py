@@ -42,7 +42,7 @@ from lm_experiments_tools.data.examples.instructions import (
     instruction_examples,
 )
 from lm_experiments_tools.data.examples.packing import PackedRows
-from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id, tokenize_text
+from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
@@ -214,7 +214,7 @@ class _Reader:
             columns=args.table_columns,
         )
 
-    def _examples(self, paths: Sequence[str], split: str, encoder: TextEncoder) -> Iterator[Example]:
+    def _examples(self, paths: Sequence[str], split: str, encoder: ExampleEncoder) -> Iterator[Example]:
         """All examples in files, in their order. Raises UserError for bad rows, or if there is no example."""
         rejected = RejectedRecords(self.args.max_bad_lines, of_rows=True)
         example = None
@@ -226,7 +226,7 @@ class _Reader:
             first = f", the first is {rejected.first}" if rejected.first else ""
             raise UserError(f"there is no example in {', '.join(paths)} ({rejected.count} bad rows{first}).")
 
-    def _read(self, path: str, rejected: RejectedRecords, split: str, encoder: TextEncoder) -> Iterator[Example]:
+    def _read(self, path: str, rejected: RejectedRecords, split: str, encoder: ExampleEncoder) -> Iterator[Example]:
         args, training = self.args, split == "train"
         if args.task == "instructions":
             limit = args.max_instances_per_task if training else args.max_instances_per_eval_task
@@ -305,7 +305,7 @@ class _Reader:
         loader = ValidLoader(dataset.arranged(arrangement), rows, *where)
         return EvalSplit(split, loader, examples)
 
-    def _rows(self, examples: Iterable[Example], split: str, encoder: TextEncoder) -> ExampleRows:
+    def _rows(self, examples: Iterable[Example], split: str, encoder: ExampleEncoder) -> ExampleRows:
         args, training = self.args, split == "train"
         counts: dict[int, int] = {}
         examples = counted(examples, counts) if self.label_names else examples
@@ -322,7 +322,7 @@ class _Reader:
             logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
         return example_rows(args, encoded, self.tokenizer, training=training)
 
-    def _encoder(self) -> TextEncoder:
+    def _encoder(self) -> ExampleEncoder:
         """Tokenizes one split, and counts what it cuts off."""
         encoder = text_encoder(self.args, self.tokenizer)
         if self.args.prefix:
@@ -331,7 +331,7 @@ class _Reader:
             encoder.check_prefix(self.args.prefix, f"--prefix{new}{end}")
         return encoder
 
-    def _report(self, split: str, encoder: TextEncoder) -> None:
+    def _report(self, split: str, encoder: ExampleEncoder) -> None:
         """One line on what was cut off, or that nothing was."""
         flag = "--input_seq_len - --target_seq_len =" if self.args.model_type == "decoder" else "--input_seq_len"
         parts = [encoder.sources.describe("sources", flag)]
@@ -361,7 +361,7 @@ def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any,
     )
 
 
-def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
+def text_encoder(args: FinetuningArgs, tokenizer: Any) -> ExampleEncoder:
     """Build the object that turns texts into token ids, from the lengths, prefix and model kind of `args`.
 
     Raises:
@@ -377,7 +377,7 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
                 f"{args.target_seq_len} leaves nothing for the source: raise it."
             )
     target_limit = None if args.model_type == "encoder" else args.target_seq_len
-    return TextEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
+    return ExampleEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
 
 
 def _plain(names: Iterable[str]) -> tuple[str, ...]:

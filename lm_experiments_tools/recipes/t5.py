@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.models.from_args import ModelSource
     from lm_experiments_tools.recipes.t5_sources import T5Sources
@@ -193,7 +193,7 @@ def pretraining_data(
             "--task mlm has no [CLS] and [SEP], and documents of a row attend to each other; for BERT's rows use "
             "run_bert_pretraining.py"
         )
-    tokenizer_dir = save_tokenizer(args, backend, vocabulary.save_tokenizer)  # refused before hours of tokenizing
+    tokenizer_dir = save_tokenizer(args, backend, vocabulary.save)  # refused before hours of tokenizing
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
@@ -226,7 +226,7 @@ def _train_loader(args: T5PretrainingArgs, model_kind: ModelKind, backend: Backe
 
 
 def _valid_loader(
-    args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind, backend: Backend, tokens: IndexedDataset
+    args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind, backend: Backend, tokens: IndexedDataset
 ) -> ValidLoader:
     dataset = pretraining_dataset(args, build_objective(args, vocabulary, model_kind), [tokens])
     if dataset.arrangement is not None:  # --valid_samples of an order by length would be of a few lengths only

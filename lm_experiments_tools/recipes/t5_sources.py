@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.data.text.records import allowed
-from lm_experiments_tools.data.text.vocabulary import BYTES
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.files import (
-    load_vocabulary,
+    open_tokenizer,
     read_meta,
     recorded_vocabulary,
     token_prefix,
@@ -26,7 +25,7 @@ from lm_experiments_tools.errors import UserError
 if TYPE_CHECKING:
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
     """
     sources = [T5Sources(phase) for phase in phases_of(args)]
     for number, found in enumerate(sources, 1):
-        if found.vocabulary.identity != sources[0].vocabulary.identity:
+        if found.vocabulary.fingerprint != sources[0].vocabulary.fingerprint:
             paths = sources[0].vocabulary.path, found.vocabulary.path
             raise UserError(f"phases 1 and {number} have different vocabularies, {paths[0]} and {paths[1]}.")
     return sources
@@ -73,8 +72,8 @@ class T5Sources:
         self._prefixes: dict[str, str | None] = {}
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
-        named = args.vocab if args.vocab in (None, "", BYTES) else self._from_anywhere(args.vocab)
-        self.vocabulary = load_vocabulary(named or self._recorded())
+        vocab = args.vocab or self._recorded()
+        self.vocabulary = open_tokenizer(found if os.path.exists(found := self._from_anywhere(vocab)) else vocab)
         for flag, word in (("append_eos", "no_append_eos"), ("document_per_line", "document_per_line")):
             if is_given(args, flag) and len(self._records) == len(set(paths)):
                 raise UserError(f"--{word} is about raw text, and {', '.join(paths)} is tokenized.")
@@ -144,7 +143,7 @@ class T5Sources:
 
 
 def tokenized(
-    path: str, vocabulary: Vocabulary, args: T5PretrainingArgs | BertPretrainingArgs, *, append_eos: bool
+    path: str, vocabulary: Tokenizer, args: T5PretrainingArgs | BertPretrainingArgs, *, append_eos: bool
 ) -> IndexedDataset:
     """Tokenize a text file into a cached token file and open it.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_groups, needs
-from lm_experiments_tools.data.text.byte_vocabulary import swap_sentinels
+from lm_experiments_tools.data.text.byte_tokenizer import swap_sentinels
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
 
 def mask_of(tokenizer: Any) -> str:
     """Return the mask token, or the one that `--task mlm` uses instead. Raises UserError if there is none."""
-    from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, sentinel_piece
+    from lm_experiments_tools.data.text.tokenizer import MASK_PIECES, sentinel_piece
 
     names = (*MASK_PIECES, sentinel_piece(0), f"▁{sentinel_piece(0)}")
     known = [token for token in names if token in tokenizer.get_vocab()]

@@ -74,7 +74,7 @@ def _t5_source(path: str, data: T5Sources, args: Any, scratch: Path) -> TokenSou
         while batch := list(itertools.islice(first, _DOCUMENTS_AT_ONCE)):
             writer.add(encoder.encode([parts for record in batch for parts in encoder.parts(record)]))
         is_whole = next(documents, None) is None
-        meta = {"vocab_sha256": data.vocabulary.sha256, "vocab_file": data.vocabulary.recorded_as}
+        meta = {"vocab_sha256": data.vocabulary.fingerprint, "vocab_file": data.vocabulary.recorded_as}
         writer.finalize({"num_bytes": writer.num_bytes} | meta)
     return TokenSource(path, IndexedDataset(scratch), is_whole)
 
@@ -120,7 +120,7 @@ def bert_sections(args: Any) -> Iterator[Section]:
                 tokens = open_documents(path, args, tokenizer)
             source = open_source(path, tokens, args, Path(folder) / str(number))
             sources.append(source)
-            ids = (tokenizer.vocab_size, tokenizer.unk, lambda index: tokenizer.decode([index]))
+            ids = (tokenizer.size, tokenizer.unk_id, tokenizer.piece)
             facts = token_facts(source, args, *ids, args.packing == SENTENCES)
             yield source.title(), facts, []
         yield _bert_training(args, sources, tokenizer, folder)
@@ -134,7 +134,7 @@ def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder
         settings = replace(settings, data_name=args.data_name if is_whole else folder, max_unread=1.0)
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     dataset, _ = make(settings, tokenizer, opened.__getitem__)
-    facts = [("objective", f"{dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")]
+    facts = [("objective", f"{dataset.describe()}, vocabulary {tokenizer.size:,}")]
     pairs = zip(sources, dataset.members, strict=True) if args.packing == SENTENCES else ()
     for source, member in pairs:
         counts = member.mapping.counts
@@ -143,7 +143,7 @@ def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder
         facts.append(("not read", lost + (limit if counts.unread > args.max_unread else "")))
     rendering = Rendering(
         tokenizer.decode,
-        {tokenizer.pad: "[PAD]", tokenizer.mask: "MASK"},
+        {tokenizer.pad_id: "[PAD]", tokenizer.sep_id: "[SEP]", tokenizer.mask_id: "MASK"},
         labels_at_inputs=True,
         meanings={"next_sentence_label": {0: "a right pair: B follows A", 1: _WRONG_PAIR[args.nsp]}},
     )

@@ -19,7 +19,7 @@ class TokenizeArgs:
     input: tuple[str, ...]
     """Text: .jsonl and .txt files, also compressed, folders of them, Hugging Face datasets (name:config:split)."""
     vocab: str
-    """SentencePiece .model file, folder of a Hugging Face tokenizer, tokenizer.json, or bytes (as ByT5)."""
+    """SentencePiece .model file, folder or Hub name of a Hugging Face tokenizer, tokenizer.json, or bytes (ByT5)."""
     output: str
     """Prefix: PREFIX.bin, PREFIX.idx and PREFIX.json are written."""
     text_key: str = "text"
@@ -47,14 +47,14 @@ class TokenizeArgs:
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize the text, and print the number of documents and tokens."""
-    from lm_experiments_tools.data.tokens.files import load_vocabulary
+    from lm_experiments_tools.data.tokens.files import open_tokenizer
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.data.tokens.pipeline import parse_shard, shard_prefix
     from lm_experiments_tools.data.tokens.tokenize import report_unknown, tokenize_corpus
 
     check_output(args.output)
     shard = parse_shard(args.shard)
-    start, vocabulary = time.perf_counter(), load_vocabulary(args.vocab)
+    start, vocabulary = time.perf_counter(), open_tokenizer(args.vocab)
     meta = tokenize_corpus(
         args.input, vocabulary, args.output, append_eos=args.append_eos, workers=args.workers, shard=shard,
         text_key=args.text_key, document_per_line=args.document_per_line, max_bad_lines=args.max_bad_lines,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.models.build import build_model, load_model_config
 from tests.distributed.launch import KINDS, ROOT, missing, skip_without, slow, start
 from tests.helpers.pretrained_toys import save_toy
@@ -50,7 +50,7 @@ def weights(folder):
     """Folders with weights: a T5, and a BERT without head and two labels for it."""
     config = load_model_config(folder / "tiny.json")
     build_model(T5ForConditionalGeneration, config, seed=1).save_pretrained(folder / "t5")
-    Vocabulary.load(folder / "vocab.model").save_tokenizer(folder / "t5")
+    Tokenizer.load(folder / "vocab.model").save(folder / "t5")
     save_toy("encoder", folder / "bert")
     for split, size in SIZES.items():
         lines = [f"w{i % 40} w{i % 7}\t{'good' if i % 2 else 'bad'}" for i in range(size)]

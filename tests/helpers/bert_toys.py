@@ -28,8 +28,8 @@ def documents() -> list[list[str]]:
 def write_sentences(prefix: Path, pages: Sequence[Sequence[str]], vocab_file: Path) -> None:
     """PREFIX.bin, .idx and .json as preprocess_data.py leaves them."""
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab_file)
-    meta = {"vocab_file": str(vocab_file), "vocab_sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
-    write_tokens(prefix, map(tokenizer.tokenize_batch, pages), meta=meta)
+    meta = {"vocab_file": str(vocab_file), "vocab_sha256": tokenizer.fingerprint, "vocab_size": tokenizer.size}
+    write_tokens(prefix, map(tokenizer.encode_batch, pages), meta=meta)
 
 
 def make_bert_data(folder: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lm_experiments_tools.checkpoint.manifest import build_manifest, describe_files, list_files
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.files import write_atomic
 from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model
 
@@ -45,7 +45,7 @@ def save_run(run: Path, kind: str) -> Path:
 def save_decoder_with_t5_tokenizer(folder: Path, vocab: Path, favourite: str) -> Path:
     """A GPT-2 that gives each token the same score after any text, the highest to those of `favourite`; its tokenizer
     appends </s>."""
-    Vocabulary.load(vocab).save_tokenizer(folder)
+    Tokenizer.load(vocab).save(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": len(tokenizer)}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, tie_word_embeddings=False))

@@ -137,8 +137,8 @@ def ours(tmp_path_factory):
                 writer.add_sequence(rng.integers(5, VOCAB, length))
             writer.end_document()
     starts_word = rng.random(VOCAB) < 0.8
-    tokenizer = SimpleNamespace(vocab_size=VOCAB, starts_word=starts_word, fingerprint="toy", name="toy")
-    vars(tokenizer).update(cls=CLS, sep=SEP, mask=MASK, pad=PAD, special_ids=[PAD, CLS, SEP, MASK])
+    tokenizer = SimpleNamespace(size=VOCAB, unk_id=-1, starts_word=starts_word, fingerprint="toy", path="toy")
+    vars(tokenizer).update(cls_id=CLS, sep_id=SEP, mask_id=MASK, pad_id=PAD, special_ids=[PAD, CLS, SEP, MASK])
     return BertDataset(IndexedDataset(prefix), tokenizer, max_seq_length=LENGTH)
 
 

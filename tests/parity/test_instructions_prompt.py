@@ -26,7 +26,7 @@ from lm_experiments_tools.data.examples.instructions import (
     instruction_examples,
     prompt_text,
 )
-from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 from lm_experiments_tools.data.text.records import RejectedRecords
 from tests.helpers.real_data import DATA, lacking
 
@@ -100,10 +100,10 @@ def tokenizer(tmp_path_factory):
         pytest.skip(reason)
     from transformers import AutoTokenizer
 
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    Vocabulary.load(path).save_tokenizer(folder)
+    Tokenizer.load(path).save(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -123,7 +123,7 @@ def reference():
 def test_rows_are_those_of_tk_instructs_collator(parts, limit, tokenizer, reference):
     names = ["task957_e2e_nlg_text_generation_generate", "task039_qasc_find_overlapping_words"]
     examples, official = [], []
-    encoder = TextEncoder(tokenizer, limit, 32)
+    encoder = ExampleEncoder(tokenizer, limit, 32)
     for name in names:
         task = {**json.loads((DATA / "sni" / "tasks" / f"{name}.json").read_text()), "Task": name}
         fits = LengthLimit(encoder.num_tokens, limit)
@@ -143,7 +143,7 @@ def test_rows_are_those_of_tk_instructs_collator(parts, limit, tokenizer, refere
 
 def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example(tokenizer):
     data = InstructionData(str(DATA / "sni"), "default", 2, TK_INSTRUCT)
-    encoder = TextEncoder(tokenizer, 1024, 64)
+    encoder = ExampleEncoder(tokenizer, 1024, 64)
     found = instruction_examples(data, "test_tasks.txt", RejectedRecords(0), encoder.num_tokens, 1024)
     examples = list(islice(found, 6))
     assert all(len(set(example.variants)) == 5 for example in examples)

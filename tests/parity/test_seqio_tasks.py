@@ -18,7 +18,7 @@ from lm_experiments_tools.data.examples.examples import LabelFields, label_examp
 from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.objectives.span_corruption import replace_spans
 from lm_experiments_tools.data.text.records import RejectedRecords
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from tests.distributed.launch import environment, missing
 from tests.helpers.finetuning_toys import write_json
 from tests.helpers.vocabulary_toys import train_vocabulary
@@ -188,7 +188,7 @@ def test_a_task_without_seeds_is_given_one(oracle):
 
 def test_native_corruption_of_the_same_tokens_and_mask_gives_the_same_rows(oracle, folder):
     """Tokens and masks are read back out of seqio's examples; `replace_spans` must then give these examples."""
-    vocabulary = Vocabulary.load(folder / "vocab.model")
+    vocabulary = Tokenizer.load(folder / "vocab.model")
     sentinels = vocabulary.sentinel_ids
     seen = 0
     for row in oracle[0]["ours_span_corruption"]:
@@ -214,7 +214,7 @@ def lines_of(folder, first=0):
 
 
 def test_prefix_and_rest_are_the_documents_as_the_native_vocabulary_encodes_them(oracle, folder):
-    vocabulary = Vocabulary.load(folder / "vocab.model")
+    vocabulary = Tokenizer.load(folder / "vocab.model")
     encoded = map(vocabulary.encode, lines_of(folder))
     pieces = {tuple(ids[k : k + 47]) for ids in encoded for k in range(0, len(ids), 47)}
     found = set()
@@ -232,7 +232,7 @@ def test_every_epoch_reads_all_data(oracle, folder):
 
 
 def test_text_cannot_forge_a_sentinel(oracle, folder):
-    vocabulary = Vocabulary.load(folder / "vocab.model")
+    vocabulary = Tokenizer.load(folder / "vocab.model")
     seqio_would_read = sentencepiece.SentencePieceProcessor(model_file=str(folder / "vocab.model"))
     assert "<extra_id_3>" in json.loads((folder / "docs.json").read_text())[5]
     assert not np.isin(oracle[0]["forged"], vocabulary.sentinel_ids).any()

@@ -28,7 +28,7 @@ from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+    from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 _AT_ONCE = 1024  # examples tokenized by one call
@@ -127,7 +127,7 @@ class EncodedExamples:
 
 
 def encode_examples(
-    examples: Iterable[Example], encoder: TextEncoder, kind: Kind, *, all_targets: bool = False, num_labels: int = 0
+    examples: Iterable[Example], encoder: ExampleEncoder, kind: Kind, *, all_targets: bool = False, num_labels: int = 0
 ) -> EncodedExamples:
     """Tokenize the sources and targets of fine-tuning examples, and collect their labels.
 

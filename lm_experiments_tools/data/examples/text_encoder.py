@@ -127,7 +127,7 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: RejectedRecords) -
     return tokens
 
 
-class TextEncoder:
+class ExampleEncoder:
     """Tokenizes sources and targets for fine-tuning, as the tokenizer itself does with `truncation=True`.
 
     Args:

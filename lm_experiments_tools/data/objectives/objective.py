@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.random import Generator
 
-from lm_experiments_tools.data.text.vocabulary import MASK_PIECES
+from lm_experiments_tools.data.text.tokenizer import MASK_PIECES
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from lm_experiments_tools.config.objectives import ModelKind
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
 Rows = np.ndarray | Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids of special tokens that objectives use, for one without a `Vocabulary`."""
+    """Ids of special tokens that objectives use, for one without a `Tokenizer`."""
 
     size: int
     pad_id: int = 0
@@ -66,7 +66,7 @@ class Objective:
     reads: ClassVar[tuple[str, ...]] = ()
     overlap = 0
     first_ids: tuple[int, ...] = ()
-    vocabulary: TokenIds | Vocabulary
+    vocabulary: TokenIds | Tokenizer
     input_length: int
     target_length: int
     model_kind: ModelKind
@@ -150,7 +150,7 @@ class Objective:
     @classmethod
     def create(
         cls,
-        vocabulary: TokenIds | Vocabulary,
+        vocabulary: TokenIds | Tokenizer,
         input_length: int,
         target_length: int | None = None,
         model_kind: ModelKind = "encoder-decoder",

@@ -15,10 +15,10 @@ from lm_experiments_tools.names import resolve_name
 if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
 
-def build_objective(args: T5PretrainingArgs, vocabulary: Vocabulary, model_kind: ModelKind) -> Objective:
+def build_objective(args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind) -> Objective:
     """Make the objective `--task`, with the flags that it reads as arguments of its class.
 
     No training data are needed, so that a run can fail before it tokenizes any text.

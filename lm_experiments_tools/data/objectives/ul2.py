@@ -27,14 +27,14 @@ from lm_experiments_tools.data.mixture import blending_order
 from lm_experiments_tools.data.objectives.objective import Objective
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, count_spans, random_spans_lengths
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 
 MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
 _LONGEST_SCHEDULE = 10_000  # rows
 
 
-def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
+def mode_ids(vocabulary: Tokenizer) -> dict[str, int]:
     """Return the ids of UL2's mode tokens, which name the denoiser R, X or S at the start of the input.
 
     These are [NLU], [NLG] and [S2S] if the vocabulary has them, or else the last three sentinels.

@@ -27,9 +27,9 @@ from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSour
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
 from lm_experiments_tools.data.seqio.job import PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.seqio.worker import work
-from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
+from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.sources import find_files
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError
@@ -52,7 +52,7 @@ _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
 
 
 def seqio_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer
 ) -> tuple[SeqioLoader, ValidSource | None, str]:
     """Build training and validation data of `--task` with seqio. All ranks (training processes) must call it.
 
@@ -90,9 +90,9 @@ def seqio_data(
     return train, valid, f"{answer['title']}, {lengths[0]} inputs + {lengths[1]} targets"
 
 
-def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
+def check_possible(args: T5PretrainingArgs, vocabulary: Tokenizer) -> None:
     """Raise UserError for settings that cannot work with seqio, before TensorFlow is started."""
-    if ":" not in args.task and not isinstance(vocabulary, SentencePieceVocabulary):
+    if ":" not in args.task and not isinstance(vocabulary, SentencePieceTokenizer):
         raise UserError(f"--data_pipeline seqio needs a SentencePiece .model file, not --vocab {vocabulary.path}.")
     for path in args.data_path:
         if token_prefix(path) is not None:
@@ -107,7 +107,7 @@ def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
         find_files(args.data_path, document_per_line=args.document_per_line)
 
 
-def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
+def _targets_length(args: T5PretrainingArgs, vocabulary: Tokenizer) -> int:
     """Length of the labels; t5 would silently truncate or pad them."""
     if ":" in args.task:
         return args.target_seq_len
@@ -127,7 +127,7 @@ def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
 
 
 def _job(
-    args: T5PretrainingArgs, vocabulary: Vocabulary, targets_length: int, rejected_path: Path, clients: int
+    args: T5PretrainingArgs, vocabulary: Tokenizer, targets_length: int, rejected_path: Path, clients: int
 ) -> Job:
     registered = ":" in args.task
     base = tempfile.gettempdir()

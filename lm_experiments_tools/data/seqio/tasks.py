@@ -8,7 +8,6 @@ training processes and threads.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import inspect
 import logging
@@ -37,7 +36,7 @@ from lm_experiments_tools.data.text.records import (
     read_shard,
 )
 from lm_experiments_tools.data.text.sources import Shard, content_of, plan_shards
-from lm_experiments_tools.data.text.vocabulary import Vocabulary, sentinel_piece
+from lm_experiments_tools.data.text.tokenizer import Tokenizer, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 
@@ -72,7 +71,7 @@ class TaskExamples:
 
     def __init__(self, job: Job, log: Log) -> None:
         self.job, self._log = job, log
-        self.vocabulary = Vocabulary.load(job.vocab_path)
+        self.vocabulary = Tokenizer.load(job.vocab_path)
         self._text: TextSource | None = None
         if ":" in job.task:
             tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
@@ -138,7 +137,7 @@ class TaskExamples:
             "data": [job.text_key, content_of(self._text.shards)] if self._text else None,
             "lengths": [job.inputs_length, job.targets_length],
             "noise": [job.noise_density, job.mean_noise_span_length] if self._text else None,
-            "vocabulary": self.vocabulary.identity,
+            "vocabulary": self.vocabulary.fingerprint,
             "seed": job.seed,
         }
         return json_sha256(parts)
@@ -209,8 +208,7 @@ class TaskExamples:
             theirs = self.task.output_features[name].vocabulary
             path = getattr(theirs, "sentencepiece_model_file", None)
             if self._text is None and path is not None and os.path.isfile(path):
-                same_file = hashlib.sha256(Path(path).read_bytes()).hexdigest() == self.vocabulary.sha256
-                if not same_file and Vocabulary.load(path, theirs.extra_ids).identity != self.vocabulary.identity:
+                if Tokenizer.load(path, theirs.extra_ids).fingerprint != self.vocabulary.fingerprint:
                     raise UserError(f"--task {self.job.task} has the vocabulary {path}: give it as --vocab")
             if theirs.vocab_size > self.vocabulary.size:
                 raise UserError(
@@ -287,7 +285,7 @@ def _accept_seed(source: seqio.FunctionDataSource) -> None:
 # ---- t5's objectives on raw text
 
 
-def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seqio.Task:
+def text_task(job: Job, source: seqio.DataSource, vocabulary: Tokenizer) -> seqio.Task:
     """Build t5's span corruption or prefix LM task over the user's text, with the steps of t5's own tasks for C4.
 
     Args:
@@ -320,7 +318,7 @@ def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seq
     )
 
 
-def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePieceVocabulary:
+def seqio_vocabulary(vocabulary: Tokenizer, folder: Path) -> seqio.SentencePieceVocabulary:
     """Convert a vocabulary to seqio's class. Ids are the same, and text cannot contain sentinel tokens.
 
     Args:

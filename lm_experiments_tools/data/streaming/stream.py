@@ -42,7 +42,7 @@ from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
 from lm_experiments_tools.data.streaming.text import StreamPlan
 from lm_experiments_tools.data.streaming.worker import Chunk, ChunkRequest, ChunkSettings
 from lm_experiments_tools.data.text.sources import content_of
-from lm_experiments_tools.data.text.vocabulary import Vocabulary, warn_of_unknown
+from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.workers import available_cores
@@ -117,7 +117,7 @@ class StreamedDataset(SampleDataset):
 
 
 def streaming_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, model_kind: ModelKind
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer, model_kind: ModelKind
 ) -> tuple[TrainLoader, str]:
     """Build the data loader of `--streaming` and its description for the log.
 
@@ -152,7 +152,7 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[list[StreamPlan], str]:
+def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int) -> tuple[list[StreamPlan], str]:
     """The texts, all with the same number of streams, and the fingerprint of data, objective and seed."""
     for path in args.data_path:
         if token_prefix(path) is not None:
@@ -169,7 +169,7 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         "text": [content_of(plan.shards) for plan in plans],
         "mixing": None if len(plans) == 1 else _rates(args, plans).tolist(),
         "text_key": args.text_key,
-        "vocabulary": vocabulary.identity,
+        "vocabulary": vocabulary.fingerprint,
         "encode_by": vocabulary.encode_by,
         "append_eos": args.ends_documents(),
         "objective": args.settings_of_examples(),
@@ -198,7 +198,7 @@ def _rates(args: T5PretrainingArgs, plans: Sequence[StreamPlan]) -> np.ndarray:
 
 def _open(
     args: T5PretrainingArgs,
-    vocabulary: Vocabulary,
+    vocabulary: Tokenizer,
     objective: Objective,
     backend: Backend,
     plans: Sequence[StreamPlan],

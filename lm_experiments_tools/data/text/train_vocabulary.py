@@ -8,20 +8,21 @@ sentencepiece and transformers choose the same segmentation where two score the 
 WordPiece: a vocab.txt with one subword per line, beginning with `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]`, `[MASK]`.
 """
 
-import hashlib
 import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lm_experiments_tools.data.text.hf_datasets import is_local
 from lm_experiments_tools.data.text.records import NO_LIMIT, Record, RejectedRecords, locate, no_documents, read_shard
 from lm_experiments_tools.data.text.sources import Shard, endings, plan_shards
-from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece, warn_of_unknown
+from lm_experiments_tools.data.text.tokenizer import DEFAULT_EXTRA_IDS, Tokenizer, sentinel_piece, warn_of_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
 
@@ -45,7 +46,7 @@ class VocabSummary:
     """Report of a vocabulary training.
 
     Attributes:
-        path, size, sha256: file of the vocabulary, its number of ids, and its hash.
+        path, size, fingerprint: file of the vocabulary, its number of ids, and its fingerprint.
         sample_bytes: amount of text that the vocabulary was trained on.
         rejected: records of the text that could not be used.
         unknown: share of unknown tokens in the sample, 0 to 1.
@@ -54,7 +55,7 @@ class VocabSummary:
     path: Path
     size: int
     sample_bytes: int
-    sha256: str
+    fingerprint: str
     rejected: RejectedRecords
     unknown: float
 
@@ -94,9 +95,8 @@ def train_vocab(
     output_model = Path(output_model)
     output_model.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output_model, _with_sentinels(content, extra_ids))
-    vocabulary = Vocabulary.load(output_model, extra_ids)
-    unknown = _unknown_share(vocabulary.encode_batch, vocabulary.unk_id, lines, "a larger --character_coverage")
-    return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256, sampler.rejected, unknown)
+    tokenizer = Tokenizer.load(output_model, extra_ids)
+    return _summary(tokenizer, sampler, lines, output_model, "a larger --character_coverage")
 
 
 def train_wordpiece(
@@ -148,25 +148,16 @@ def train_wordpiece(
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(f"{piece}\n" for piece in sorted(vocab, key=vocab.__getitem__)).encode()
     write_atomic(output, content)
-    backend = BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
-    unknown = _unknown_share(
-        lambda texts: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)],
-        vocab["[UNK]"],
-        lines,
-        "a larger --size; text without spaces between words, such as DNA, needs --type sentencepiece",
-    )
-    sha256 = hashlib.sha256(content).hexdigest()
-    return VocabSummary(output, size, sampler.num_bytes, sha256, sampler.rejected, unknown)
+    remedy = "a larger --size; text without spaces between words, such as DNA, needs --type sentencepiece"
+    return _summary(Tokenizer.load(output, lowercase=lowercase), sampler, lines, output, remedy)
 
 
-def _unknown_share(
-    encode_batch: Callable[[list[str]], Sequence[Sequence[int]]], unk_id: int, lines: list[str], remedy: str
-) -> float:
-    """Share of unknown tokens in lines from all over the sample; a warning from `UNKNOWN_LIMIT` on."""
+def _summary(tokenizer: Tokenizer, sampler: "_Sampler", lines: list[str], path: Path, remedy: str) -> VocabSummary:
+    """The report of a training, with the share of unknown tokens in lines from all over the sample."""
     number = len(lines) * _COUNTED_BYTES // max(sum(map(len, lines)), _COUNTED_BYTES)
-    encoded = encode_batch(random.Random(0).sample(lines, max(number, 1)))
-    counts = Counter(index for ids in encoded for index in ids)
-    return warn_of_unknown(counts[unk_id], counts.total(), "the sample", f"give {remedy}")
+    ids, _ = tokenizer.encode_arrays(random.Random(0).sample(lines, max(number, 1)))
+    unknown = warn_of_unknown(np.count_nonzero(ids == tokenizer.unk_id), len(ids), "the sample", f"give {remedy}")
+    return VocabSummary(path, tokenizer.size, sampler.num_bytes, tokenizer.fingerprint, sampler.rejected, unknown)
 
 
 def _wordpiece_characters(

@@ -6,7 +6,6 @@
 """
 
 import logging
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from lm_experiments_tools.data.text.records import (
     utf8_length,
 )
 from lm_experiments_tools.data.text.sources import Shard
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.data.workers import Caller
 from lm_experiments_tools.errors import UserError
@@ -87,7 +86,7 @@ class TextEncoder:
         encode_by: "line" or "document", see `tokenize_corpus`.
     """
 
-    vocabulary: Vocabulary
+    vocabulary: Tokenizer
     key: str
     append_eos: bool
     encode_by: str
@@ -96,7 +95,7 @@ class TextEncoder:
 
     @classmethod
     def of(
-        cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
+        cls, vocabulary: Tokenizer, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
     ) -> "TextEncoder":
         """Build a text encoder from a vocabulary.
 
@@ -104,7 +103,7 @@ class TextEncoder:
             vocabulary: converts text to ids.
             text_key: key of the text in a JSON record.
             append_eos: append EOS to each document.
-            encode_by: "line" or "document", see `tokenize_corpus`; None uses `Vocabulary.encode_by`.
+            encode_by: "line" or "document", see `tokenize_corpus`; None uses `Tokenizer.encode_by`.
         """
         if encode_by not in (None, "line", "document"):
             raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
@@ -119,7 +118,7 @@ class TextEncoder:
     @property
     def identity(self) -> dict[str, Any]:
         return {
-            "vocab_sha256": self.vocabulary.sha256,
+            "vocab_sha256": self.vocabulary.fingerprint,
             "text_key": self.key,
             "append_eos": self.append_eos,
             "encode_by": self.encode_by,
@@ -131,11 +130,9 @@ class TextEncoder:
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Encode documents, each a list of texts that are concatenated."""
         parts = [part for document in documents for part in document]
-        encoded = self.vocabulary.encode_batch(parts)
-        ids = np.frombuffer(b"".join(array("i", ids) for ids in encoded), np.int32)
+        ids, part_lengths = self.vocabulary.encode_arrays(parts)
         num_parts = np.fromiter(map(len, documents), np.int64, len(documents))
-        part_ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-        ends = part_ends[np.cumsum(num_parts) - 1]
+        ends = np.cumsum(part_lengths)[np.cumsum(num_parts) - 1]
         lengths = np.diff(ends, prepend=0)
         if self.append_eos:
             ids, lengths = np.insert(ids, ends, self.vocabulary.eos_id), lengths + 1

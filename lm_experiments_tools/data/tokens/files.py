@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
-from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.checkpoint.source import TOKENIZER_FILES, hub_folder, may_be_on_hub
+from lm_experiments_tools.data.text.tokenizer import BYTES, Tokenizer
+from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -60,17 +61,13 @@ def recorded_inputs(inputs: Iterable[str]) -> list[str]:
     return [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
 
 
-def check_replaceable(
-    prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str, identity: str | None
-) -> None:
+def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
     """Raise UserError if existing token files are of other inputs or another vocabulary, so must not be replaced.
-
-    Vocabularies are equal if the hashes of their files or their `identity` are equal.
 
     Args:
         prefix: path of the existing files, without suffix.
         inputs: the new inputs, as `recorded_inputs` returns them.
-        vocab_file, vocab_sha256, identity: path, hash and `identity` of the new vocabulary.
+        vocab_file, vocab_sha256: path and fingerprint of the new vocabulary.
     """
     if not dataset_exists(prefix):
         return
@@ -78,10 +75,7 @@ def check_replaceable(
         meta = read_meta(prefix)
     except UserError:  # damaged: as good as none
         meta = {}
-    same_text = inputs and meta.get("input") == inputs
-    if same_text and (
-        meta.get("vocab_sha256") == vocab_sha256 or (identity and recorded_identity(prefix, meta) == identity)
-    ):
+    if inputs and meta.get("input") == inputs and meta.get("vocab_sha256") == vocab_sha256:
         return
     made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
     raise UserError(
@@ -111,10 +105,23 @@ def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
         _warn_unrecorded(dataset_paths(prefix)[2])
 
 
-def load_vocabulary(path: str | os.PathLike) -> Vocabulary:
-    """Load a vocabulary. If it is in a checkpoint, verify that checkpoint's files first. Raises UserError."""
-    verify_model(Path(path))
-    return Vocabulary.load(path)
+def open_tokenizer(name: str | os.PathLike, flag: str = "--vocab", lowercase: bool | None = None) -> Tokenizer:
+    """Load a tokenizer from a file, a folder or the Hugging Face Hub. The files of a checkpoint are verified first.
+
+    Args:
+        flag: the flag that names it, for error messages.
+        lowercase: see `Tokenizer.load`.
+    """
+    path = Path(name)
+    if os.fspath(name) != BYTES and not path.exists() and may_be_on_hub(os.fspath(name)):
+        try:
+            path = hub_folder(os.fspath(name), flag, TOKENIZER_FILES)
+        except OSError as error:
+            raise UserError(
+                f"{flag} {name}: neither this machine nor the Hub has it ({first_line(error)})."
+            ) from error
+    verify_model(path)
+    return Tokenizer.load(path, lowercase=lowercase)
 
 
 def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
@@ -130,21 +137,6 @@ def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path
     if meta["vocab_file"] == BYTES:
         return named
     return next((path for path in (named, Path(prefix).parent / named.name) if path.exists()), None)
-
-
-def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | None:
-    """Return the `identity` of the vocabulary that a token file was made with; None if it is missing or has changed.
-
-    Args:
-        prefix: path of the token file, without suffix.
-        meta: content of PREFIX.json, which names the vocabulary.
-    """
-    path = recorded_vocabulary(prefix, meta)
-    try:
-        vocabulary = None if path is None else Vocabulary.load(path)
-    except UserError:  # no vocabulary of these: a BERT tokenizer's
-        return None
-    return vocabulary.identity if vocabulary and vocabulary.sha256 == meta.get("vocab_sha256") else None
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:

@@ -13,12 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.tokens.files import (
-    check_replaceable,
-    recorded_identity,
-    remove_unfinished,
-    token_prefix,
-)
+from lm_experiments_tools.data.tokens.files import check_replaceable, remove_unfinished, token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, replacing
@@ -27,7 +22,6 @@ _SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
 _SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
 _SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
 _MAY_DIFFER = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")
-_SAME_IDS = ("vocab_sha256", "vocab_size")  # may differ too where the ids are the same
 
 
 def merge_datasets(
@@ -58,8 +52,7 @@ def merge_datasets(
         if not overwrite:
             meta = datasets[0].meta
             vocab_file, vocab_sha256 = (meta.get(name) or "unknown" for name in ("vocab_file", "vocab_sha256"))
-            identity = recorded_identity(datasets[0].prefix, meta)
-            check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256, identity)
+            check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256)
         remove_unfinished(output)
         return _write(datasets, output)
 
@@ -117,19 +110,12 @@ def _check_same_kind(datasets: list[IndexedDataset]) -> None:
     """Refuse files of different vocabularies or settings."""
     first = datasets[0]
     for dataset in datasets[1:]:
-        ignored = (*_MAY_DIFFER, *_SAME_IDS) if _same_vocabulary(first, dataset) else _MAY_DIFFER
-        names = (first.meta.keys() | dataset.meta.keys()) - set(ignored)
+        names = (first.meta.keys() | dataset.meta.keys()) - set(_MAY_DIFFER)
         differing = [name for name in names if first.meta.get(name) != dataset.meta.get(name)]
         differing += ["dtype"] if dataset.dtype != first.dtype else []
         for name in sorted(differing, key=lambda name: (not name.startswith("vocab"), name != "dtype", name)):
             what = "the vocabulary" if name.startswith("vocab") else name
             raise UserError(f"{dataset.prefix} and {first.prefix} differ in {what}: tokenize one of them again")
-
-
-def _same_vocabulary(one: IndexedDataset, other: IndexedDataset) -> bool:
-    """True where two files record vocabularies of the same ids, whatever their files."""
-    identities = [recorded_identity(dataset.prefix, dataset.meta) for dataset in (one, other)]
-    return identities[0] is not None and identities[0] == identities[1]
 
 
 def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:

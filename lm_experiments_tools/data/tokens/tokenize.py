@@ -12,13 +12,12 @@ import numpy as np
 
 from lm_experiments_tools.data.text.records import RejectedRecords, no_documents
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
-from lm_experiments_tools.data.text.vocabulary import Vocabulary, warn_of_unknown
+from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
 from lm_experiments_tools.data.tokens.encoding import EncodedWriter, TextEncoder
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_exists,
-    load_vocabulary,
-    recorded_identity,
+    open_tokenizer,
     recorded_inputs,
 )
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -34,7 +33,7 @@ _BLOCK, _NUM_BLOCKS = 1 << 14, 64  # tokens read together and parts of a token f
 
 def tokenize_corpus(
     inputs: Sequence[str],
-    vocab_path: str | os.PathLike | Vocabulary,
+    vocab_path: str | os.PathLike | Tokenizer,
     output_prefix: str | os.PathLike,
     *,
     workers: int | None = None,
@@ -59,7 +58,7 @@ def tokenize_corpus(
         document_per_line: each line of a text file is a document, instead of the lines between blank lines.
         max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl; None for max(100, 0.1 %).
         encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
-            those of seqio; None uses `Vocabulary.encode_by`.
+            those of seqio; None uses `Tokenizer.encode_by`.
         show_progress: show a progress bar; None shows one on a terminal.
         shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`; None encodes all.
         overwrite: replace token files of other inputs or of another vocabulary.
@@ -70,7 +69,7 @@ def tokenize_corpus(
     Raises:
         UserError: unreadable input or vocabulary, no document, too many rejected records, or PREFIX has other text.
     """
-    vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else load_vocabulary(vocab_path)
+    vocabulary = vocab_path if isinstance(vocab_path, Tokenizer) else open_tokenizer(vocab_path)
     encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": recorded_inputs(inputs)}
@@ -81,7 +80,7 @@ def tokenize_corpus(
         prefix = shard_prefix(prefix, *shard)
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
-            check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.sha256, vocabulary.identity)
+            check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.fingerprint)
         run = Tokenization(
             shards, encoder, prefix, [prefix], rejected=f"{prefix}.bad_lines.jsonl", limit=max_bad_lines,
             workers=workers or available_cores(),
@@ -102,9 +101,9 @@ def _meta(
     if not writer.num_documents and "shard" not in origin:
         raise no_documents(list(dict.fromkeys(shard.path for shard in shards)), rejected)
     meta = {
-        "vocab_sha256": encoder.vocabulary.sha256,
+        "vocab_sha256": encoder.vocabulary.fingerprint,
         "vocab_file": encoder.vocabulary.recorded_as,
-        "vocab_size": encoder.vocabulary.num_pieces,
+        "vocab_size": encoder.vocabulary.size,
         "num_documents": writer.num_documents,
         "num_tokens": writer.num_tokens,
         "num_bytes": writer.num_bytes,
@@ -141,7 +140,7 @@ def _show_progress(
             bar.update(weight(shard))
 
 
-def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
+def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathLike, **options: Any) -> str:
     """Tokenize a text into a cache folder, unless that has been done before, and return the prefix of the token file.
 
     Other processes that need the same text wait meanwhile. A text is tokenized again if names, sizes or times of the
@@ -173,8 +172,8 @@ def report_unknown(tokens: IndexedDataset, unk_id: int | None) -> float:
     return share
 
 
-def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Raise UserError if a token file was made with a vocabulary whose ids differ from this run's vocabulary.
+def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Tokenizer) -> None:
+    """Raise UserError if a token file was made with another vocabulary than this run's.
 
     Args:
         prefix: path of the token file, without suffix.
@@ -182,10 +181,11 @@ def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabular
         vocabulary: vocabulary of the run.
     """
     made_with = meta.get("vocab_sha256")
-    if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
+    if made_with in (None, vocabulary.fingerprint):  # None: written by another program, the ids are all there is
         return
-    if recorded_identity(prefix, meta) != vocabulary.identity:
-        raise UserError(
-            f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}), "
-            f"not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}): give that one or tokenize again"
-        )
+    other_case = ", or read it in the other case (--no_lower_case)" if vocabulary.continuation else ""
+    raise UserError(
+        f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (fingerprint {made_with[:12]}), "
+        f"not with {vocabulary.path} (fingerprint {vocabulary.fingerprint[:12]}): give that one{other_case} or "
+        "tokenize again"
+    )

@@ -23,15 +23,21 @@ CLS, SEP, MASK, PAD, FIRST = 1, 2, 3, 0, 5
 def tokenizer(vocab_size=20_000, continues=(), **changes):
     starts_word = np.ones(vocab_size, bool)
     starts_word[list(continues)] = False
-    special = {"cls": CLS, "sep": SEP, "mask": MASK, "pad": PAD, "special_ids": np.array([PAD, CLS, SEP, MASK])}
+    special = {
+        "cls_id": CLS,
+        "sep_id": SEP,
+        "mask_id": MASK,
+        "pad_id": PAD,
+        "special_ids": np.array([PAD, CLS, SEP, MASK]),
+    }
     settings = {
-        "vocab_size": vocab_size,
+        "size": vocab_size,
         "starts_word": starts_word,
         "fingerprint": "f" * 64,
-        "name": "toy",
-        "other_case": None,
+        "path": "toy",
+        "continuation": "##",
     }
-    return SimpleNamespace(**{"unk": None} | special | settings | changes)
+    return SimpleNamespace(**{"unk_id": -1} | special | settings | changes)
 
 
 def numbered(lengths):
@@ -76,7 +82,7 @@ def same(first, second):
 
 
 def test_the_worked_example(tmp_path):
-    words = tokenizer(200, continues=(11, 21, 22), cls=101, sep=102, mask=103, special_ids=[0, 101, 102, 103])
+    words = tokenizer(200, continues=(11, 21, 22), cls_id=101, sep_id=102, mask_id=103, special_ids=[0, 101, 102, 103])
     tokens = token_data(tmp_path / "one", [[[10, 11], [12], [20, 21, 22]]])
     samples = Dataset(BertDataset(tokens, words, max_seq_length=10, short_seq_prob=0)).batch(np.arange(300))
     expected = {
@@ -243,7 +249,7 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
             {"max_sentence_length": 512},
             "gives no sample: of 1 documents with 1,200 tokens.* 1 with a sentence that is too long",
         ),
-        (foreign, {}, "were made with the tokenizer .* eeeeeeeeeeee"),
+        (foreign, {}, "were made with the vocabulary .* eeeeeeeeeeee"),
         (token_data(tmp_path / "empty", []), {}, "has no tokens"),
         (token_data(tmp_path / "alone", numbered([[5, 5], []])), {"nsp": "random"}, "one document, but nsp random"),
         (data, {"tokenizer": tokenizer(100)}, "holds id [0-9]+, but the vocabulary has ids 0 to 99"),

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tokenizers
 
+from lm_experiments_tools.data.text import hf_tokenizer
+from lm_experiments_tools.data.text import tokenizer as module
 from lm_experiments_tools.data.text.train_vocabulary import train_wordpiece
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
-from megatron import tokenizers as module
 from megatron.tokenizers import build_tokenizer, check_tokenizer
 from tests.helpers.real_data import DATA, lacking
 
@@ -63,8 +64,8 @@ def test_ids_equal_those_of_transformers_on_text_made_to_break_them(vocab_file, 
     texts = [*odd_texts(1000), "", " ", "[MASK] word[SEP]", "x" * 101, "ab." * 40, "e\u0301 caf\u00e9s"]
     tokenizer = build_tokenizer(kind, vocab_file=vocab_file)
     expected = transformers_ids(PIECES, kind.endswith("LowerCase"), texts)
-    assert tokenizer.tokenize_batch(texts) == expected
-    assert [tokenizer.tokenize(text) for text in texts[-6:]] == expected[-6:]
+    assert tokenizer.encode_batch(texts) == expected
+    assert [tokenizer.encode(text) for text in texts[-6:]] == expected[-6:]
     assert any(len(ids) > 20 for ids in expected)
 
 
@@ -76,8 +77,9 @@ def test_real_text_with_googles_vocabulary_equals_transformers():
     texts = [line for text in texts for line in text.split("\n")][:150]
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=BERT)
     pieces = (BERT / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    assert tokenizer.tokenize_batch(texts) == transformers_ids(pieces, True, texts)
-    assert tokenizer.vocab_size == 30522 and (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (
+    assert tokenizer.encode_batch(texts) == transformers_ids(pieces, True, texts)
+    assert tokenizer.control_ids.tolist() == [0, 100, 101, 102, 103]  # [unused0] and so on are drawn as random tokens
+    assert tokenizer.size == 30522 and (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (
         *(0, 101, 102),
         103,
     )
@@ -87,30 +89,35 @@ def test_real_text_with_googles_vocabulary_equals_transformers():
 
 def test_the_ids_are_the_same_in_blocks_and_when_the_table_of_words_is_full(uncased, monkeypatch):
     texts = odd_texts(300, seed=1)
-    expected = uncased.tokenize_batch(texts)
+    expected = uncased.encode_batch(texts)
     monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 100)
-    assert uncased.tokenize_batch(texts) == expected
+    assert uncased.encode_batch(texts) == expected
     for limit in ("MAX_WORDS", "MAX_CHARACTERS"):
-        monkeypatch.setattr(module._WordTable, limit, 20)
-        assert [uncased.tokenize(text) for text in texts] == expected
+        monkeypatch.setattr(hf_tokenizer._WordTable, limit, 20)
+        assert [uncased.encode(text) for text in texts] == expected
         assert len(uncased._words._number) <= 60
 
 
 def test_arrays_hold_the_ids_of_all_texts(uncased):
     texts = ["words", "", "unable words"]
-    ids, lengths = uncased.tokenize_arrays(texts)
+    ids, lengths = uncased.encode_arrays(texts)
     assert ids.dtype == np.int32 and lengths.tolist() == [2, 0, 4]
-    assert ids.tolist() == [index for text in texts for index in uncased.tokenize(text)]
-    ids, lengths = uncased.tokenize_arrays([])
-    assert ids.size == lengths.size == 0 and uncased.tokenize_batch([]) == []
+    assert ids.tolist() == [index for text in texts for index in uncased.encode(text)]
+    ids, lengths = uncased.encode_arrays([])
+    assert ids.size == lengths.size == 0 and uncased.encode_batch([]) == []
 
 
 def test_special_ids_word_starts_and_decoding(uncased):
-    assert [uncased.pad, uncased.cls, uncased.sep, uncased.mask] == [0, 2, 3, 4] and uncased.eod == uncased.sep
-    assert uncased.special_ids.tolist() == [0, 1, 2, 3, 4] and uncased.vocab_size == len(PIECES)
+    assert [uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id] == [
+        0,
+        2,
+        3,
+        4,
+    ] and uncased.eos_id == uncased.sep_id
+    assert uncased.special_ids.tolist() == [0, 1, 2, 3, 4] and uncased.size == len(PIECES)
     assert uncased.starts_word.dtype == bool
     assert uncased.starts_word.tolist() == [not piece.startswith("##") for piece in PIECES]
-    assert uncased.decode([2, *uncased.tokenize("Unable words"), 4, -100]) == "[CLS] unable words [MASK]"
+    assert uncased.decode([2, *uncased.encode("Unable words"), 4, -100]) == "[CLS] unable words [MASK]"
 
 
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
@@ -126,9 +133,9 @@ def test_saved_files_give_the_same_tokenizer_to_us_and_to_autotokenizer(vocab_fi
     again = build_tokenizer("HFTokenizer", name_or_path=tmp_path / "again")
     for other in (loaded, from_vocab_txt, again):
         assert other.fingerprint == tokenizer.fingerprint
-        assert other.tokenize_batch(texts) == tokenizer.tokenize_batch(texts)
+        assert other.encode_batch(texts) == tokenizer.encode_batch(texts)
     automatic = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
-    assert automatic("Unable words").input_ids == [2, *tokenizer.tokenize("Unable words"), 3]
+    assert automatic("Unable words").input_ids == [2, *tokenizer.encode("Unable words"), 3]
 
 
 def test_fingerprint_names_pieces_their_order_and_the_case(vocab_file, tmp_path):
@@ -174,13 +181,13 @@ def sentencepiece_like():
 def test_other_families_mark_word_starts_in_their_own_way(tmp_path):
     folder = hugging_face_folder(tmp_path / "bpe", byte_level(), **ROLES, eos_token="</s>")
     tokenizer = build_tokenizer("HFTokenizer", name_or_path=folder)
-    assert tokenizer.tokenize_batch(["ab ac", "<s>"])[0] == [8, 9, 6]
-    assert tokenizer.eod == tokenizer.sep == 1 and 0 not in tokenizer.tokenize("<s>a")
+    assert tokenizer.encode_batch(["ab ac", "<s>"])[0] == [8, 9, 6]
+    assert tokenizer.eos_id == tokenizer.sep_id == 1 and 0 not in tokenizer.encode("<s>a")
     #                                        <s>   </s>  mask  pad   a      b      c      G     ab     Ga
     assert tokenizer.starts_word.tolist() == [True, True, True, True, False, False, False, True, False, True]
     folder = hugging_face_folder(tmp_path / "unigram", sentencepiece_like(), **ROLES)
     tokenizer = build_tokenizer("HFTokenizer", name_or_path=folder)
-    assert tokenizer.tokenize("ab a") == [5, 6, 5]
+    assert tokenizer.encode("ab a") == [5, 6, 5]
     assert tokenizer.starts_word.tolist() == [True] * 4 + [False, True, False, True]
 
 
@@ -190,7 +197,7 @@ def test_a_word_level_tokenizer_can_encode_but_has_no_word_starts(tmp_path):
     )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = build_tokenizer("HFTokenizer", name_or_path=hugging_face_folder(tmp_path / "words", backend, **ROLES))
-    assert tokenizer.tokenize("a a") == [4, 4]
+    assert tokenizer.encode("a a") == [4, 4]
     with pytest.raises(UserError, match=r"words does not mark where words begin"):
         _ = tokenizer.starts_word
 
@@ -201,8 +208,8 @@ def test_added_words_that_look_across_spaces_are_found(vocab_file, tmp_path):
     backend.add_tokens(["word un"])
     roles = dict(zip(["pad_token", "unk_token", "cls_token", "sep_token", "mask_token"], SPECIAL, strict=True))
     tokenizer = build_tokenizer("HFTokenizer", name_or_path=hugging_face_folder(tmp_path / "added", backend, **roles))
-    assert tokenizer.tokenize("a word un") == [PIECES.index("a"), len(PIECES)]
-    assert tokenizer.vocab_size == len(PIECES) + 1 == len(tokenizer.starts_word)
+    assert tokenizer.encode("a word un") == [PIECES.index("a"), len(PIECES)]
+    assert tokenizer.size == len(PIECES) + 1 == len(tokenizer.starts_word)
 
 
 def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
@@ -219,10 +226,14 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         (wordpiece, {}, "needs --vocab-file"),
         (wordpiece, {"vocab_file": tmp_path / "none.txt"}, "none.txt does not exist"),
         (wordpiece, {"vocab_file": tmp_path / "binary.txt"}, "not UTF-8 text .byte 6."),
-        (wordpiece, {"vocab_file": tmp_path / "other.txt"}, r".2 lines. has no .UNK., .CLS., .MASK., .PAD."),
+        (
+            wordpiece,
+            {"vocab_file": tmp_path / "other.txt"},
+            r"other.txt is no WordPiece .* no line .UNK. and no .CLS. and no .PAD. and no .MASK.",
+        ),
         (hugging_face, {}, "needs --tokenizer-name-or-path"),
-        (hugging_face, {"name_or_path": tmp_path / "none"}, "none cannot be loaded"),
-        (hugging_face, {"name_or_path": tmp_path / "folder"}, "; give the folder that a tokenizer's save_pretrained"),
+        (hugging_face, {"name_or_path": tmp_path / "none"}, "none does not exist"),
+        (hugging_face, {"name_or_path": tmp_path / "folder"}, "folder has none of spiece.model"),
         (hugging_face, {"name_or_path": tmp_path / "other.txt"}, "other.txt is no WordPiece vocabulary"),
         (hugging_face, {"name_or_path": tmp_path / "broken"}, "broken cannot be loaded .[A-Za-z]+.: "),
         (hugging_face, {"name_or_path": tmp_path / "gpt"}, "gpt has no mask_token"),
@@ -238,7 +249,7 @@ def test_a_piece_named_twice_is_reported_and_counts_where_it_stands_last(tmp_pat
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "a", "b", "a"]))
     tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=tmp_path)
     assert "names 'a' twice" in caplog.text
-    assert tokenizer.tokenize("a b") == [7, 6] and tokenizer.vocab_size == 8
+    assert tokenizer.encode("a b") == [7, 6] and tokenizer.size == 8
     tokenizer.save(tmp_path / "saved")
     for kind, where in (("BertWordPieceCase", "vocab_file"), ("HFTokenizer", "name_or_path")):
         assert build_tokenizer(kind, **{where: tmp_path / "saved"}).fingerprint == tokenizer.fingerprint
@@ -251,7 +262,7 @@ def test_tokens_made_with_another_tokenizer_are_refused(uncased, vocab_file, tmp
             writer.finalize(facts if fingerprint else {})
     check_tokenizer(IndexedDataset(tmp_path / "same"), uncased)
     check_tokenizer(IndexedDataset(tmp_path / "foreign"), uncased)
-    with pytest.raises(UserError, match=r"other were made with the tokenizer v.txt .fingerprint 000000000000"):
+    with pytest.raises(UserError, match=r"other were made with the vocabulary v.txt .fingerprint 000000000000"):
         check_tokenizer(IndexedDataset(tmp_path / "other"), uncased)
 
 
@@ -265,14 +276,14 @@ def test_a_wordpiece_vocabulary_is_trained_and_is_the_same_every_time(tmp_path, 
     assert "400 ids" in capsys.readouterr().out
     lower = train_wordpiece([str(tmp_path / "data.jsonl")], 400, tmp_path / "vocab.txt")
     again = train_wordpiece([str(tmp_path / "data.jsonl")], 400, tmp_path / "again.txt")
-    assert lower.sha256 == again.sha256 and lower.size == 400
+    assert lower.fingerprint == again.fingerprint and lower.size == 400
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=lower.path)
-    assert tokenizer.vocab_size == 400 and tokenizer.special_ids.tolist() == [0, 1, 2, 3, 4]
-    assert tokenizer.decode(tokenizer.tokenize(text[0])).replace(" ", "") == text[0].replace(
+    assert tokenizer.size == 400 and tokenizer.special_ids.tolist() == [0, 1, 2, 3, 4]
+    assert tokenizer.decode(tokenizer.encode(text[0])).replace(" ", "") == text[0].replace(
         "\u00c9t\u00e9", "ete"
     ).lower().replace(" ", "")
     cased = build_tokenizer("BertWordPieceCase", vocab_file=tmp_path / "cased")
-    assert 1 not in cased.tokenize("\u00c9t\u00e9 Word.") and "[UNK]" not in cased.decode(cased.tokenize(text[1]))
+    assert 1 not in cased.encode("\u00c9t\u00e9 Word.") and "[UNK]" not in cased.decode(cased.encode(text[1]))
     with pytest.raises(UserError, match=r"give --size at most (\d+)") as error:
         train_wordpiece([str(tmp_path / "data.jsonl")], 10**6, tmp_path / "none.txt")
     largest = int(str(error.value).split()[-1])

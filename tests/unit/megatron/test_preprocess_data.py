@@ -30,7 +30,7 @@ def ancestor(records, key, tokenizer, split, *, split_sentences, split_tokens, a
             sentences = split(value) if split_sentences else [value]
         document = []
         for sentence in sentences:
-            ids = tokenizer.tokenize(sentence)
+            ids = tokenizer.encode(sentence)
             if ids:
                 document += [[index] for index in ids] if split_tokens else [ids]
         if document:
@@ -111,7 +111,7 @@ def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer
     (folder / "in" / "data.jsonl").write_bytes(b"\n".join(line for line, _ in LINES))
     flags = ("--max-document-mb", 1, "--split-sentences")
     run(folder, *flags)
-    fine = tokenizer.tokenize("fine")
+    fine = tokenizer.encode("fine")
     assert read_documents(f"{folder}/out/x_text_sentence") == [[fine], [fine, fine], [fine]]
     bad = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
     assert [entry["line"] for entry in bad] == [n for n, (_, reason) in enumerate(LINES, 1) if reason]
@@ -192,7 +192,7 @@ def test_large_vocabularies_are_stored_as_int32(folder):
 def test_a_text_on_which_the_splitter_fails_is_a_bad_line(folder, tokenizer):
     write_lines(folder / "in" / "data.jsonl", [{"text": "FINE"}, {"text": "changed"}])
     run(folder, "--split-sentences", "--sentence-splitter", "tests.unit.megatron.test_sentences:upper")
-    assert read_documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
+    assert read_documents(f"{folder}/out/x_text_sentence") == [[tokenizer.encode("fine")]]
     (bad,) = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
     assert bad["line"] == 2 and "changed the text" in bad["reason"]
 

@@ -113,4 +113,4 @@ def test_runs_to_one_prefix_wait_for_each_other(folder, tokenizer):
         assert [path.name for path in (folder / "out").iterdir()] == ["x.lock"]  # nothing written yet
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert read_documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
+    assert read_documents(f"{folder}/out/x_text_sentence") == [[tokenizer.encode("fine")]]

@@ -13,7 +13,8 @@ import sentencepiece
 import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
+from lm_experiments_tools.data.text.hf_tokenizer import HFTokenizer
+from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
@@ -22,7 +23,6 @@ from lm_experiments_tools.models import presets
 from lm_experiments_tools.recipes import t5_sources
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.tools.main import main as lmtools
-from megatron import tokenizers
 from tests.helpers.bert_toys import make_bert_data
 from tests.helpers.runs import GPT2, TINY
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary, train_vocabulary
@@ -46,9 +46,9 @@ def counted(monkeypatch) -> Counter:
     for module in (indexed, t5_sources):
         count(module, "read_meta", "record")
     count(IndexedDataset, "__init__", "index")
-    count(SentencePieceVocabulary, "__init__", "vocabulary")
+    count(SentencePieceTokenizer, "__init__", "vocabulary")
     count(presets, "read_model_config", "configuration")
-    count(tokenizers, "_from_vocab_file", "vocabulary")
+    count(HFTokenizer, "__init__", "vocabulary")
     return counts
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
 from run_t5_pretraining import main
@@ -56,9 +56,9 @@ def test_a_run_trains_saves_its_tokenizer_and_goes_on_from_it(work, kind, flags)
     start(vocab, iters=4, model_path="whole", **flags)
     start(vocab, **flags)
     last = work / "run" / "last"
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Tokenizer.load(vocab)
     assert len(AutoTokenizer.from_pretrained(last)) == vocabulary.size
-    assert Vocabulary.load(last).identity == vocabulary.identity
+    assert Tokenizer.load(last).fingerprint == vocabulary.fingerprint
     start(last, iters=4, **flags)  # the vocabulary is the same, by its ids
     assert losses("run") == losses("whole")
 

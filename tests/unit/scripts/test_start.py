@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import T5ForConditionalGeneration
 
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 from tests.helpers import ROOT
 from tests.helpers.token_toys import write_tokens
@@ -42,7 +42,7 @@ def make_start(script: ModuleType, folder: Path, output: str, data: Path | str |
 def folder(tmp_path_factory: pytest.TempPathFactory, script: ModuleType) -> Path:
     """A vocabulary, training and held-out tokens, a model of two layers; and the start made of them."""
     folder = tmp_path_factory.mktemp("start")
-    vocabulary = Vocabulary.load(str(numbered_words_vocabulary(folder)))
+    vocabulary = Tokenizer.load(str(numbered_words_vocabulary(folder)))
     write_tokens(folder / "train", [[row] for row in grammar()])
     write_tokens(folder / "valid", [[row] for row in grammar(seed=1)])
     shape = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": vocabulary.size}
@@ -86,7 +86,7 @@ def test_the_factors_are_those_of_the_mutual_information(script):
 
 
 def test_attention_starts_at_the_neighbours_and_at_the_sentinels_own_place(folder, model):
-    vocabulary = Vocabulary.load(str(folder / "vocab.model"))
+    vocabulary = Tokenizer.load(str(folder / "vocab.model"))
     row, place, sentinel = grammar(1)[0].tolist(), 15, int(vocabulary.sentinel_ids[0])
     row[place] = sentinel
     with torch.no_grad():

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import sentencepiece
 
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import corpus
 from lm_experiments_tools.tools.corpus import is_prose, paragraphs
@@ -217,13 +217,13 @@ def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation
     build(tmp_path / "out")
     first = train_vocab([str(tmp_path / "out" / "train.jsonl")], 200, tmp_path / "a.model")
     again = train_vocab([str(tmp_path / "out" / "train.jsonl")], 200, tmp_path / "b.model")
-    assert first.sha256 == again.sha256 and first.size == 200
+    assert first.fingerprint == again.fingerprint and first.size == 200
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
     assert len(processor) == 200
     assert [processor.id_to_piece(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
     assert [processor.id_to_piece(199 - k) for k in range(100)] == [f"<extra_id_{k}>" for k in range(100)]
     assert (processor.bos_id(), processor.eos_id(), processor.pad_id(), processor.unk_id()) == (-1, 1, 0, 2)
-    vocabulary = Vocabulary.load(tmp_path / "a.model")
+    vocabulary = Tokenizer.load(tmp_path / "a.model")
     assert vocabulary.sentinel_ids.tolist() == list(range(199, 99, -1))
     text = "The parser of number 12 is here, with a thing in it."
     assert vocabulary.decode(vocabulary.encode(text)) == text
@@ -247,7 +247,7 @@ def test_vocabulary_sample_is_bounded_and_long_lines_count(tmp_path):
     data.write_text(" ".join(f"word{i % 700} of the text" for i in range(60_000)))  # one line of a megabyte
     summary = train_vocab([str(data)], 220, tmp_path / "v.model", sample_bytes=200_000)
     assert 200_000 <= summary.sample_bytes < 204_000
-    assert len(Vocabulary.load(tmp_path / "v.model").encode("word of the text")) <= 8
+    assert len(Tokenizer.load(tmp_path / "v.model").encode("word of the text")) <= 8
 
 
 def test_vocabulary_that_does_not_fit_its_text_is_one_sentence(tmp_path):

@@ -13,7 +13,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from lm_experiments_tools.data.text.byte_vocabulary import swap_sentinels
+from lm_experiments_tools.data.text.byte_tokenizer import swap_sentinels
 from lm_experiments_tools.tools.generate import filled, text_of
 from lm_experiments_tools.tools.main import main
 from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model, toy_tokenizer

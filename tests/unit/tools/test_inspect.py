@@ -18,7 +18,7 @@ from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption,
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text import records as text_records
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
@@ -119,7 +119,7 @@ def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
     flags = "--input_seq_len 32 --target_seq_len 16 --seed 7 --batch_size 2 --world_size 3 --samples 3 --iters 20"
     assert inspect(vocab, *flags.split(), "--output", "look") == 0
     printed = capsys.readouterr().out
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Tokenizer.load(vocab)
     (prefix,) = (text / ".cache" / "tokens").glob("*.idx")
     objective = SpanCorruption.create(vocabulary, 32)
     dataset = Dataset(TokenRows(IndexedDataset(str(prefix).removesuffix(".idx")), objective, seed=7))
@@ -223,7 +223,7 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     printed = capsys.readouterr().out
     (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
     args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Tokenizer.load(vocab)
     objective = build_objective(args, vocabulary, args.objective().models[0])
     dataset = pretraining_dataset(args, objective, [IndexedDataset(prefix)], world_size=4)
     has_decoder = task != "mlm"
@@ -320,7 +320,7 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
     assert re.search(
         rf"min {lengths[0]} .*median {lengths[(len(lengths) - 1) // 2]} .*\(tokens of a sentence\)", printed
     )
-    assert f"unknown {np.mean(tokens.tokens == tokenizer.unk):.4%}" in printed
+    assert f"unknown {np.mean(tokens.tokens == tokenizer.unk_id):.4%}" in printed
     assert re.search(rf"an epoch   {len(dataset):,} examples = {len(dataset) / 8:,.1f} steps of 8 ", printed)
     whole = dataset.batch(np.arange(64 * 4))
     assert f"padding    {np.mean(whole['attention_mask'] == 0):.2%} of the inputs" in printed
@@ -332,7 +332,7 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
         predicted = np.flatnonzero(labels != -100)
         assert [word for _, word in words] == [tokenizer.decode([i]) for i in labels[predicted]]
         inputs = whole["input_ids"][number][predicted]
-        assert [word == "MASK" for word, _ in words] == (inputs == tokenizer.mask).tolist()
+        assert [word == "MASK" for word, _ in words] == (inputs == tokenizer.mask_id).tolist()
         label = whole["next_sentence_label"][number]
         meaning = f"a wrong pair: {wrong}" if label else "a right pair: B follows A"
         assert f"next_sentence_label: {label}, {meaning}" in lines

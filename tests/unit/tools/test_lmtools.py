@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.tools import main as module
 from lm_experiments_tools.tools.main import main
@@ -31,7 +31,7 @@ def test_from_documentation_to_tokens(tmp_path, capsys):
     train = IndexedDataset(tmp_path / "train")
     texts = [json.loads(line)["text"] for line in (tmp_path / "corpus" / "train.jsonl").open(encoding="utf-8")]
     assert train.num_documents == len(texts)
-    vocabulary = Vocabulary.load(tmp_path / "v.model")
+    vocabulary = Tokenizer.load(tmp_path / "v.model")
     # character for character, except what the vocabulary has no piece for
     decoded = re.escape(vocabulary.decode(train[1])[:200]).replace(re.escape(" ⁇ "), ".")
     assert re.match(decoded, texts[1].replace("\n", " "))

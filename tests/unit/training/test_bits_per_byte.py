@@ -9,14 +9,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS, bert_loss, with_bytes
 from modeling_t5 import T5Config
 from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 from tests.helpers.toys import tiny_t5
 
-BYTES = Vocabulary.load("bytes").token_bytes
+BYTES = Tokenizer.load("bytes").token_bytes
 TEXTS = ["naïve cafés, 你好", "short", "a third text — of another length", "🎉"]
 
 
@@ -31,7 +31,7 @@ def gpt2(zero=False):
 
 def rows(texts=TEXTS):
     """Texts between two EOS tokens, of which a causal model predicts the second."""
-    vocabulary = Vocabulary.load("bytes")
+    vocabulary = Tokenizer.load("bytes")
     encoded = [[1, *vocabulary.encode(text), 1] for text in texts]
     ids = torch.zeros(len(texts), max(map(len, encoded)), dtype=torch.long)
     for row, values in zip(ids, encoded, strict=True):

@@ -30,10 +30,10 @@ def t5(tmp_path_factory):
     path = VOCABS / "t5_32k" / "sentencepiece.model"
     if reason := lacking(path, SCITLDR, CLASSES):
         pytest.skip(reason)
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
     folder = tmp_path_factory.mktemp("t5")
-    Vocabulary.load(path).save_tokenizer(folder)
+    Tokenizer.load(path).save(folder)
     return AutoTokenizer.from_pretrained(folder, model_max_length=64)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools import FineTuner
-from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.finetuning_toys import read, word_tokenizer, write_json
 from tests.helpers.pretrained_toys import save_toy
@@ -19,7 +19,7 @@ def ids(text):
 @pytest.mark.parametrize("end", ["template", "token"])
 @pytest.mark.parametrize("decoder", [False, True])
 def test_source_is_cut_before_it(decoder, end):
-    encoder = TextEncoder(word_tokenizer(end), 8, 8, decoder=decoder, suffix=" w90 w91")
+    encoder = ExampleEncoder(word_tokenizer(end), 8, 8, decoder=decoder, suffix=" w90 w91")
     ending = [] if decoder or end == "token" else [1]
     rows = encoder.encode_sources(["w1 w2", LONG])["input_ids"]
     assert rows[0] == ids("w1 w2 w90 w91") + ending

@@ -5,7 +5,7 @@ import torch
 from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from lm_experiments_tools import FineTuner
-from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 from tests.helpers.finetuning_toys import word_tokenizer, write_json
 from tests.helpers.pretrained_toys import SPREAD, t5_config
 
@@ -21,15 +21,17 @@ def bert_tokenizer(tmp_path_factory):
 
 def test_nothing_stands_between_a_decoders_source_and_target(bert_tokenizer):
     words = bert_tokenizer("w1 w2 w3 w4", add_special_tokens=False)["input_ids"]
-    encoder = TextEncoder(bert_tokenizer, 4, 8, decoder=True)
+    encoder = ExampleEncoder(bert_tokenizer, 4, 8, decoder=True)
     cut = encoder.encode_sources(["w1 w2 w3 w4"])
     assert cut["input_ids"] == [[CLS, *words[:3]]] and cut["token_type_ids"] == [[0] * 4]
     assert encoder.num_tokens("w1 w2") == 3 and encoder.sources.lost == 1
     assert encoder.encode_targets(["w1 w2"]) == [[*words[:2], SEP]]
-    whole = TextEncoder(bert_tokenizer, 8, 8).encode_sources(["w1 w2"])["input_ids"]
+    whole = ExampleEncoder(bert_tokenizer, 8, 8).encode_sources(["w1 w2"])["input_ids"]
     assert whole == [bert_tokenizer("w1 w2")["input_ids"]]
     for end in ("template", "token"):
-        assert TextEncoder(word_tokenizer(end), 8, 8, decoder=True).encode_sources(["w0 w1"])["input_ids"] == [[3, 4]]
+        assert ExampleEncoder(word_tokenizer(end), 8, 8, decoder=True).encode_sources(["w0 w1"])["input_ids"] == [
+            [3, 4]
+        ]
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])

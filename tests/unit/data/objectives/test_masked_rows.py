@@ -34,14 +34,14 @@ def text(tmp_path_factory):
     wordpiece.train_from_iterator(pages, vocab_size=600, show_progress=False)
     wordpiece.save_model(str(folder))
     ours = build_tokenizer("BertWordPieceLowerCase", vocab_file=folder / "vocab.txt")
-    tokens = token_data(folder / "tokens", [[ids] for ids in ours.tokenize_batch(pages)])
-    ids = {"cls_id": ours.cls, "sep_id": ours.sep, "pad_id": ours.pad, "vocab_size": ours.vocab_size}
+    tokens = token_data(folder / "tokens", [[ids] for ids in ours.encode_batch(pages)])
+    ids = {"cls_id": ours.cls_id, "sep_id": ours.sep_id, "pad_id": ours.pad_id, "vocab_size": ours.size}
     return BertTokenizerFast(str(folder / "vocab.txt")), ours, pages, DocumentRows(tokens, WIDTH, **ids)
 
 
 def masked(text, members=None, rate=MaskingRate(0.15), **options):  # noqa: B008 - immutable
     ours = text[1]
-    ids = TokenIds(ours.vocab_size, ours.pad, mask_id=ours.mask, special_ids=ours.special_ids)
+    ids = TokenIds(ours.size, ours.pad_id, mask_id=ours.mask_id, special_ids=ours.special_ids)
     seed = options.pop("seed", 0)
     masking = Masking(MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), rate, seed)
     members = [text[3]] if members is None else members
@@ -71,13 +71,13 @@ def test_masks_are_distributed_as_those_of_transformers_on_the_same_rows(text, p
     other = {k: v.numpy() for k, v in collate([torch.from_numpy(row) for row in original["input_ids"]]).items()}
     is_text = ~np.isin(original["input_ids"], theirs.all_special_ids)
     number_of_ids = np.count_nonzero(is_text)
-    for found, candidates in ((batch, ours.vocab_size - len(ours.special_ids)), (other, len(theirs))):
+    for found, candidates in ((batch, ours.size - len(ours.special_ids)), (other, len(theirs))):
         chosen = found["labels"] != -100
         assert not chosen[~is_text].any(), "special tokens are never chosen"
         assert (found["input_ids"][~chosen] == original["input_ids"][~chosen]).all()
         count = np.count_nonzero(chosen)
         assert within(count, number_of_ids, probability)
-        is_mask = found["input_ids"][chosen] == ours.mask
+        is_mask = found["input_ids"][chosen] == ours.mask_id
         is_same = found["input_ids"][chosen] == original["input_ids"][chosen]
         assert within(is_mask.sum(), count, replace[0] + (replace[1] / candidates if found is other else 0))
         assert within(is_same.sum(), count, replace[2] + replace[1] / candidates)
@@ -106,7 +106,9 @@ def test_words_are_chosen_whole_where_transformers_says_they_are(text):
     assert within(sum(int(word.any(axis=1).sum()) for word in numbers), rounds * len(numbers), 0.3)
     assert not chosen[:, special.astype(bool)].any()
     inputs = labels["input_ids"].reshape(rounds, *ids.shape)
-    assert within(np.count_nonzero(inputs[chosen] == ours.mask), np.count_nonzero(chosen), 0.8), "each by its own bits"
+    assert within(np.count_nonzero(inputs[chosen] == ours.mask_id), np.count_nonzero(chosen), 0.8), (
+        "each by its own bits"
+    )
 
 
 def test_the_rate_is_linear_in_the_number_of_the_sample(text):
@@ -123,10 +125,16 @@ def test_the_rate_is_linear_in_the_number_of_the_sample(text):
 
 def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
     _, ours, _, rows = text
-    objective = Blocks.create(TokenIds(ours.vocab_size, ours.pad), WIDTH, model_kind="encoder")
+    objective = Blocks.create(TokenIds(ours.size, ours.pad_id), WIDTH, model_kind="encoder")
     blocks = TokenRows(rows.tokens, objective, seed=3)
     others = DocumentRows(
-        rows.tokens, WIDTH, cls_id=ours.cls, sep_id=ours.sep, pad_id=ours.pad, vocab_size=ours.vocab_size, packed=False
+        rows.tokens,
+        WIDTH,
+        cls_id=ours.cls_id,
+        sep_id=ours.sep_id,
+        pad_id=ours.pad_id,
+        vocab_size=ours.size,
+        packed=False,
     )
     for inner in ([rows], [blocks], [blocks, others]):
         dataset = masked(text, inner, MaskingRate(0.3, 0.1, 500))

@@ -166,7 +166,7 @@ def test_a_module_is_one_of_objectives_by_its_imports_alone(tmp_path, monkeypatc
         "both": "from lm_experiments_tools import (\n    UserError,\n    Objective,\n)\n",
         "derived": "from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption\n",
         "seqios": '"""from lm_experiments_tools, unlike Objective."""\nimport seqio\n',
-        "other": "from lm_experiments_tools import Vocabulary\nimport Objective\n",
+        "other": "from lm_experiments_tools import Tokenizer\nimport Objective\n",
     }
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)

@@ -25,7 +25,7 @@ from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.objectives.ul2 import UL2, build_schedule, mode_ids
 from lm_experiments_tools.data.order import epoch_shift, row_generators
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 from tests.helpers.vocabulary_toys import train_vocabulary
 
@@ -401,7 +401,7 @@ def mixed(args, words, tokens, world_size=1):
 def vocabulary(folder, *pieces, extra_ids=100):
     lines = [f"word{i} number{i * 7 % 101}" for i in range(300)]
     model = train_vocabulary(folder / "v.model", lines, 80, user_defined_symbols=list(pieces))
-    return Vocabulary.load(model, extra_ids)
+    return Tokenizer.load(model, extra_ids)
 
 
 def test_mode_tokens_and_mask_are_pieces_of_the_vocabulary_where_it_has_them(tmp_path):

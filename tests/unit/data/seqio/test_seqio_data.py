@@ -27,7 +27,7 @@ from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio import worker as seqio_worker
 from lm_experiments_tools.data.seqio.client import SeqioLoader, WorkerProcess, seqio_data, to_batch
 from lm_experiments_tools.data.seqio.job import Job
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.recipes.t5 import pretraining_data
 from lm_experiments_tools.recipes.t5_sources import T5Sources
@@ -202,7 +202,7 @@ def arguments(vocabulary, **changed):
 
 
 def sources_of(args, vocab):
-    return seqio_data(args, get_backend(args), Vocabulary.load(vocab))
+    return seqio_data(args, get_backend(args), Tokenizer.load(vocab))
 
 
 def test_a_run_gets_its_loaders(start, vocab, tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ from lm_experiments_tools.data.streaming.stream import streaming_data, streams_o
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
 from lm_experiments_tools.data.text import records
 from lm_experiments_tools.data.text.records import read_shard
-from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
@@ -94,7 +94,7 @@ def start(data, tmp_path, monkeypatch):
         }  # fmt: skip
         args = T5PretrainingArgs(**(settings | changes))
         backend = OneOfMany(rank, world_size)
-        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), "encoder-decoder")
+        loader, _ = streaming_data(args, backend, Tokenizer.load(args.vocab), "encoder-decoder")
         loaders.append(loader)
         return loader
 
@@ -151,7 +151,7 @@ def test_two_or_three_workers_have_the_rows_of_one(start, in_process):
 
 def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch):
     by_line = start(cache="line")
-    monkeypatch.setattr(SentencePieceVocabulary, "encode_by", "document")
+    monkeypatch.setattr(SentencePieceTokenizer, "encode_by", "document")
     whole = start(cache="document")
     ways = [loader.dataset.feed._settings.encoder.encode_by for loader in (by_line, whole)]
     assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
@@ -173,7 +173,7 @@ def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data
     batch = take(loader, 10)
     assert [len(chunk) // FIRST_CHUNK for chunk in chunks[:2]] == [1, 2]
     rows = json.loads(index.read_text().splitlines()[0])["num_samples"]
-    vocabulary = Vocabulary.load(data / "v.model")
+    vocabulary = Tokenizer.load(data / "v.model")
     special = [vocabulary.pad_id, vocabulary.eos_id, -100, *vocabulary.sentinel_ids.tolist()]
     kept = [part[:rows].numpy().ravel() for part in (batch["input_ids"], batch["labels"])]
     kept = np.concatenate([part[~np.isin(part, special)] for part in kept])
@@ -416,7 +416,7 @@ def test_text_that_changed_under_a_run_is_noticed(start, in_process, tmp_path):
 
 
 def test_a_copy_of_the_vocabulary_with_its_ids_goes_on_where_the_original_stopped(start, in_process, data, tmp_path):
-    Vocabulary.load(data / "v.model").save_tokenizer(tmp_path / "copy")
+    Tokenizer.load(data / "v.model").save(tmp_path / "copy")
     first = start()
     copied = start(vocab=str(tmp_path / "copy"), cache="copy")
     assert copied.fingerprint == first.fingerprint

@@ -12,7 +12,7 @@ from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
 from lm_experiments_tools.data.streaming.worker import StreamTokens
 from lm_experiments_tools.data.text.records import read_shard
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import make_texts
@@ -50,7 +50,7 @@ def test_each_epoch_has_each_document_once_in_an_order_of_its_own(data, source, 
 
 def test_any_position_is_found_again(data):
     plan = StreamPlan.make([str(data / "text")], 4, seed=0)
-    vocabulary = Vocabulary.load(data / "v.model")
+    vocabulary = Tokenizer.load(data / "v.model")
     encoder = TextEncoder.of(vocabulary)
 
     def tokens(position):

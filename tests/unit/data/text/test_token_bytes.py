@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import BertTokenizerFast, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from lm_experiments_tools.data.text.fast_tokenizer import pretrained_token_bytes
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.hf_tokenizer import pretrained_token_bytes
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.tokenizer_toys import byte_fallback_tokenizer, byte_level_tokenizer
 from tests.helpers.vocabulary_toys import train_vocabulary
@@ -51,7 +51,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_lossless_tokenizer_counts_the_bytes_of_the_document(kind, document, tmp_path):
-    vocabulary = Vocabulary.load(KINDS[kind](tmp_path))
+    vocabulary = Tokenizer.load(KINDS[kind](tmp_path))
     document = document.replace("▁", "_") if kind in ("byte fallback", "SentencePiece") else document  # their space
     counts = vocabulary.token_bytes
     assert counts.shape == (vocabulary.size,)
@@ -60,7 +60,7 @@ def test_a_lossless_tokenizer_counts_the_bytes_of_the_document(kind, document, t
 
 
 def test_a_space_before_each_text_counts_and_newlines_are_spaces(tmp_path):
-    vocabulary = Vocabulary.load(train_vocabulary(tmp_path / "vocab.model", LINES, 300))
+    vocabulary = Tokenizer.load(train_vocabulary(tmp_path / "vocab.model", LINES, 300))
     counts = vocabulary.token_bytes
     assert counts[vocabulary.encode("word1 things")].sum() == 1 + len("word1 things")
     assert counts[vocabulary.encode("word1\nthings")].sum() == 1 + len("word1 things")
@@ -71,7 +71,7 @@ def test_wordpiece_counts_the_lost_space_before_words_but_not_before_punctuation
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##s", "caf", "##é", ",", "$", "you", "##"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces))
     tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=tmp_path / "vocab.txt")
-    ids = tokenizer.tokenize("hellos, you café $")
+    ids = tokenizer.encode("hellos, you café $")
     assert tokenizer.token_bytes[ids].sum() == len(" hellos, you café$".encode())
     assert not tokenizer.token_bytes[:5].any()
     theirs = pretrained_token_bytes(BertTokenizerFast.from_pretrained(str(tmp_path)))
@@ -85,7 +85,7 @@ def test_tokenizers_of_transformers_give_the_same_table(tmp_path):
     text = "one <new line>naïve"
     assert counts[level(text)["input_ids"]].sum() == len(text.encode())
     assert counts[level.convert_tokens_to_ids("[MASK]")] == 0
-    assert np.array_equal(pretrained_token_bytes(ByT5Tokenizer()), Vocabulary.load("bytes").token_bytes)
+    assert np.array_equal(pretrained_token_bytes(ByT5Tokenizer()), Tokenizer.load("bytes").token_bytes)
 
 
 def test_a_tokenizer_without_marks_of_spaces_has_no_bytes():

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import _short_lines, train_vocab, train_wordpiece
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.tools.main import main as lmtools
 from tests.helpers.token_toys import make_texts, write_jsonl
 
@@ -49,7 +49,7 @@ def test_all_of_a_file_is_sampled_whatever_its_format(tmp_path, suffix, monkeypa
         with (gzip.open if suffix.endswith("gz") else open)(path, "wt") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
     summary = train_vocab([str(path)], 150, tmp_path / "v.model", extra_ids=10, sample_bytes=300_000)
-    vocabulary = Vocabulary.load(summary.path, 10)
+    vocabulary = Tokenizer.load(summary.path, 10)
     assert 120_000 < summary.sample_bytes <= 310_000 and summary.unknown < 0.001
     assert all(vocabulary.unk_id not in vocabulary.encode(text) for text in documents[::100])
 

@@ -74,13 +74,13 @@ def test_offsets_and_bounds_are_those_of_the_whole_arrays(large, small_blocks):
 
 @pytest.mark.parametrize("nsp", ["swap", "random"])
 def test_bert_samples_need_no_copy_of_the_index(large, small_blocks, nsp):
-    special = {"cls": 1, "sep": 2, "mask": 3, "pad": 0, "special_ids": np.arange(4)}
+    special = {"cls_id": 1, "sep_id": 2, "mask_id": 3, "pad_id": 0, "special_ids": np.arange(4)}
     tokenizer = SimpleNamespace(
-        unk=None,
-        vocab_size=VOCABULARY,
+        unk_id=-1,
+        size=VOCABULARY,
         starts_word=np.ones(VOCABULARY, bool),
         fingerprint="f" * 64,
-        name="toy",
+        path="toy",
         **special,
     )
     with most_memory(SPARE):

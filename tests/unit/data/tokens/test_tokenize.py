@@ -14,8 +14,8 @@ import pytest
 import sentencepiece
 
 from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.files import dataset_exists
@@ -246,7 +246,7 @@ def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_lim
 
 
 def ensure_tokenized(path, vocab, cache, **options):
-    return module.ensure_tokenized(str(path), Vocabulary.load(vocab), cache, **options)
+    return module.ensure_tokenized(str(path), Tokenizer.load(vocab), cache, **options)
 
 
 def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path, vocab, monkeypatch):
@@ -267,16 +267,15 @@ def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, voca
     """The spiece.model of a run lacks the sentinels, which a T5 tokenizer puts on top."""
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(90))
     meta = tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    Vocabulary.load(vocab).save_tokenizer(tmp_path / "saved")
-    saved = Vocabulary.load(tmp_path / "saved")
-    assert saved.sha256 != meta["vocab_sha256"] and saved.identity == Vocabulary.load(vocab).identity
+    Tokenizer.load(vocab).save(tmp_path / "saved")
+    saved = Tokenizer.load(tmp_path / "saved")
+    assert saved.path.read_bytes() != Path(vocab).read_bytes() and saved.fingerprint == meta["vocab_sha256"]
     module.check_vocabulary(str(tmp_path / "t"), meta, saved)
     train_vocab([data], 150, tmp_path / "other.model")
     for record, words in (
-        (meta, Vocabulary.load(tmp_path / "other.model")),
-        (meta, Vocabulary.load(tmp_path / "saved", extra_ids=7)),
-        (meta | {"vocab_file": str(tmp_path / "gone.model")}, saved),
-        (meta | {"vocab_file": str(tmp_path / "other.model")}, saved),  # not the file that made the tokens
+        (meta, Tokenizer.load(tmp_path / "other.model")),
+        (meta, Tokenizer.load(tmp_path / "saved", extra_ids=7)),
+        (meta | {"vocab_sha256": "0" * 64}, saved),
     ):
         with pytest.raises(UserError, match="were made with the vocabulary"):
             module.check_vocabulary(str(tmp_path / "t"), record, words)

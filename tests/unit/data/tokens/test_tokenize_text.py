@@ -8,7 +8,7 @@ import pytest
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.files import dataset_exists
@@ -125,7 +125,7 @@ NEWLINE_VOCABULARIES = {  # options of the trainer, and the way its documents ar
 def test_newlines_are_kept_wherever_the_vocabulary_has_them(tmp_path, kind, caplog):
     options, way = NEWLINE_VOCABULARIES[kind]
     model = train_vocabulary(tmp_path / "v.model", "\n".join(make_texts(500)).split("\n"), 500, **options)
-    vocabulary = Vocabulary.load(model)
+    vocabulary = Tokenizer.load(model)
     assert vocabulary.encode_by == way
     texts = ["model token\nlanguage file", "zero\n\nlines open"]
     data = write_jsonl(tmp_path / "d.jsonl", texts)

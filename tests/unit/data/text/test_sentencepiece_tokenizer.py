@@ -8,8 +8,9 @@ import pytest
 import sentencepiece
 
 from lm_experiments_tools.data.text.records import Record
+from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.real_data import DATA, lacking
@@ -45,21 +46,21 @@ def own_model(tmp_path_factory):
 def vocabulary(request, own_model):
     if request.param == "google" and not T5_32K.is_file():
         pytest.skip(lacking(T5_32K))
-    return Vocabulary.load(T5_32K if request.param == "google" else own_model)
+    return Tokenizer.load(T5_32K if request.param == "google" else own_model)
 
 
 @needs_t5_32k
 def test_googles_vocabulary_has_the_published_ids():
-    vocabulary = Vocabulary.load(T5_32K)
-    assert (vocabulary.size, vocabulary.num_pieces, vocabulary.num_sentinels) == (32100, 32000, 100)
+    vocabulary = Tokenizer.load(T5_32K)
+    assert (vocabulary.size, vocabulary.num_sentinels) == (32100, 100)
     assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
     assert vocabulary.sentinel_ids.tolist() == list(range(32099, 31999, -1))
     assert vocabulary.encode("Hello, world!") == [8774, 6, 296, 55]
 
 
 def test_own_vocabulary_has_its_sentinels_inside(own_model):
-    vocabulary = Vocabulary.load(own_model)
-    assert (vocabulary.size, vocabulary.num_pieces, vocabulary.num_sentinels) == (400, 400, 100)
+    vocabulary = Tokenizer.load(own_model)
+    assert (vocabulary.size, vocabulary.num_sentinels) == (400, 100)
     assert vocabulary.sentinel_ids.tolist() == list(range(399, 299, -1))
     # the file itself does know its sentinels, so the next test is not empty
     assert 399 in sentencepiece.SentencePieceProcessor(model_file=str(own_model)).encode("a <extra_id_0> b")
@@ -86,8 +87,8 @@ def test_decode_shows_sentinels_and_drops_padding(vocabulary):
 @needs_t5_32k
 def test_googles_saved_tokenizer_gives_the_same_ids_in_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
-    vocabulary = Vocabulary.load(T5_32K)
-    vocabulary.save_tokenizer(tmp_path)
+    vocabulary = Tokenizer.load(T5_32K)
+    vocabulary.save(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     texts = sentences(100)
     assert len(texts) == 100
@@ -97,40 +98,38 @@ def test_googles_saved_tokenizer_gives_the_same_ids_in_transformers(tmp_path):
     names = [f"<extra_id_{k}>" for k in range(vocabulary.num_sentinels)]
     assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
-    again = Vocabulary.load(tmp_path)
+    again = Tokenizer.load(tmp_path)
     assert again.size == vocabulary.size and again.encode(texts[0]) == vocabulary.encode(texts[0])
 
 
 def test_saving_over_another_tokenizer_replaces_it(own_model, tmp_path):
     transformers = pytest.importorskip("transformers")
     for model in (trained(tmp_path, KINDS["bpe"]), own_model):
-        Vocabulary.load(model).save_tokenizer(tmp_path / "saved")
+        Tokenizer.load(model).save(tmp_path / "saved")
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
     assert len(tokenizer) == 400 and type(tokenizer).__name__.startswith("T5Tokenizer")
 
 
-def test_pickle_and_hash(vocabulary):
-    import hashlib
-
-    assert vocabulary.sha256 == hashlib.sha256(vocabulary.path.read_bytes()).hexdigest()
+def test_pickling_keeps_ids(vocabulary):
     copy = pickle.loads(pickle.dumps(vocabulary))
     assert copy.encode("The thing 12") == vocabulary.encode("The thing 12") and copy.size == vocabulary.size
+    assert copy.fingerprint == vocabulary.fingerprint
 
 
 def test_bad_files_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        Vocabulary.load(tmp_path / "none.model")
+        Tokenizer.load(tmp_path / "none.model")
     with pytest.raises(UserError, match=r"has none of spiece\.model"):
-        Vocabulary.load(tmp_path)
+        Tokenizer.load(tmp_path)
     for content in (b"", b"not a model at all", b"\x00" * 100):
         (tmp_path / "bad.model").write_bytes(content)
         with pytest.raises(UserError, match="is not a SentencePiece model"):
-            Vocabulary.load(tmp_path / "bad.model")
+            Tokenizer.load(tmp_path / "bad.model")
 
 
 def test_vocabulary_without_padding_is_refused(tmp_path):
     with pytest.raises(UserError, match="no padding piece '<pad>'"):
-        Vocabulary.load(trained(tmp_path, {"pad_id": -1}))
+        Tokenizer.load(trained(tmp_path, {"pad_id": -1}))
 
 
 HELD_OUT = [
@@ -167,8 +166,8 @@ def trained(folder, options):
 def test_the_saved_tokenizer_encodes_as_sentencepiece_whatever_the_algorithm(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
     model = trained(tmp_path, KINDS[kind])
-    vocabulary = Vocabulary.load(model)
-    vocabulary.save_tokenizer(tmp_path / "saved")
+    vocabulary = Tokenizer.load(model)
+    vocabulary.save(tmp_path / "saved")
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     texts = [*HELD_OUT, *(sentences(100) if CORPUS.is_file() else ())]
@@ -181,7 +180,7 @@ def test_the_saved_tokenizer_encodes_as_sentencepiece_whatever_the_algorithm(tmp
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (vocabulary.pad_id, vocabulary.eos_id)
     names = [f"<extra_id_{k}>" for k in range(vocabulary.num_sentinels)]
     assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
-    again = Vocabulary.load(tmp_path / "saved")
+    again = Tokenizer.load(tmp_path / "saved")
     assert again.sentinel_ids.tolist() == vocabulary.sentinel_ids.tolist()
     assert [list(again.encode(text)) for text in texts] == [vocabulary.encode(text) for text in texts]
 
@@ -189,13 +188,13 @@ def test_the_saved_tokenizer_encodes_as_sentencepiece_whatever_the_algorithm(tmp
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_vocabulary_that_transformers_would_encode_otherwise_is_refused(tmp_path, kind):
     pytest.importorskip("transformers")
-    vocabulary = Vocabulary.load(trained(tmp_path, REFUSED[kind]))
+    vocabulary = Tokenizer.load(trained(tmp_path, REFUSED[kind]))
     with pytest.raises(UserError, match=r"cannot be saved as a Hugging Face tokenizer.*transformers as"):
-        vocabulary.save_tokenizer(tmp_path / "saved")
+        vocabulary.save(tmp_path / "saved")
 
 
 def test_lines_keep_their_borders_where_the_first_word_has_no_mark(tmp_path):
-    vocabulary = Vocabulary.load(trained(tmp_path, KINDS["no dummy prefix"]))
+    vocabulary = Tokenizer.load(trained(tmp_path, KINDS["no dummy prefix"]))
     text = "a thing of\nbeauty and number"
     encoder = TextEncoder.of(vocabulary)
     assert vocabulary.decode(encoder.encode(encoder.parts(Record(text, "", 1))).ids) == "a thing of beauty and number"
@@ -213,17 +212,20 @@ INSIDE = {
 def test_sentinels_in_a_model_keep_their_ids_and_the_saved_tokenizer_finds_them(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
     model = trained(tmp_path, INSIDE[kind])
-    vocabulary, processor = Vocabulary.load(model), sentencepiece.SentencePieceProcessor(model_file=str(model))
+    vocabulary, processor = Tokenizer.load(model), sentencepiece.SentencePieceProcessor(model_file=str(model))
     names = [f"\u2581{name}" for name in NAMES] if kind == "mT5" else NAMES
     assert vocabulary.sentinel_ids.tolist() == [processor.piece_to_id(name) for name in names]
-    assert vocabulary.size == vocabulary.num_pieces == processor.vocab_size()
+    assert vocabulary.size == processor.vocab_size()
     assert set(vocabulary.encode("a <extra_id_3> b")).isdisjoint(vocabulary.sentinel_ids)
-    vocabulary.save_tokenizer(tmp_path / "saved")
+    vocabulary.save(tmp_path / "saved")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
     assert vocabulary.sentinel_ids[3] in tokenizer("a <extra_id_3> b").input_ids
-    again = Vocabulary.load(tmp_path / "saved")
-    assert (again.identity, again.sentinel_ids.tolist()) == (vocabulary.identity, vocabulary.sentinel_ids.tolist())
+    again = Tokenizer.load(tmp_path / "saved")
+    assert (again.fingerprint, again.sentinel_ids.tolist()) == (
+        vocabulary.fingerprint,
+        vocabulary.sentinel_ids.tolist(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_sentinels_in_a_model_keep_their_ids_and_the_saved_tokenizer_finds_them(
 def test_a_t5_folder_with_added_tokens_gives_the_ids_of_autotokenizer(own_model, tmp_path, file):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "t5"
-    Vocabulary.load(own_model).save_tokenizer(folder)
+    Tokenizer.load(own_model).save(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     added = tokenizer.add_tokens(["beauty", "thingofbeauty"] if file != "none" else [])
     if file == "tokenizer.json":
@@ -252,14 +254,14 @@ def test_a_t5_folder_with_added_tokens_gives_the_ids_of_autotokenizer(own_model,
         oracle = transformers.T5Tokenizer.from_pretrained(folder)
     assert added == (2 if file != "none" else 0) and len(oracle) == 400 + added
     for path in (folder, folder / "spiece.model") if "alone" not in file else (folder,):
-        vocabulary = Vocabulary.load(path)
+        vocabulary = Tokenizer.load(path)
         text = "The thing of beauty and thingofbeauty."
         assert (
             list(vocabulary.encode(text))
             == oracle(text, add_special_tokens=False, split_special_tokens=True).input_ids
         )
         assert vocabulary.size == len(oracle) and vocabulary.sentinel_ids.tolist() == list(range(399, 299, -1))
-    vocabulary.save_tokenizer(tmp_path / "saved")
+    vocabulary.save(tmp_path / "saved")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == oracle.get_vocab()
 
 
@@ -270,8 +272,8 @@ def test_segmentations_of_equal_score_are_the_same_in_the_saved_tokenizer_and_wi
     marks = "*-=.#xo"
     lines = [f"{mark * n} word {mark * (n + 1)}{other * 3}" for n in range(1, 9) for mark in marks for other in marks]
     train_vocab([write_jsonl(tmp_path / "t.jsonl", lines * 3)], 170, tmp_path / "v.model")
-    vocabulary = Vocabulary.load(tmp_path / "v.model")
-    vocabulary.save_tokenizer(tmp_path / "saved")
+    vocabulary = Tokenizer.load(tmp_path / "v.model")
+    vocabulary.save(tmp_path / "saved")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "v.model"))
     texts = [
@@ -280,3 +282,39 @@ def test_segmentations_of_equal_score_are_the_same_in_the_saved_tokenizer_and_wi
     expected = processor.encode(texts)
     assert tokenizer(texts, add_special_tokens=False).input_ids == expected
     assert without_end(tokenizer)(texts).input_ids == expected
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("files", ["all", "no tokenizer.json"])
+@needs_t5_32k
+def test_code_in_a_t5_folder_has_the_ids_of_autotokenizer(tmp_path, special, files):
+    """A special token is recognized in text only by its own id, as with transformers' split_special_tokens."""
+    transformers = pytest.importorskip("transformers")
+    Tokenizer.load(T5_32K).save(tmp_path)
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    oracle.add_special_tokens({"extra_special_tokens": ["<code>"]}) if special else oracle.add_tokens(["<code>"])
+    oracle.save_pretrained(tmp_path)
+    if files != "all":
+        (tmp_path / "tokenizer.json").unlink()
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<code>": 32100}))
+        oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    text = "Call <code>print(1)</code> or <code> again"
+    wanted = oracle(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert list(tokenizer.encode(text)) == wanted and wanted.count(32100) == (0 if special else 2)
+    forged = {*tokenizer.sentinel_ids.tolist(), tokenizer.eos_id}
+    assert forged.isdisjoint(tokenizer.encode("<extra_id_0> is </s> text"))
+    assert tokenizer.find("<code>") == oracle.convert_tokens_to_ids("<code>") == 32100
+    assert tokenizer.size == len(oracle) == 32101 and tokenizer.sentinel_ids[0] == 32099
+    assert tokenizer.decode([-100, *tokenizer.encode("again"), -100, 32100]).replace(" ", "") == "again<code>"
+
+
+def test_a_plain_t5_folder_is_read_by_sentencepiece_and_a_stale_model_is_not(own_model, tmp_path):
+    Tokenizer.load(own_model).save(tmp_path / "t5")
+    assert isinstance(Tokenizer.load(tmp_path / "t5"), SentencePieceTokenizer)
+    Tokenizer.load(trained(tmp_path, KINDS["unigram"])).save(tmp_path / "other")
+    (tmp_path / "other" / "spiece.model").write_bytes((tmp_path / "t5" / "spiece.model").read_bytes())
+    found = Tokenizer.load(tmp_path / "other")
+    assert not isinstance(found, SentencePieceTokenizer)
+    oracle = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "other")
+    assert list(found.encode(HELD_OUT[0])) == oracle(HELD_OUT[0], add_special_tokens=False).input_ids

@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies with T5's special tokens: `<pad>` 0, `</s>` 1, `<unk>` 2, and sentinels at the end.
+"""SentencePiece models with T5's special tokens: `<pad>` 0, `</s>` 1, `<unk>` 2, and sentinels at the end.
 
 There are two kinds of `.model` files:
 
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import sentencepiece
 
-from lm_experiments_tools.data.text.vocabulary import (
+from lm_experiments_tools.data.text.tokenizer import (
     DEFAULT_EXTRA_IDS,
     MASK_PIECES,
     MODEL_NAMES,
-    Vocabulary,
+    Tokenizer,
     find_sentinels,
     read_config,
     sentinel_piece,
@@ -34,6 +34,8 @@ from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _NORMAL, _UNKNOWN, _UNUSED = 1, 2, 5  # ModelProto.SentencePiece.Type
 _SAMPLE_TEXTS = (  # what a saved tokenizer has to encode as the model does, besides each piece
@@ -46,96 +48,110 @@ _SAMPLE_TEXTS = (  # what a saved tokenizer has to encode as the model does, bes
 )
 
 
-class SentencePieceVocabulary(Vocabulary):
-    """A vocabulary read from a SentencePiece `.model` file, as T5 uses it.
+def read_model(path: Path, extra_ids: int | None) -> SentencePieceTokenizer | None:
+    """Read a `.model` file, or the one in a T5 tokenizer's folder; see `Tokenizer.load`.
 
-    Attributes:
-        num_pieces: number of subwords in the file; ids from here to `size` are added sentinels.
-        sha256: hash of the file.
-        identity: hash of everything that determines ids.
+    Returns:
+        None for other tokenizers, and for a folder whose other files name tokens that the model does not contain.
+    """
+    config = read_config(path if path.is_dir() else path.parent)
+    is_t5 = str(config.get("tokenizer_class") or "T5Tokenizer").startswith("T5Tokenizer")
+    if path.is_file():
+        model = None if path.suffix in (".json", ".txt") else path
+    else:
+        model = next((path / name for name in MODEL_NAMES if is_t5 and (path / name).is_file()), None)
+    if model is None:
+        return None
+    if extra_ids is None:  # as many as the T5 tokenizer in this folder adds
+        named = [text for text in _extra_tokens(config) if text.startswith("<extra_id_")] if is_t5 else []
+        extra_ids = (config.get("extra_ids") if is_t5 else 0) or len(named) or DEFAULT_EXTRA_IDS
+    found = SentencePieceTokenizer(model, model.read_bytes(), extra_ids)
+    if path.is_dir() and (other := _other_tokens(path, config, found)):
+        logger.info("%s is read by AutoTokenizer: %s is not all of it, but lacks %s", path, model.name, other[:3])
+        return None
+    return found
+
+
+def _extra_tokens(config: dict[str, Any]) -> list[str]:
+    lists = [config.get(name) or () for name in ("extra_special_tokens", "additional_special_tokens")]
+    return [_text(token) for tokens in lists for token in tokens]
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _other_tokens(folder: Path, config: dict[str, Any], model: SentencePieceTokenizer) -> list[Any]:
+    """Tokens in the other files of a T5 tokenizer that the model lacks, or has with another id or role."""
+    saved = read_config(folder, "tokenizer.json")
+    vocab = saved.get("model", {}).get("vocab") or {}
+    ids = vocab if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
+    ids |= {token["content"]: token["id"] for token in saved.get("added_tokens", ())}
+    if model.path.name == MODEL_NAMES[0]:  # otherwise T5Tokenizer does not find it
+        ids |= {_text(token): int(index) for index, token in config.get("added_tokens_decoder", {}).items()}
+        ids |= read_config(folder, "added_tokens.json")
+        unknown = [text for text in _extra_tokens(config) if text not in model.pieces]
+        roles = {role: _text(config[f"{role}_token"]) for role in ("pad", "eos", "unk") if config.get(f"{role}_token")}
+        unknown += [text for role, text in roles.items() if model.find(text) != model.roles[role]]
+        return unknown + [piece for piece, index in ids.items() if model.find(piece) != index]
+    return [piece for piece, index in ids.items() if model.find(piece) != index]
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model, as T5 uses it.
+
+    Args:
+        path: the `.model` file.
+        content: its content.
+        extra_ids: number of sentinels to add if the model has none.
     """
 
+    word_mark = "\u2581"
+
     def __init__(self, path: Path, content: bytes, extra_ids: int):
-        self.path = path
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        self._content = content
-        self._extra_ids = extra_ids
+        self.path, self._content, self._extra_ids = path, content, extra_ids
         model = _parse_model(path, content)
-        self.num_pieces = len(model.pieces)
-        id_of = {piece.piece: index for index, piece in enumerate(model.pieces)}
-        inside = find_sentinels(id_of, model.trainer_spec.model_type == model.trainer_spec.UNIGRAM)
-        self.size = self.num_pieces + (0 if inside else extra_ids)
-        self.sentinel_ids = np.array(inside or self.size - 1 - np.arange(extra_ids), np.int64)
-        self.num_sentinels = len(self.sentinel_ids)
-        self.pad_id = self._special_id(id_of, model.trainer_spec.pad_piece or "<pad>", "padding")
-        self.eos_id = self._special_id(id_of, model.trainer_spec.eos_piece or "</s>", "end-of-sequence")
+        trainer, self._num_pieces = model.trainer_spec, len(model.pieces)
+        ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
+        inside = find_sentinels(ids, trainer.model_type == trainer.UNIGRAM)
+        self.size = self._num_pieces + (0 if inside else extra_ids)
+        sentinel_ids = inside or range(self.size - 1, self._num_pieces - 1, -1)
+        names = {} if inside else {sentinel_piece(k): index for k, index in enumerate(sentinel_ids)}
+        self.pieces = ids | names
+        special = {"padding": trainer.pad_piece or "<pad>", "end-of-sequence": trainer.eos_piece or "</s>"}
+        for role, piece in special.items():
+            if piece not in ids:
+                raise UserError(
+                    f"vocabulary {path} has no {role} piece {piece!r}, which T5 needs; train one with `lmtools vocab`"
+                )
         # By type, not by trainer_spec.unk_id: edited models keep a stale number there.
-        self.unk_id = next((i for i, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), -1)
-        if self.unk_id < 0:
+        unk_id = next((i for i, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), None)
+        if unk_id is None:
             raise UserError(f"vocabulary {path} has no unknown-token piece; train one with `lmtools vocab`")
-        self.special_ids = [self.pad_id, self.eos_id, self.unk_id, *self.sentinel_ids.tolist()]
-        if inside:
+        mask_id = next((ids[piece] for piece in MASK_PIECES if piece in ids), None)
+        roles = {"pad": ids[special["padding"]], "eos": ids[special["end-of-sequence"]], "unk": unk_id}
+        self._set_ids({**roles, "bos": ids.get(trainer.bos_piece or "<s>"), "mask": mask_id}, sentinel_ids)
+        for index in inside:
             # An unused piece keeps its id but is never produced by encoding: text cannot forge a sentinel.
-            for index in self.sentinel_ids:
-                model.pieces[int(index)].type = _UNUSED
+            model.pieces[index].type = _UNUSED
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
-        self.bos_id = self.find(model.trainer_spec.bos_piece or "<s>")
-        self.mask_id = next((index for piece in MASK_PIECES if (index := self.find(piece)) is not None), None)
 
-    @classmethod
-    def read(cls, path: Path, extra_ids: int | None = None) -> SentencePieceVocabulary:
-        """Read a `.model` file, or a folder that contains one of `MODEL_NAMES`; see `Vocabulary.load`."""
-        if path.is_dir():
-            path = next(path / name for name in MODEL_NAMES if (path / name).is_file())
-        extra_ids = _extra_ids_beside(path) if extra_ids is None else extra_ids
-        return cls(path, path.read_bytes(), extra_ids)
-
-    def _special_id(self, id_of: dict[str, int], piece: str, role: str) -> int:
-        if piece not in id_of:
-            raise UserError(
-                f"vocabulary {self.path} has no {role} piece {piece!r}, which T5 needs; train one with `lmtools vocab`"
-            )
-        return id_of[piece]
+    def __reduce__(self) -> tuple:
+        return SentencePieceTokenizer, (self.path, self._content, self._extra_ids)
 
     @cached_property
     def encode_by(self) -> str:
         """Unit of text that is encoded separately, "line" or "document".
 
         It is "line" if newlines are encoded as spaces (as in T5), so that the lines of a document do not affect each
-        other.
+        other. No setting of a model says so: its normalization is compiled.
         """
         keeps_newlines = "\n" in self._processor.decode(self._processor.encode("a\nb"))
-        marks_words = "\u2581" in "".join(self._processor.encode("a", out_type=str))
+        marks_words = self.word_mark in "".join(self._processor.encode("a", out_type=str))
         return "line" if marks_words and not keeps_newlines else "document"
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts, in one call and one thread."""
-        return self._processor.encode(list(texts), num_threads=1)
-
-    def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
-        if not ids:
-            return ""
-        starts_word = self._processor.id_to_piece(ids[0]).startswith("\u2581")  # decode() drops that space
-        return (" " if starts_word and leading_space else "") + self._processor.decode(ids)
-
-    def _piece(self, index: int) -> str:
-        return self._processor.id_to_piece(index)
-
-    def find(self, piece: str) -> int | None:
-        index = self._processor.piece_to_id(piece)
-        return index if self._processor.id_to_piece(index) == piece else None
-
-    @property
-    def token_bytes(self) -> np.ndarray:
-        model, counts = self._processor, np.zeros(self.size, np.int64)
-        for index in set(range(self.num_pieces)) - {*self.special_ids}:
-            if not model.is_control(index):
-                text = model.id_to_piece(index).replace("\u2581", " ")
-                counts[index] = 1 if model.is_byte(index) else len(text.encode())
-        return counts
-
     @cached_property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         model = _parse_model(self.path, self._content)
         sentinels = dict.fromkeys(self.sentinel_ids.tolist())
         pieces = [(index, p.piece, p.score, p.type) for index, p in enumerate(model.pieces) if index not in sentinels]
@@ -143,7 +159,19 @@ class SentencePieceVocabulary(Vocabulary):
         parts = [pieces, list(sentinels), self.size, how.model_type, how.byte_fallback, how.treat_whitespace_as_suffix]
         return hashlib.sha256(json.dumps(parts).encode() + model.normalizer_spec.SerializeToString()).hexdigest()
 
-    def save_tokenizer(self, directory: str | os.PathLike) -> None:
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts, in one call and one thread."""
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+    def _num_bytes(self, index: int, piece: str) -> int:
+        if index >= self._num_pieces or self._processor.is_control(index):
+            return 0
+        return 1 if self._processor.is_byte(index) else super()._num_bytes(index, piece)
+
+    def save(self, directory: str | os.PathLike) -> None:
         """Write Hugging Face tokenizer files from which `AutoTokenizer.from_pretrained(directory)` gives the same ids.
 
         The files are those of a T5Tokenizer if it gives the same ids, else of a plain fast tokenizer.
@@ -161,39 +189,33 @@ class SentencePieceVocabulary(Vocabulary):
         if is_last:  # as in Google's: T5Tokenizer adds `extra_ids` of its own
             del model.pieces[-len(names) :]
         (directory / "spiece.model").write_bytes(model.SerializeToString())
-        num_added = len(names) if is_last or self.size > self.num_pieces else 0
+        num_added = len(names) if is_last or self.size > self._num_pieces else 0
         config = {"tokenizer_class": "T5Tokenizer", "extra_ids": num_added}
         config |= {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
-        (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
+        for name in ("tokenizer.json", "added_tokens.json"):  # from_pretrained would read those of another tokenizer
+            (directory / name).unlink(missing_ok=True)
         # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
         tokenizer = T5Tokenizer.from_pretrained(str(directory))
-        difference = self.first_difference(tokenizer)
-        if difference:
+        if self._difference(tokenizer):
             (directory / "spiece.model").unlink()
             tokenizer = self._fast_tokenizer(model)
-            difference = self.first_difference(tokenizer)
-        if difference:
-            raise UserError(f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer: {difference}")
+            if difference := self._difference(tokenizer):
+                raise UserError(f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer: {difference}")
         tokenizer.save_pretrained(str(directory))
 
-    def first_difference(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Compare tokens and the ids of texts with a tokenizer of transformers.
+    def _difference(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The first difference to a tokenizer of transformers in tokens or the ids of texts; "" if there is none.
 
         The order of the ids of a text may differ: rounding decides it where two segmentations score the same.
-
-        Returns:
-            The first difference, for error messages; "" if there is none.
         """
-        no_text, model = {*self.special_ids}, self._processor
-        pieces = {model.id_to_piece(index): index for index in range(self.num_pieces)}
-        pieces |= {sentinel_piece(k): i for k, i in enumerate(self.sentinel_ids.tolist()) if i >= self.num_pieces}
-        theirs = tokenizer.get_vocab()
-        if pieces != theirs or tokenizer.eos_token_id != self.eos_id:
-            odd = min(pieces.items() ^ theirs.items(), key=lambda item: item[1], default=("</s>", self.eos_id))
+        theirs, model = tokenizer.get_vocab(), self._processor
+        if self.pieces != theirs or tokenizer.eos_token_id != self.eos_id:
+            odd = min(self.pieces.items() ^ theirs.items(), key=lambda item: item[1], default=("</s>", self.eos_id))
             return f"transformers makes {len(theirs)} tokens of its {self.size}, the first other one is {odd}"
-        ordinary = (i for i in range(self.num_pieces) if not (i in no_text or model.is_control(i) or model.is_byte(i)))
-        texts = [*_SAMPLE_TEXTS, *(model.id_to_piece(index).replace("\u2581", " ") for index in ordinary)]
+        no_text = {*self.special_ids.tolist(), *(i for i in range(self._num_pieces) if model.is_byte(i))}
+        ordinary = (i for i in range(self._num_pieces) if not (i in no_text or model.is_control(i)))
+        texts = [*_SAMPLE_TEXTS, *(model.id_to_piece(index).replace(self.word_mark, " ") for index in ordinary)]
         backend = tokenizer.backend_tokenizer  # a third faster than the tokenizer around it
         backend.encode_special_tokens = True  # as text
         found = backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -203,7 +225,7 @@ class SentencePieceVocabulary(Vocabulary):
                 return f"it encodes {text!r} as {expected[:8]}, transformers as {ids[:8]}"
         return ""
 
-    def _fast_tokenizer(self, model) -> PreTrainedTokenizerBase:
+    def _fast_tokenizer(self, model: Any) -> PreTrainedTokenizerBase:
         """The model's normalization, algorithm and pieces in `tokenizers`; `model` is without sentinels."""
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast
@@ -242,21 +264,8 @@ class SentencePieceVocabulary(Vocabulary):
             unk_token=unk,
         )
 
-    def __reduce__(self) -> tuple:
-        return SentencePieceVocabulary, (self.path, self._content, self._extra_ids)
 
-
-def _extra_ids_beside(path: Path) -> int:
-    """Sentinels that the T5 tokenizer in whose folder a model lies puts on top of it; else as many as T5's."""
-    config = read_config(path.parent)
-    if not str(config.get("tokenizer_class", "")).startswith("T5Tokenizer"):
-        return DEFAULT_EXTRA_IDS
-    named = [*(config.get("extra_special_tokens") or ()), *(config.get("additional_special_tokens") or ())]
-    listed = {str(name) for name in named if str(name).startswith("<extra_id_")}
-    return config.get("extra_ids") or len(listed) or DEFAULT_EXTRA_IDS
-
-
-def _parse_model(path: Path, content: bytes):
+def _parse_model(path: Path, content: bytes) -> Any:
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm_experiments_tools.data.text.vocabulary import BYTES, MODEL_NAMES, Vocabulary, sentinel_piece
+from lm_experiments_tools.data.text.tokenizer import BYTES, MODEL_NAMES, Tokenizer, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 
@@ -36,25 +35,23 @@ def swap_sentinels(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Se
     return [2 * _END - 1 - i if _END - _NO_TEXT <= i < _END + _NO_TEXT else i for i in ids]
 
 
-class ByteVocabulary(Vocabulary):
-    """ByT5's vocabulary: one token for each of the 256 bytes, and `extra_ids` tokens after them.
+class ByteTokenizer(Tokenizer):
+    """ByT5's tokenizer: one token for each of the 256 bytes, and `extra_ids` tokens after them.
 
     The argument `path` is None for ByT5's original vocabulary; the attribute is then `Path("bytes")`.
     """
 
-    pad_id, eos_id, unk_id, mask_id = 0, 1, 2, None
-    num_pieces = _END
-
     def __init__(self, extra_ids: int = _BYT5_SENTINELS, path: Path | None = None) -> None:
         self.path, self._is_named = path or Path(BYTES), path is None
-        self.size = _END + extra_ids
+        characters = [chr(b) if 0x20 <= b < 0x7F else f"<0x{b:02X}>" for b in range(256)]
+        names = [*_SPECIAL, *characters, *map(sentinel_piece, range(extra_ids))]
+        self.pieces, self.size = {name: index for index, name in enumerate(names)}, len(names)
         numbers = np.arange(max(extra_ids, _NO_TEXT), dtype=np.int64)
-        self.sentinel_ids = np.where(numbers < _NO_TEXT, _END - 1 - numbers, _END + numbers)
-        self.num_sentinels = len(numbers)
-        self.special_ids = [*range(_FIRST), *range(_END - _NO_TEXT, self.size)]
+        sentinel_ids = np.where(numbers < _NO_TEXT, _END - 1 - numbers, _END + numbers)
+        self._set_ids({"pad": 0, "eos": 1, "unk": 2}, sentinel_ids, range(_END, self.size))
 
     @classmethod
-    def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> ByteVocabulary:
+    def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> ByteTokenizer:
         """Convert a ByT5Tokenizer. Raises UserError if it has other tokens than bytes and sentinels."""
         number = len(pretrained) - _END
         names = [*_SPECIAL, *map(sentinel_piece, range(number))]
@@ -66,43 +63,25 @@ class ByteVocabulary(Vocabulary):
     def recorded_as(self) -> str:
         return BYTES if self._is_named else super().recorded_as
 
-    def encode_batch(self, texts: Sequence[str]) -> list[array]:
-        numbers = (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + _FIRST for text in texts)
-        return [array("i", ids.tobytes()) for ids in numbers]
-
-    def find(self, piece: str) -> int | None:
-        if piece in _SPECIAL:
-            return _SPECIAL.index(piece)
-        content = piece.encode()
-        return content[0] + _FIRST if len(content) == 1 else None
-
-    def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
-        return bytes(i - _FIRST for i in ids if _FIRST <= i < _END).decode("utf-8", errors="replace")
-
-    def _piece(self, index: int) -> str:
-        if index < _FIRST:
-            return _SPECIAL[index]
-        if index >= _END:
-            return sentinel_piece(index - _END)
-        character = chr(index - _FIRST)
-        return character if character.isascii() and character.isprintable() else f"<0x{index - _FIRST:02X}>"
+    @property
+    def fingerprint(self) -> str:
+        return json_sha256([BYTES, self.size])
 
     @property
     def token_bytes(self) -> np.ndarray:
         ids = np.arange(self.size)
         return ((ids >= _FIRST) & (ids < _END - _NO_TEXT)).astype(np.int64)
 
-    @cached_property
-    def identity(self) -> str:
-        return json_sha256([BYTES, self.size])
+    def encode_batch(self, texts: Sequence[str]) -> list[array]:
+        numbers = (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + _FIRST for text in texts)
+        return [array("i", ids.tobytes()) for ids in numbers]
 
-    @property
-    def sha256(self) -> str:
-        return self.identity
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(i - _FIRST for i in ids if _FIRST <= i < _END).decode("utf-8", errors="replace")
 
-    def save_tokenizer(self, directory: str | os.PathLike) -> None:
+    def save(self, directory: str | os.PathLike) -> None:
         from transformers import ByT5Tokenizer
 
-        for name in ("tokenizer.json", *MODEL_NAMES):  # of another vocabulary
+        for name in ("tokenizer.json", *MODEL_NAMES):  # of another tokenizer
             (Path(directory) / name).unlink(missing_ok=True)
         ByT5Tokenizer(extra_ids=self.size - _END).save_pretrained(str(directory))

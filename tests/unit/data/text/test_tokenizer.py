@@ -2,18 +2,23 @@
 
 import json
 import pickle
+import time
 
 import pytest
-from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
+import tokenizers
+from huggingface_hub import constants
+from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizerFast, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.encoding import TextEncoder
+from lm_experiments_tools.data.tokens.files import open_tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.tokenizers import named_tokenizer
+from lm_experiments_tools.tools.main import main as lmtools
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.token_toys import write_jsonl
 from tests.helpers.tokenizer_toys import BERT_LIKE, TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
@@ -55,7 +60,7 @@ def test_ids_are_those_of_autotokenizer_whatever_the_number_of_processes(pair, t
     assert [expected(pretrained, text) for text in plain] == [
         pretrained(text, add_special_tokens=False).input_ids for text in plain
     ]
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Tokenizer.load(vocab)
     assert [list(ids) for ids in vocabulary.encode_batch(TEXTS)] == wanted
     assert [list(vocabulary.encode(text)) for text in TEXTS[:3]] == wanted[:3]
     meta = tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
@@ -63,20 +68,20 @@ def test_ids_are_those_of_autotokenizer_whatever_the_number_of_processes(pair, t
     assert [tokens[i].tolist() for i in range(len(tokens))] == wanted
     check_vocabulary(str(tmp_path / "t"), meta, vocabulary)
     with pytest.raises(UserError, match="were made with the vocabulary"):
-        check_vocabulary(str(tmp_path / "t"), meta, Vocabulary.load(numbered_words_vocabulary(tmp_path)))
+        check_vocabulary(str(tmp_path / "t"), meta, Tokenizer.load(numbered_words_vocabulary(tmp_path)))
 
 
 def test_a_folder_with_nothing_but_tokenizer_json_is_that_file(tmp_path):
     pretrained = AutoTokenizer.from_pretrained(byte_fallback_tokenizer(tmp_path / "whole"))
     pretrained.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    of_folder, of_file = Vocabulary.load(tmp_path), Vocabulary.load(tmp_path / "tokenizer.json")
-    assert of_folder.identity == of_file.identity
+    of_folder, of_file = Tokenizer.load(tmp_path), Tokenizer.load(tmp_path / "tokenizer.json")
+    assert of_folder.fingerprint == of_file.fingerprint
     assert list(of_folder.encode(TEXTS[0])) == expected(pretrained, TEXTS[0])
 
 
 def test_special_ids_are_the_tokenizers_own(pair):
     vocab, pretrained = pair
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Tokenizer.load(vocab)
     assert vocabulary.size == len(pretrained) and vocabulary.pad_id == pretrained.pad_token_id
     assert vocabulary.eos_id in (pretrained.eos_token_id, pretrained.sep_token_id)
     assert vocabulary.mask_id == pretrained.mask_token_id
@@ -90,26 +95,30 @@ def test_special_ids_are_the_tokenizers_own(pair):
 
 def test_the_tokenizer_beside_a_checkpoint_is_the_same_vocabulary(pair, tmp_path):
     vocab, pretrained = pair
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Tokenizer.load(vocab)
     numbered_words_vocabulary(tmp_path).rename(tmp_path / "spiece.model")  # of a run before: it must not be taken
-    vocabulary.save_tokenizer(tmp_path)
+    vocabulary.save(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.get_vocab() == pretrained.get_vocab() and again.mask_token == pretrained.mask_token
     assert [expected(again, text) for text in TEXTS] == [expected(pretrained, text) for text in TEXTS]
-    for other in (Vocabulary.load(tmp_path), pickle.loads(pickle.dumps(vocabulary))):
-        assert (other.identity, other.size, other.eos_id) == (vocabulary.identity, vocabulary.size, vocabulary.eos_id)
+    for other in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(vocabulary))):
+        assert (other.fingerprint, other.size, other.eos_id) == (
+            vocabulary.fingerprint,
+            vocabulary.size,
+            vocabulary.eos_id,
+        )
         assert list(other.encode(TEXTS[1])) == list(vocabulary.encode(TEXTS[1]))
 
 
 def test_documents_are_encoded_whole_because_newlines_are_kept(pair):
-    vocabulary = Vocabulary.load(pair[0])
+    vocabulary = Tokenizer.load(pair[0])
     ids = TextEncoder.of(vocabulary, append_eos=True).encode([["a\nb"]]).ids
     assert list(ids) == [*vocabulary.encode("a\nb"), vocabulary.eos_id] and "\n" in vocabulary.decode(ids)
 
 
 def test_a_vocabulary_above_65535_ids_is_written_in_four_bytes(tmp_path):
     words = {name: index for index, name in enumerate(["<unk>", "</s>", *(f"w{i}" for i in range(70_000))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "t.json"))
     data = write_jsonl(tmp_path / "d.jsonl", ["w69999 w0 w7"])
@@ -120,7 +129,7 @@ def test_a_vocabulary_above_65535_ids_is_written_in_four_bytes(tmp_path):
 def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
     (tmp_path / "broken.json").write_text("{}")
     plain = tmp_path / "plain.json"
-    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(plain))
+    tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(plain))
     slow = tmp_path / "slow"
     slow.mkdir()
     (slow / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CanineTokenizer"}))
@@ -128,7 +137,7 @@ def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
     (tmp_path / "config" / "tokenizer_config.json").write_text("[1]")
     (tmp_path / "t5").mkdir()
     (tmp_path / "t5" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
-    Tokenizer(models.WordLevel({"a": 0, "</s>": 1})).save(str(tmp_path / "closed.json"))
+    tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1})).save(str(tmp_path / "closed.json"))
     added = ByT5Tokenizer(extra_ids=2)
     added.add_tokens(["word"])
     added.save_pretrained(tmp_path / "added")
@@ -141,7 +150,7 @@ def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
         "added": "save it without added tokens",
     }.items():
         with pytest.raises(UserError, match=sentence) as error:
-            Vocabulary.load(tmp_path / name)
+            Tokenizer.load(tmp_path / name)
         assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -156,13 +165,13 @@ def test_text_forges_no_special_token_that_is_a_piece_of_the_model(tmp_path, kin
         "WordLevel": lambda: models.WordLevel(numbers, unk_token="<unk>"),
         "BPE": lambda: models.BPE(numbers | {"s>": len(numbers)}, merges, unk_token="<unk>"),
     }[kind]()
-    tokenizer = Tokenizer(model)
+    tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     pretrained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks)
     pretrained.add_tokens(["word"])
     pretrained.save_pretrained(tmp_path / "saved")
-    vocabulary = pickle.loads(pickle.dumps(Vocabulary.load(tmp_path / "saved")))
+    vocabulary = pickle.loads(pickle.dumps(Tokenizer.load(tmp_path / "saved")))
     special = {0, 1, 3, 4}
     for text in ("</s>", "a </s> a", "a</s>a", "<extra_id_0> a", "<pad>"):
         assert special.isdisjoint(vocabulary.encode(text)) and len(vocabulary.encode(text))
@@ -170,12 +179,19 @@ def test_text_forges_no_special_token_that_is_a_piece_of_the_model(tmp_path, kin
     assert vocabulary.find("</s>") == vocabulary.eos_id == 1 and vocabulary.sentinel_ids.tolist() == [3, 4]
 
 
+def test_special_tokens_of_bytes_still_encode_unknown_characters(tmp_path):
+    folder = byte_fallback_tokenizer(tmp_path)  # its <0x00>, <0x01>, ... are special tokens
+    oracle, text = AutoTokenizer.from_pretrained(folder), "\u4f60\u597d Q~ \U00013080"
+    assert Tokenizer.load(folder).encode(text) == expected(oracle, text)
+    assert oracle.unk_token_id not in expected(oracle, text)
+
+
 def test_characters_that_a_tokenizer_leaves_out_are_warned_of(tmp_path, caplog):
     for name, unknown in {"open.json": "<unk>", "closed.json": None}.items():
         pieces = {piece: number for number, piece in enumerate(["<unk>", "</s>", "a", "b"])}
-        tokenizer = Tokenizer(models.BPE(pieces, [], unk_token=unknown))
+        tokenizer = tokenizers.Tokenizer(models.BPE(pieces, [], unk_token=unknown))
         tokenizer.save(str(tmp_path / name))
-        ids = Vocabulary.load(tmp_path / name).encode("aébé")
+        ids = Tokenizer.load(tmp_path / name).encode("aébé")
         assert ids == ([2, 3] if unknown is None else [2, 0, 3, 0])
     (warning,) = [record.getMessage() for record in caplog.records if "leaves them out" in record.getMessage()]
     assert "closed.json" in warning
@@ -183,7 +199,7 @@ def test_characters_that_a_tokenizer_leaves_out_are_warned_of(tmp_path, caplog):
 
 def test_the_sentinels_of_bytes_are_those_of_the_published_byt5():
     """258, 257, ...: seqio's ByteVocabulary of 259 ids gives them to t5, transformers' page of ByT5 names them."""
-    for vocabulary in (Vocabulary.load("bytes"), pickle.loads(pickle.dumps(Vocabulary.load("bytes")))):
+    for vocabulary in (Tokenizer.load("bytes"), pickle.loads(pickle.dumps(Tokenizer.load("bytes")))):
         assert vocabulary.sentinel_ids[:11].tolist() == [259 - 1 - k for k in range(11)]
         names = [f"<extra_id_{k}>" for k in range(11, 125)]
         assert vocabulary.sentinel_ids[11:].tolist() == ByT5Tokenizer().convert_tokens_to_ids(names)
@@ -222,17 +238,21 @@ def test_tokenizers_without_a_config_are_read_alike_by_t5_bert_and_fine_tuning(f
     for number, (path, oracle) in enumerate(folders.items()):
         plain = [text.replace("<extra_id_0>", "").replace("[MASK]", "").replace("</s>", "") for text in TEXTS]
         wanted = [found.ids for found in oracle.encode_batch(plain, add_special_tokens=False)]
-        vocabulary = Vocabulary.load(path)
+        vocabulary = Tokenizer.load(path)
         bert = build_tokenizer("HFTokenizer", name_or_path=path)
         tuned = named_tokenizer(str(path), "--tokenizer")
-        assert vocabulary.encode_batch(plain) == bert.tokenize_batch(plain) == wanted
+        assert vocabulary.encode_batch(plain) == bert.encode_batch(plain) == wanted
         assert tuned(plain, add_special_tokens=False).input_ids == wanted
         roles = (
             ("[PAD]", "[SEP]", "[MASK]") if isinstance(oracle, BertWordPieceTokenizer) else ("<pad>", "</s>", "<mask>")
         )
         ids = [oracle.token_to_id(name) for name in roles]
-        assert [vocabulary.pad_id, vocabulary.eos_id, vocabulary.mask_id] == [bert.pad, bert.sep, bert.mask] == ids
-        vocabulary.save_tokenizer(tmp_path / f"t5-{number}")
+        assert (
+            [vocabulary.pad_id, vocabulary.eos_id, vocabulary.mask_id]
+            == [bert.pad_id, bert.sep_id, bert.mask_id]
+            == ids
+        )
+        vocabulary.save(tmp_path / f"t5-{number}")
         bert.save(tmp_path / f"bert-{number}")
         for saved in ("t5", "bert"):
             again = AutoTokenizer.from_pretrained(tmp_path / f"{saved}-{number}")
@@ -242,15 +262,15 @@ def test_tokenizers_without_a_config_are_read_alike_by_t5_bert_and_fine_tuning(f
 
 def test_a_vocab_txt_with_capital_letters_is_read_as_cased(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Word", "word"]))
-    assert Vocabulary.load(tmp_path).encode("Word word") == [5, 6]
+    assert Tokenizer.load(tmp_path).encode("Word word") == [5, 6]
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<new>": 7, "<newer>": 8}))
     for path, size in ((tmp_path, 9), (tmp_path / "vocab.txt", 7)):
-        vocabulary, bert = Vocabulary.load(path), build_tokenizer("HFTokenizer", name_or_path=path)
-        assert vocabulary.size == bert.vocab_size == size
+        vocabulary, bert = Tokenizer.load(path), build_tokenizer("HFTokenizer", name_or_path=path)
+        assert vocabulary.size == bert.size == size
     oracle = BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=False)
     text = "Word<newer> word <new>"
     wanted = oracle(text, add_special_tokens=False).input_ids
-    assert wanted == [5, 8, 6, 7] == Vocabulary.load(tmp_path).encode(text)
+    assert wanted == [5, 8, 6, 7] == Tokenizer.load(tmp_path).encode(text)
 
 
 def test_names_in_brackets_make_no_vocabulary_cased(tmp_path):
@@ -258,25 +278,25 @@ def test_names_in_brackets_make_no_vocabulary_cased(tmp_path):
     pieces = ["[PAD]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<S>", "<T>", "word"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces))
     wanted = BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=True)("Word", add_special_tokens=False)
-    assert wanted.input_ids == [8] == Vocabulary.load(tmp_path).encode("Word")
+    assert wanted.input_ids == [8] == Tokenizer.load(tmp_path).encode("Word")
 
 
 def test_a_vocab_txt_of_another_family_is_read_by_its_config(tmp_path):
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "word", "<mask>"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces))
     with pytest.raises(UserError, match=r"no line \[CLS\] and no \[SEP\]"):
-        Vocabulary.load(tmp_path)
+        Tokenizer.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet", "vocab_size": len(pieces)}))
     oracle = AutoTokenizer.from_pretrained(tmp_path)
     tuned = named_tokenizer(str(tmp_path), "--tokenizer")
     assert tuned("Word").input_ids == oracle("Word").input_ids == [0, 5, 2]
-    assert len(tuned) == len(oracle) == Vocabulary.load(tmp_path).size == len(pieces)
+    assert len(tuned) == len(oracle) == Tokenizer.load(tmp_path).size == len(pieces)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
 def test_a_file_that_does_not_tell_its_kind_needs_a_config(name, tmp_path):
     (tmp_path / name).write_text("{}")
-    for read in (Vocabulary.load, lambda path: named_tokenizer(str(path), "--tokenizer")):
+    for read in (Tokenizer.load, lambda path: named_tokenizer(str(path), "--tokenizer")):
         with pytest.raises(UserError, match=r"there is no tokenizer_config\.json, which tells the kind"):
             read(tmp_path)
 
@@ -285,11 +305,37 @@ def test_a_tokenizer_without_mask_or_sentinels_is_told_how_to_add_them(tmp_path)
     file = byte_level_tokenizer(tmp_path / "t.json", ("<s>", "</s>", "<pad>"))
     with pytest.raises(UserError, match=r"has no mask_token.*add_special_tokens\({'mask_token': '\[MASK\]'}\)"):
         build_tokenizer("HFTokenizer", name_or_path=file)
-    vocabulary = Vocabulary.load(file)
+    vocabulary = Tokenizer.load(file)
     with pytest.raises(UserError, match=r"has 0 sentinels.*add_tokens\(.*<extra_id_.*special_tokens=True"):
         plan_spans(128, 0.15, 3.0, vocabulary.num_sentinels)
     pretrained = named_tokenizer(str(file), "--tokenizer")
     pretrained.add_tokens([f"<extra_id_{k}>" for k in range(100)], special_tokens=True)
     pretrained.save_pretrained(tmp_path / "more")
-    more = Vocabulary.load(tmp_path / "more")
+    more = Tokenizer.load(tmp_path / "more")
     assert more.sentinel_ids.tolist() == list(range(vocabulary.size, vocabulary.size + 100))
+
+
+def test_a_name_on_the_hub_is_the_tokenizer_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name, save in {
+        "gemma": byte_fallback_tokenizer,
+        "t5": Tokenizer.load(numbered_words_vocabulary(tmp_path)).save,
+    }.items():
+        folder = tmp_path / f"models--someone--{name}" / "snapshots" / "abc"
+        folder.mkdir(parents=True)
+        (folder.parents[1] / "refs").mkdir()
+        (folder.parents[1] / "refs" / "main").write_text("abc")
+        save(folder)
+        found = open_tokenizer(f"someone/{name}")
+        assert found.fingerprint == Tokenizer.load(folder).fingerprint == open_tokenizer(found.recorded_as).fingerprint
+
+
+@pytest.mark.parametrize("name", ["t5-smal", "vocabs/t5"])
+def test_a_mistyped_name_is_one_sentence_that_names_the_flag(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("words")
+    start = time.perf_counter()
+    assert lmtools(["tokenize", "--input", "a.txt", "--output", "t", "--vocab", name]) == 2
+    assert time.perf_counter() - start < 5
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and f"--vocab {name}: there is no such folder" in printed
