@@ -179,11 +179,19 @@ def test_text_forges_no_special_token_that_is_a_piece_of_the_model(tmp_path, kin
     assert vocabulary.find("</s>") == vocabulary.eos_id == 1 and vocabulary.sentinel_ids.tolist() == [3, 4]
 
 
-def test_special_tokens_of_bytes_still_encode_unknown_characters(tmp_path):
-    folder = byte_fallback_tokenizer(tmp_path)  # its <0x00>, <0x01>, ... are special tokens
-    oracle, text = AutoTokenizer.from_pretrained(folder), "\u4f60\u597d Q~ \U00013080"
-    assert Tokenizer.load(folder).encode(text) == expected(oracle, text)
-    assert oracle.unk_token_id not in expected(oracle, text)
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_special_tokens_of_bytes_still_encode_unknown_characters(kind, tmp_path):
+    if kind == "BPE":
+        byte_fallback_tokenizer(tmp_path)
+    else:
+        in_bytes = [f"<0x{i:02X}>" for i in range(256)]
+        pieces = [(piece, -float(i)) for i, piece in enumerate(["<unk>", "</s>", "a", *in_bytes])]
+        tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, 0, True))
+        tokenizer.add_special_tokens(in_bytes)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    oracle, text = AutoTokenizer.from_pretrained(tmp_path), "\u4f60a\u597d Q~ \U00013080"
+    wanted = expected(oracle, text)
+    assert Tokenizer.load(tmp_path).encode(text) == wanted and len(wanted) > len(text)
 
 
 def test_characters_that_a_tokenizer_leaves_out_are_warned_of(tmp_path, caplog):
