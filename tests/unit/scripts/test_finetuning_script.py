@@ -167,7 +167,7 @@ def test_a_trained_classifier_brings_its_labels(folder, tmp_path):
 
 
 @pytest.mark.parametrize("is_adapter", [False, True])
-def test_a_start_reads_model_tokenizer_and_data_once(folder, tmp_path, is_adapter):
+def test_a_start_reads_no_file_more_often_than_it_must(folder, tmp_path, is_adapter):
     """transformers reads config.json for AutoConfig, and once more for the tokenizer that lies beside it;
     of an adapter's base --speed auto reads it too."""
     (folder / "good.tsv").write_text("sentence\tlabel\nw1 w2\tgood\n")
@@ -187,8 +187,9 @@ def test_a_start_reads_model_tokenizer_and_data_once(folder, tmp_path, is_adapte
     is_noting = True
     start(folder, tmp_path / "run", **flags)
     is_noting = False
-    # config.json: by transformers, by us, and at each check that it names no code
-    read = {"labels.tsv": 1, "good.tsv": 1, "encoder/config.json": 6 if is_adapter else 10}
+    # Data: for its kind and for its rows; training data without --label_names for its labels too. config.json: by
+    # transformers, by us, and at each check that it names no code.
+    read = {"labels.tsv": 4, "good.tsv": 2, "encoder/config.json": 6 if is_adapter else 10}
     assert {name: opened[str(folder / name)] for name in read} == read
     from_pretrained = str(Path(flags["from_pretrained"], "last").resolve() if is_adapter else folder / "encoder")
     assert opened[f"{from_pretrained}/tokenizer.json"] == 1 + is_adapter, "a checkpoint is compared with its manifest"
