@@ -54,6 +54,8 @@ TOKENIZERS = Path(".cache") / "tokenizers"
 class BertPretraining(Pretraining):
     """A run of the script run_bert_pretraining.py."""
 
+    script = "bert"
+
     @cached_property
     def tokenizer(self) -> BertDataTokenizer:
         """The tokenizer of all phases, loaded on first use. Every worker must read this property at the same time."""
