@@ -7,10 +7,11 @@ library only, because `--help` must be instant.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.flags import (
+    AUTO,
     COUNT,
     DROPOUT,
     FRACTION,
@@ -30,6 +31,7 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.lengths import lengths_in_tokens
 from lm_experiments_tools.config.options import read_options
+from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import UserError
 
 VALIDATION = Ignored(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
@@ -131,7 +133,8 @@ class RunArgs:
     """The run: directory, length, backend."""
 
     model_path: Annotated[str | None, HARMLESS] = None
-    """Run directory: checkpoints, logs, configuration. None: nothing is saved."""
+    """Run directory: checkpoints, logs, configuration. auto, which the scripts take by default: a new folder
+    runs/SCRIPT-DATE; none: nothing is saved."""
     working_dir: Annotated[str, HARMLESS] = "."
     """Folder that relative paths start from."""
     iters: Annotated[int, HARMLESS, LENGTH, COUNT] = 100
@@ -297,7 +300,8 @@ class ValidationArgs:
     """Validation, early stopping and the best checkpoint."""
 
     valid_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, VALIDATION] = None
-    """Updates between two validations. None: --log_interval."""
+    """Updates between two validations. None: pre-training validates 1 example for 20 that it trains on, fine-tuning
+    once an epoch."""
     valid_at_start: Annotated[bool, HARMLESS, VALIDATION] = False
     """Also validate before the first update."""
     eval_batch_size: Annotated[int | None, HARMLESS, COUNT] = None
@@ -323,7 +327,8 @@ class CheckpointArgs:
     """Checkpoints: when they are written, and where a run starts."""
 
     save_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, IN_RUN_DIRECTORY] = None
-    """Updates between two checkpoints. None: only the one at the end."""
+    """Updates between two checkpoints; the end always has one. None: 10 minutes of training or 1,000 updates,
+    whichever comes first."""
     keep_checkpoints: Annotated[int | None, HARMLESS, COUNT] = 3
     """Newest checkpoints to keep; the best one is kept as well. None: all."""
     save_in_background: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY] = True
@@ -371,6 +376,13 @@ class LoggingArgs:
 @dataclass(frozen=True, kw_only=True)
 class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, BatchArgs, ScheduleArgs, RunArgs):
     """All arguments that the training loop reads."""
+
+    # Before `__init__`, whose error for an unknown name says no more than the name.
+    def __new__(cls, **settings: Any) -> "TrainerArgs":
+        known = {field.name: field for field in fields(cls)}
+        for name in settings.keys() - known.keys():
+            raise UserError(f"{cls.__name__} has no argument {name!r}{suggestion(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_groups(self, type(self).__mro__[::-1])
@@ -427,7 +439,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
     def may_resume(self) -> bool:
         """True if the run may resume from one of its checkpoints."""
-        return self.resume_path() is not None or (self.resume == "auto" and self.model_path is not None)
+        return self.resume_path() is not None or (self.resume == "auto" and self.model_path not in (None, AUTO))
 
     def tokens_per_row(self) -> int | None:
         """Return the tokens of a row, padding included; None if the length of rows varies."""

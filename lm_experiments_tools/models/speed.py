@@ -26,6 +26,7 @@ from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wa
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import AUTO as NEW_RUN
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
@@ -34,7 +35,7 @@ from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.modules.devices import has_bf16, lacks_triton, supports_bf16_on_cpu
 from lm_experiments_tools.modules.inspection import base_of
-from lm_experiments_tools.tracking.run_directory import settings_in_use
+from lm_experiments_tools.tracking.run_directory import check_script, settings_in_use
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -239,10 +240,13 @@ def _refuse_unavailable(args: ExperimentArgs, free: Sequence[str], device: str) 
 def _recorded(args: ExperimentArgs) -> dict[str, Any]:
     """The settings of the run that is resumed; empty for a new one."""
     here, named = Path(args.working_dir), args.resume_path()
-    folders = [] if args.model_path is None else [here / args.model_path]
+    folders = [] if args.model_path in (None, NEW_RUN) else [here / args.model_path]
     if named is not None:  # runs/name/last or runs/name/checkpoints/step_000100
         folders += [(here / named).parent, (here / named).parent.parent]
-    return next(filter(None, map(settings_in_use, folders)), {})
+    found = next(filter(None, map(settings_in_use, folders)), {})
+    if folders and named is None:
+        check_script(Path(args.model_path), found, vars(args))
+    return found
 
 
 def _read_config(args: ExperimentArgs) -> Mapping[str, Any]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import random
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.backends.collective import on_all, say
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
@@ -59,9 +63,53 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     on_all(backend, lambda: _check_phases(args, backend.world_size))
     check_agreement(args, backend)
+    if args.model_path is not None:
+        say(backend, f"run directory: {args.model_path}")
+    elif not args.validate_only:
+        say(backend, "neither checkpoints nor logs are saved: there is no --model_path")
+    warn_of_idle_gpus(args, backend)
     if args.model_path is None:
         return None
     return claim_for_all(args, backend)
+
+
+def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:
+    """Warn if a machine has more GPUs than workers; collective."""
+    seen = backend.gather((platform.node(), torch.cuda.device_count()))
+    if not backend.is_main or backend.device.type != "cuda" or getattr(args, "device_map", None):
+        return
+    for host, workers in Counter(host for host, _ in seen).items():
+        # A batch system may show each worker one GPU alone.
+        gpus = max(count for name, count in seen if name == host)
+        if gpus > workers:
+            logger.warning(
+                "%d of the %d GPUs of %s are idle: start a worker for each, for example by torchrun --nproc_per_node "
+                "%d, or name those to use in CUDA_VISIBLE_DEVICES",
+                gpus - workers, gpus, host, gpus,
+            )  # fmt: skip
+
+
+@contextmanager
+def described(args: TrainerArgs, backend: Backend, *, is_new: bool) -> Iterator[None]:
+    """Context that ends a run with a line that names its folder, and how to go on.
+
+    Args:
+        is_new: True if the folder was made for this start; a start that is refused removes it.
+    """
+    folder = None if args.validate_only else args.model_path
+    ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
+    try:
+        yield
+        ending = ""
+    except UserError:
+        # The settings of a run are recorded once its data, model and optimizer are built.
+        if is_new and backend.is_main and not Path(folder, "config.json").exists():
+            shutil.rmtree(folder)
+            folder = None
+        raise
+    finally:
+        if folder is not None:
+            say(backend, f"run directory: {folder}{ending}")
 
 
 def _check_phases(args: ExperimentArgs, world_size: int) -> None:

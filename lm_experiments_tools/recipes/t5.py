@@ -51,6 +51,8 @@ class T5Pretraining(Pretraining):
         sources: returns the vocabulary and data (`T5Sources`) of each phase. All workers call it at the same time.
     """
 
+    script = "t5"
+
     def __init__(
         self, args: T5PretrainingArgs, origins: Mapping[str, str], sources: Callable[[], Sequence[T5Sources]]
     ) -> None:
@@ -90,6 +92,9 @@ class T5Pretraining(Pretraining):
             "loss": distilled_loss(args, self.backend, model, source.kind, loss),
             "collect": (lambda split: PredictedExamples(self.trainer, split, vocabulary, number)) if number else None,
         }
+
+    def metric_names(self, args: T5PretrainingArgs) -> Sequence[str]:
+        return ("generation_accuracy",) if args.use_generate_on_valid else ()
 
     def report(self) -> None:
         objective = self.trainer.args.objective()

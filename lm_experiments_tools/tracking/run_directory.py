@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from lm_experiments_tools.config.flags import harmless_flags
+from lm_experiments_tools.config.flags import DEFAULT, harmless_flags
 from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
@@ -50,6 +50,10 @@ _LAUNCHER_MODULES = (
     "accelerate.commands.accelerate_cli",
     "horovod.runner.launch",
 )
+# A setting that only one script has.
+_SCRIPTS = {
+    "epochs": "run_finetuning.py", "use_nsp": "run_bert_pretraining.py", "noise_density": "run_t5_pretraining.py",
+}  # fmt: skip
 _STARTED_IN = os.getcwd()  # a run enters --working_dir
 _claims: dict[Path, IO[str]] = {}  # directories this process writes to; their files are open until it ends
 _LOG_BYTES = 100 * 2**20
@@ -127,7 +131,9 @@ class RunDirectory:
         config["COMMIT"] = git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
         if world_size is not None:
             config["WORLD_SIZE"] = world_size
-        files = {"cmd.sh": relaunch_script(argv), "config.yaml": config_yaml(args, origins)}
+        # The command without --model_path would make another folder.
+        more = ("--model_path", args["model_path"]) if origins.get("model_path") == DEFAULT else ()
+        files = {"cmd.sh": relaunch_script(argv, more), "config.yaml": config_yaml(args, origins)}
         files["env.json"] = dump_json(describe_environment()) + "\n"
         diff, status = git_output("diff", "HEAD"), git_output("status", "--porcelain=v1", "--branch")
         if status:
@@ -164,6 +170,7 @@ class RunDirectory:
         before = settings_in_use(self.path)
         if before is None:
             return {}
+        check_script(self.path, before, args)
         differing = differences(before, {**args, "WORLD_SIZE": world_size}, harmless)
         refuse_or_report(self.path, differing, resume=resume)
         return differing
@@ -187,6 +194,13 @@ def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = Fa
     if not (resume and once_more):
         run.check_compatible(asdict(args), resume, world_size=world_size, harmless=harmless)
     return run
+
+
+def check_script(run_dir: Path, before: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    """Raise UserError if a run directory holds a run of another script, by its recorded settings `before`."""
+    then, now = (next((s for name, s in _SCRIPTS.items() if name in settings), None) for settings in (before, args))
+    if None not in (then, now) and then != now:
+        raise UserError(f"{run_dir} holds a run of {then}, which {now} cannot continue: choose another --model_path.")
 
 
 def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *, resume: bool) -> None:
@@ -325,13 +339,20 @@ def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def relaunch_script(argv: Sequence[str]) -> str:
-    """Return a shell script that starts this run again, with its launcher (torchrun, ...) if it has one."""
+def relaunch_script(argv: Sequence[str], more: Sequence[str] = ()) -> str:
+    """Return a shell script that starts this run again, with its launcher (torchrun, ...) if it has one.
+
+    Args:
+        argv: `sys.argv`.
+        more: words to add to the command.
+    """
     command = _launcher_command()
     if command is None:  # `python -m module` is only in orig_argv
         command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
     exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
-    return "\n".join(["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f"exec {shlex.join(command)}", ""])
+    return "\n".join(
+        ["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f"exec {shlex.join([*command, *more])}", ""]
+    )
 
 
 def _launcher_command() -> list[str] | None:
