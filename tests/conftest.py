@@ -8,6 +8,8 @@ from pathlib import Path
 # compare bits need one order of summation.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A run without --model_path saves nothing, as most tests mean it, and leaves no folder in the repository.
+os.environ.setdefault("LMTOOLS_RUNS", "none")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 

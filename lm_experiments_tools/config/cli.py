@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from lm_experiments_tools.config import exits
-from lm_experiments_tools.config.flags import COMMAND_LINE, DEFAULT, Flag, describe, flags_of, help_groups
+from lm_experiments_tools.config.flags import AUTO, COMMAND_LINE, DEFAULT, RUNS, Flag, describe, flags_of, help_groups
 from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.lengths import Tokens
@@ -90,6 +90,9 @@ def parse(
             raise UserError(f"--{name} is missing: --help says what it takes.")
     if inherit:
         settings |= {n: Setting(*found) for n, found in inherit({n: s.value for n, s in settings.items()}).items()}
+    # Scripts save their run unless they are told not to; the classes of arguments have no folder by default.
+    if resolve is not None and os.environ.get(RUNS, AUTO) != "none":
+        settings = {"model_path": Setting(AUTO, DEFAULT)} | settings
     try:
         args = args_class(**{name: setting.value for name, setting in settings.items()})
     except UserError as error:

@@ -24,6 +24,8 @@ from lm_experiments_tools.errors import UserError
 Rule = TypeVar("Rule")
 HARMLESS = "harmless"  # a resumed run may change the flag: it alters neither model, data nor the updates made so far
 COMMAND_LINE, DEFAULT = "command line", "default"  # origins of a setting
+AUTO = "auto"  # of --model_path: the script makes a run directory
+RUNS = "LMTOOLS_RUNS"  # environment variable: folder of these directories, or none
 LENGTH = "length"  # a number of updates that may also be given in tokens
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -125,7 +127,7 @@ def _value(text: str, annotation: Any) -> Any:
         return options[list(map(str, options)).index(text)]
     if type(None) in options:
         (kind,) = (option for option in options if option is not type(None))
-        is_null = text == "None" if kind is str else text.lower() in NULL_WORDS
+        is_null = text in ("None", "none") if kind is str else text.lower() in NULL_WORDS
         return None if is_null else _value(text, kind)
     if annotation is bool:
         return (*FALSE_WORDS, *TRUE_WORDS).index(text.lower()) >= len(FALSE_WORDS)

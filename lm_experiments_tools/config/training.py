@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.flags import (
+    AUTO,
     COUNT,
     DROPOUT,
     FRACTION,
@@ -131,7 +132,8 @@ class RunArgs:
     """The run: directory, length, backend."""
 
     model_path: Annotated[str | None, HARMLESS] = None
-    """Run directory: checkpoints, logs, configuration. None: nothing is saved."""
+    """Run directory: checkpoints, logs, configuration. auto, which the scripts take by default: a new folder
+    runs/SCRIPT-DATE; none: nothing is saved."""
     working_dir: Annotated[str, HARMLESS] = "."
     """Folder that relative paths start from."""
     iters: Annotated[int, HARMLESS, LENGTH, COUNT] = 100
@@ -323,7 +325,8 @@ class CheckpointArgs:
     """Checkpoints: when they are written, and where a run starts."""
 
     save_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, IN_RUN_DIRECTORY] = None
-    """Updates between two checkpoints. None: only the one at the end."""
+    """Updates between two checkpoints; the end always has one. None: 10 minutes of training or 1,000 updates,
+    whichever comes first."""
     keep_checkpoints: Annotated[int | None, HARMLESS, COUNT] = 3
     """Newest checkpoints to keep; the best one is kept as well. None: all."""
     save_in_background: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY] = True
@@ -427,7 +430,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
     def may_resume(self) -> bool:
         """True if the run may resume from one of its checkpoints."""
-        return self.resume_path() is not None or (self.resume == "auto" and self.model_path is not None)
+        return self.resume_path() is not None or (self.resume == "auto" and self.model_path not in (None, AUTO))
 
     def tokens_per_row(self) -> int | None:
         """Return the tokens of a row, padding included; None if the length of rows varies."""

@@ -26,6 +26,7 @@ from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wa
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import AUTO as NEW_RUN
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
@@ -239,7 +240,7 @@ def _refuse_unavailable(args: ExperimentArgs, free: Sequence[str], device: str) 
 def _recorded(args: ExperimentArgs) -> dict[str, Any]:
     """The settings of the run that is resumed; empty for a new one."""
     here, named = Path(args.working_dir), args.resume_path()
-    folders = [] if args.model_path is None else [here / args.model_path]
+    folders = [] if args.model_path in (None, NEW_RUN) else [here / args.model_path]
     if named is not None:  # runs/name/last or runs/name/checkpoints/step_000100
         folders += [(here / named).parent, (here / named).parent.parent]
     return next(filter(None, map(settings_in_use, folders)), {})

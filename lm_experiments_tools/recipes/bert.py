@@ -53,6 +53,8 @@ CACHE = Path(".cache") / "bert_samples"  # below the working directory
 class BertPretraining(Pretraining):
     """A run of the script run_bert_pretraining.py."""
 
+    script = "bert"
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of all phases, loaded on first use. Every worker must read this property at the same time."""

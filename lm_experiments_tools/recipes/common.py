@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.backends.collective import on_all, say
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
@@ -60,8 +62,34 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     on_all(backend, lambda: _check_phases(args, backend.world_size))
     check_agreement(args, backend)
     if args.model_path is None:
+        if not args.validate_only:
+            say(backend, "neither checkpoints nor logs are saved: there is no --model_path")
         return None
+    say(backend, f"run directory: {args.model_path}")
     return claim_for_all(args, backend)
+
+
+@contextmanager
+def described(args: TrainerArgs, backend: Backend, *, is_new: bool) -> Iterator[None]:
+    """Context that ends a run with a line that names its folder, and how to go on.
+
+    Args:
+        is_new: True if the folder was made for this start; a start that is refused removes it.
+    """
+    folder = None if args.validate_only else args.model_path
+    ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
+    try:
+        yield
+        ending = ""
+    except UserError:
+        # The settings of a run are recorded once its data, model and optimizer are built.
+        if is_new and backend.is_main and not Path(folder, "config.json").exists():
+            shutil.rmtree(folder)
+            folder = None
+        raise
+    finally:
+        if folder is not None:
+            say(backend, f"run directory: {folder}{ending}")
 
 
 def _check_phases(args: ExperimentArgs, world_size: int) -> None:

@@ -60,6 +60,8 @@ _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at
 class Finetuning(Recipe):
     """A run of the script run_finetuning.py."""
 
+    script = "finetuning"
+
     data: FinetuningData
 
     def train(self) -> None:

@@ -14,6 +14,7 @@ from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.finding import find_resume
 from lm_experiments_tools.checkpoint.train_state import read_state_file
+from lm_experiments_tools.config.flags import AUTO, DEFAULT
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.errors import UserError
@@ -22,9 +23,10 @@ from lm_experiments_tools.models.freezing import train_only
 from lm_experiments_tools.models.from_args import ModelSource, model_from_args, model_source, optimizer_from_args
 from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.planning.fit import out_of_memory_explained
-from lm_experiments_tools.recipes.common import close_run, seed_worker, show_run, start_run, warn_of_data
+from lm_experiments_tools.recipes.common import close_run, described, seed_worker, show_run, start_run, warn_of_data
 from lm_experiments_tools.training.losses import with_bytes
 from lm_experiments_tools.training.phases import Phase
+from lm_experiments_tools.training.run_folder import with_run_directory
 from lm_experiments_tools.training.trainer import TrainingLoop
 
 if TYPE_CHECKING:
@@ -43,9 +45,11 @@ class Recipe(ABC):
         args, origins: settings and where their values came from, returned by `cli.parse`.
 
     Attributes:
+        script: name of the script in the names of run directories.
         backend, data, trainer: set by `run`; data and trainer change with each phase.
     """
 
+    script: str
     backend: Backend
     data: Any
     trainer: TrainingLoop
@@ -57,8 +61,11 @@ class Recipe(ABC):
         """Execute the run: train, or validate with `--validate_only`."""
         self.args, self.origins = choose_speed(self.args, self.origins)
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
-        self.train()
-        self.finish()
+        is_new, self.args = self.args.model_path == AUTO, with_run_directory(self.args, self.backend, self.script)
+        self.origins = {**self.origins, **({"model_path": DEFAULT} if is_new else {})}
+        with described(self.args, self.backend, is_new=is_new):
+            self.train()
+            self.finish()
         close_run(self.backend, self.data)
 
     @abstractmethod

@@ -51,6 +51,8 @@ class T5Pretraining(Pretraining):
         sources: returns the vocabulary and data (`T5Sources`) of each phase. All workers call it at the same time.
     """
 
+    script = "t5"
+
     def __init__(
         self, args: T5PretrainingArgs, origins: Mapping[str, str], sources: Callable[[], Sequence[T5Sources]]
     ) -> None:

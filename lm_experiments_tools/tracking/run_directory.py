@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from lm_experiments_tools.config.flags import harmless_flags
+from lm_experiments_tools.config.flags import DEFAULT, harmless_flags
 from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
@@ -127,7 +127,9 @@ class RunDirectory:
         config["COMMIT"] = git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
         if world_size is not None:
             config["WORLD_SIZE"] = world_size
-        files = {"cmd.sh": relaunch_script(argv), "config.yaml": config_yaml(args, origins)}
+        # The command without --model_path would make another folder.
+        more = ("--model_path", args["model_path"]) if origins.get("model_path") == DEFAULT else ()
+        files = {"cmd.sh": relaunch_script(argv, more), "config.yaml": config_yaml(args, origins)}
         files["env.json"] = dump_json(describe_environment()) + "\n"
         diff, status = git_output("diff", "HEAD"), git_output("status", "--porcelain=v1", "--branch")
         if status:
@@ -325,13 +327,20 @@ def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def relaunch_script(argv: Sequence[str]) -> str:
-    """Return a shell script that starts this run again, with its launcher (torchrun, ...) if it has one."""
+def relaunch_script(argv: Sequence[str], more: Sequence[str] = ()) -> str:
+    """Return a shell script that starts this run again, with its launcher (torchrun, ...) if it has one.
+
+    Args:
+        argv: `sys.argv`.
+        more: words to add to the command.
+    """
     command = _launcher_command()
     if command is None:  # `python -m module` is only in orig_argv
         command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
     exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
-    return "\n".join(["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f"exec {shlex.join(command)}", ""])
+    return "\n".join(
+        ["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f"exec {shlex.join([*command, *more])}", ""]
+    )
 
 
 def _launcher_command() -> list[str] | None:

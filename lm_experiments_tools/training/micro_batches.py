@@ -37,6 +37,7 @@ class GlobalCounts(NamedTuple):
         weights: {label entry of the batch: number of valid labels}.
         num_micro_batches: maximum over workers.
         failed: number of workers that could not write their checkpoint.
+        save: 1 if it is time for a checkpoint, by rank 0's clock.
     """
 
     weights: dict[str, int]
@@ -44,6 +45,7 @@ class GlobalCounts(NamedTuple):
     tokens: int
     num_micro_batches: int
     failed: int
+    save: int
 
 
 @dataclass

@@ -6,10 +6,13 @@ if rank 0 stays on the same machine. Backends that shard need a shared folder: e
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import platform
 import secrets
+import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,15 +20,54 @@ from typing import TYPE_CHECKING
 from lm_experiments_tools.backends.collective import agreed, on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.saving import Saver
+from lm_experiments_tools.config.flags import AUTO, RUNS
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.training.phases import Phase
 
 logger = logging.getLogger(__name__)
+
+
+def with_run_directory(args: ExperimentArgs, backend: Backend, script: str) -> ExperimentArgs:
+    """Replace `--model_path auto` by a new folder, the same on all workers; collective.
+
+    Args:
+        script: the folder is runs/SCRIPT-DATE below `--working_dir`.
+
+    Raises:
+        UserError: the folder cannot be made, or a restart of the job would not find it.
+    """
+    if args.model_path != AUTO:
+        return args
+    # A validation writes no files.
+    if args.validate_only:
+        return replace(args, model_path=None)
+    return replace(args, model_path=on_main(backend, lambda: _make_folder(args.working_folder(), script)))
+
+
+def _make_folder(root: str, script: str) -> str:
+    # A restarted job would start a new run in a folder of its own.
+    for name, value in (("TORCHELASTIC_MAX_RESTARTS", "0"), ("HOROVOD_ELASTIC", "0"), ("SLURM_RESTART_COUNT", "0")):
+        if os.environ.get(name, value) != value:
+            raise UserError(
+                "this job may be started again by its launcher: give --model_path DIR, which a restart continues, or "
+                "--model_path none to save nothing"
+            )
+    runs, date = os.environ.get(RUNS, "runs"), time.strftime("%Y-%m-%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = Path(runs, f"{script}-{date}" + f"-{number}" * (number > 1))
+        try:
+            Path(root, folder).mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made ({error.strerror}): give a --model_path, or none.") from error
+    raise AssertionError
 
 
 def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = False) -> RunDirectory | None:

@@ -62,7 +62,7 @@ class Step:
         self.signals, self._names = StopSignals(), self.loss.label_names()
         self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
 
-    def count(self, micro_batches: Sequence[MicroBatch], failed: bool = False) -> GlobalCounts:
+    def count(self, micro_batches: Sequence[MicroBatch], failed: bool = False, save: bool = False) -> GlobalCounts:
         """Add up the counts of a step and the pending signals over all workers.
 
         This is the only collective of a step besides the gradients'.
@@ -70,18 +70,19 @@ class Step:
         Args:
             micro_batches: those of this worker.
             failed: this worker could not write a checkpoint.
+            save: it is time for a checkpoint; True on one worker at most.
         """
         rank, world_size = self.backend.rank, self.backend.world_size
         weights = [sum(micro_batch.weights[name] for micro_batch in micro_batches) for name in self._names]
         samples, tokens = sum(m.rows for m in micro_batches), sum(m.tokens for m in micro_batches)
         # The sum of these lists over the workers is a gather of their lengths.
         lengths = [len(micro_batches) if worker == rank else 0 for worker in range(world_size)]
-        local = [samples, tokens, failed, *weights, *lengths, *self.signals.pending]
-        samples, tokens, failed, *totals = self.backend.sum(torch.tensor(local)).tolist()
+        local = [samples, tokens, failed, save, *weights, *lengths, *self.signals.pending]
+        samples, tokens, failed, save, *totals = self.backend.sum(torch.tensor(local)).tolist()
         weights, lengths = totals[: len(weights)], totals[len(weights) : len(weights) + world_size]
         if any(events := totals[len(weights) + world_size :]):
             self.signals.agree(events)
-        return GlobalCounts(dict(zip(self._names, weights, strict=True)), samples, tokens, max(lengths), failed)
+        return GlobalCounts(dict(zip(self._names, weights, strict=True)), samples, tokens, max(lengths), failed, save)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], counts: GlobalCounts, collector: Collector, position: int

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from lm_experiments_tools.training.phases import Phase
 
 logger = logging.getLogger(__name__)
+# Without --save_interval, a killed run loses at most so much training. Both are far above the time of a checkpoint,
+# seconds even for large models, so saving costs less than 1 %.
+SAVE_SECONDS, SAVE_STEPS = 600.0, 1000
 
 
 class TrainingDiverged(RunError):
@@ -140,11 +143,14 @@ class TrainingLoop:
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._splits_seen: set[str] = set()  # validated so far
         self.valid_interval = None if valid_dataloader is None else args.effective_valid_interval()
+        self._saves = Every(args.save_interval or SAVE_STEPS, lambda trainer: trainer.save(unless_last=True))
+        self._save_is_due = False  # by the clock, after the step that is being made
+        self._last_save = time.monotonic()
         self.callbacks: list[Callback] = [
             *parts.first,
             Every(args.log_interval, lambda trainer: trainer.log_train()),
             Every(self.valid_interval, lambda trainer: trainer.validate_and_judge()),
-            Every(args.save_interval, lambda trainer: trainer.save(unless_last=True)),
+            self._saves,
             *callbacks,
             *parts.last,
         ]
@@ -199,7 +205,8 @@ class TrainingLoop:
 
     def _due(self, step: int) -> list[Callback]:
         """Callbacks to call after a step."""
-        return [callback for callback in self.callbacks if callback.every and step > 0 and step % callback.every == 0]
+        timed = self._saves if self._save_is_due else None
+        return [c for c in self.callbacks if c.every and step > 0 and (step % c.every == 0 or c is timed)]
 
     def _validate_at_start(self) -> None:
         """Validate the untrained model (`--valid_at_start`), or make up for a validation that a signal cut short."""
@@ -228,6 +235,12 @@ class TrainingLoop:
         self.saver.wait()
         self.tracker.hparams(self.args.telling_settings())
 
+    def _save_time_is_over(self) -> bool:
+        """True on rank 0 if the last checkpoint is too old. The workers' clocks differ, so rank 0 decides for all."""
+        if self.args.save_interval is not None or self.saver.writer is None or not self.backend.is_main:
+            return False
+        return time.monotonic() - self._last_save >= SAVE_SECONDS
+
     # ---- one step ---------------------------------------------------------------------------------------------------
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo | None:
         """Run forward and backward over the micro-batches of `batch`, and one optimizer step.
@@ -246,7 +259,8 @@ class TrainingLoop:
             backend.follow_frozen()
             self._trained = trained
         micro_batches = step.split(batch, args.batch_size)
-        counts = step.count(micro_batches, self.saver.failed)
+        counts = step.count(micro_batches, self.saver.failed, self._save_time_is_over())
+        self._save_is_due = bool(counts.save)
         if counts.failed:
             # This raises the reason on all workers.
             self.saver.wait()
@@ -437,7 +451,7 @@ class TrainingLoop:
             self.state.plateau = self.learning_rate.plateau.state_dict()
         is_best = is_best or (self.args.save_best and self.state.best_step == self.state.step)
         self.saver.save(self.state, self._rank_state(), is_best=is_best)
-        self.saved_at = position
+        self.saved_at, self._last_save = position, time.monotonic()
 
     def _rank_state(self) -> dict[str, Any]:
         """What a checkpoint holds of each worker; with `--reproducible`, rank 0 has the sums and outputs of all."""

@@ -1,0 +1,129 @@
+"""Runs without `--model_path`: the folder that a script makes, and what it says of it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training import run_folder
+from run_t5_pretraining import main
+from tests.distributed.launch import ROOT, environment
+from tests.helpers.runs import T5_RUN, refused, words, write_toys
+from tests.helpers.thread_workers import Workers
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+DATED = "runs/t5-2026-11-28-181500"
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder with text and a model's configuration, as the current one, at one moment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LMTOOLS_RUNS")
+    monkeypatch.setattr(run_folder, "time", SimpleNamespace(strftime=lambda form: "2026-11-28-181500"))
+    write_toys(tmp_path)
+    numbered_words_vocabulary(tmp_path)
+    return tmp_path
+
+
+def start(**changed):
+    main(words(**{**T5_RUN, "vocab": "vocab.model", **changed}))
+
+
+def test_a_run_is_saved_in_a_folder_that_its_first_and_last_lines_name(work, caplog):
+    caplog.set_level("INFO")
+    start(working_dir=str(work))
+    said = [record.message for record in caplog.records]
+    assert said[0] == said[-1] == f"run directory: {DATED}"
+    assert (work / DATED / "last").resolve().name == "step_000002"
+    # Another run in the same second.
+    start()
+    assert (work / f"{DATED}-2" / "last").exists()
+
+
+def test_the_recorded_command_and_the_settings_continue_the_run(work, caplog):
+    start()
+    recorded = (work / DATED / "cmd.sh").read_text().splitlines()[-1]
+    assert shlex.split(recorded)[-2:] == ["--model_path", DATED]
+    assert yaml.safe_load((work / DATED / "config.yaml").read_text())["model_path"] == DATED
+    caplog.set_level("INFO")
+    start(model_path=DATED, iters=3)
+    assert "resumed from" in caplog.text and not (work / f"{DATED}-2").exists()
+
+
+@pytest.mark.parametrize("none", ["none", "None"])
+def test_none_saves_nothing_and_says_so(work, caplog, none):
+    caplog.set_level("INFO")
+    start(model_path=none)
+    assert "neither checkpoints nor logs are saved" in caplog.records[0].message
+    assert not (work / "runs").exists() and not (work / none).exists()
+
+
+def test_none_in_a_file_saves_nothing_and_printed_settings_say_auto(work, capsys):
+    (work / "run.yaml").write_text("model_path: none\n")
+    start(config="run.yaml")
+    assert not (work / "runs").exists()
+    with pytest.raises(SystemExit):
+        start(print_config=True)
+    assert yaml.safe_load(capsys.readouterr().out)["model_path"] == "auto"
+
+
+def test_flags_of_the_run_directory_need_none_that_is_named(work):
+    start(save_interval=1)
+    assert (work / DATED / "checkpoints" / "step_000001").exists()
+    refused(start, "--save_interval needs --model_path", model_path="none", save_interval=1)
+
+
+def test_a_refused_start_leaves_no_folder(work):
+    refused(start, "holds no text|is not|does not exist", data_path="absent.jsonl", streaming=True)
+    assert not list((work / "runs").iterdir())
+
+
+def test_a_stopped_run_says_how_to_go_on(work):
+    """Ctrl-C at the first step, in a process of its own."""
+    program = (
+        "import os, signal, sys\n"
+        "from lm_experiments_tools.config.cli import run_main\n"
+        "from lm_experiments_tools.training.trainer import TrainingLoop\n"
+        "from run_t5_pretraining import main\n"
+        "step = TrainingLoop.train_step\n"
+        "TrainingLoop.train_step = lambda *args: (os.kill(os.getpid(), signal.SIGINT), step(*args))[1]\n"
+        "run_main(main)\n"
+    )
+    command = [sys.executable, "-c", program, *words(**{**T5_RUN, "vocab": "vocab.model"})]
+    env = {name: value for name, value in environment().items() if name != "LMTOOLS_RUNS"}
+    ended = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True)
+    (folder,) = (work / "runs").iterdir()
+    assert ended.returncode == 130, ended.stderr[-2000:]
+    path = folder.relative_to(work)
+    last = ended.stderr.splitlines()[-1]
+    assert last == f"run directory: {path}; the same command with --model_path {path} continues it"
+
+
+def test_all_workers_share_the_folder_that_rank_0_makes(work):
+    args = T5PretrainingArgs(**{**T5_RUN, "data_path": ("text.jsonl",), "model_path": "auto"})
+    folders = Workers(2).run(lambda backend: run_folder.with_run_directory(args, backend, "t5").model_path)
+    assert folders == [DATED, DATED] and len(list((work / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_MAX_RESTARTS", "HOROVOD_ELASTIC", "SLURM_RESTART_COUNT"])
+def test_a_job_that_is_restarted_must_name_its_folder(work, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    args = T5PretrainingArgs(**{**T5_RUN, "data_path": ("text.jsonl",), "model_path": "auto"})
+    with pytest.raises(UserError, match=r"may be started again .* give --model_path DIR"):
+        run_folder.with_run_directory(args, LocalBackend(), "t5")
+
+
+def test_the_environment_names_another_folder_for_runs(work, monkeypatch, tmp_path):
+    monkeypatch.setenv("LMTOOLS_RUNS", str(tmp_path / "scratch"))
+    start()
+    assert (tmp_path / "scratch" / "t5-2026-11-28-181500" / "last").exists()
+    assert not (work / "runs").exists() and not (ROOT / "runs" / "t5-2026-11-28-181500").exists()
