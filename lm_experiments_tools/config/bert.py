@@ -40,7 +40,7 @@ class BertDataArgs:
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
-    """Validation samples to use, the same random ones each time. None: all."""
+    """Validation samples to use, the same random ones each time. None: 512, or all with --validate_only."""
     tokenizer: Annotated[str | None, HARMLESS] = None
     """Folder, file or name of the Hugging Face tokenizer that made the data."""
     vocab_file: Annotated[str | None, HARMLESS] = None

@@ -299,7 +299,8 @@ class ValidationArgs:
     """Validation, early stopping and the best checkpoint."""
 
     valid_interval: Annotated[int | None, HARMLESS, LENGTH, COUNT, VALIDATION] = None
-    """Updates between two validations. None: --log_interval."""
+    """Updates between two validations. None: pre-training validates 1 example for 20 that it trains on, fine-tuning
+    once an epoch."""
     valid_at_start: Annotated[bool, HARMLESS, VALIDATION] = False
     """Also validate before the first update."""
     eval_batch_size: Annotated[int | None, HARMLESS, COUNT] = None
