@@ -12,7 +12,7 @@ On several workers, replace `python` by one of::
 
     horovodrun --gloo -np 2 python
     torchrun --nproc_per_node 2
-    accelerate launch --config_file accelerate_configs/ddp.yaml
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2
 
 Rows of plain text, without sentences, here to continue an encoder (ModernBERT, ...) of a folder or the Hub::
 

@@ -13,7 +13,7 @@ On several workers, replace `python` by one of::
 
     horovodrun --gloo -np 2 python
     torchrun --nproc_per_node 2
-    accelerate launch --config_file accelerate_configs/fsdp.yaml
+    accelerate launch --config_file accelerate_configs/fsdp.yaml --num_processes 2
 
 To save memory: --gradient_checkpointing, --freeze, --optimizer Adafactor, --peft lora, --quantize int8, in the
 order that docs/out_of_memory.md gives. The same command again continues an interrupted run. `--config run.yaml` reads

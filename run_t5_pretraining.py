@@ -11,7 +11,7 @@ On several workers, replace `python` by one of::
 
     horovodrun --gloo -np 2 python
     torchrun --nproc_per_node 2
-    accelerate launch --config_file accelerate_configs/ddp.yaml
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2
 
 DATA is a token prefix made by `lmtools tokenize`, or text (.jsonl, .jsonl.gz, .txt, a folder of them), which is
 tokenized first. The same command again continues an interrupted run. `--config run.yaml` reads flags from a file;

@@ -169,6 +169,9 @@ class TaskArgs:
     def check(self) -> None:
         if self.task not in TASKS_OF[self.model_type]:
             kinds = " or ".join(kind for kind, tasks in TASKS_OF.items() if self.task in tasks)
+            if not kinds:
+                tasks = ", ".join(TASKS_OF[self.model_type])
+                raise UserError(f"--task {self.task} does not exist; --model_type {self.model_type} has {tasks}.")
             raise UserError(f"--task {self.task} is not for --model_type {self.model_type}: choose {kinds}.")
         if len(self.text_fields) > 2:
             raise UserError(f"--text_fields names {len(self.text_fields)} fields: give one sentence or a pair.")

@@ -241,6 +241,9 @@ def check_groups(args: Any, groups: Sequence[type]) -> None:
     """
     for name, rule in _rules(args, groups, Range):
         value = getattr(args, name)
+        # From Python: the command line has converted it.
+        if isinstance(value, str):
+            raise UserError(f"--{name} is {value!r}: it must be {describe(flags_of(type(args))[name].annotation)}.")
         if value is not None and not (math.isfinite(value) and rule.holds(value)):
             raise UserError(f"--{name} is {value}: {rule.reason.format(default=getattr(type(args), name))}.")
     for group in groups:

@@ -83,6 +83,7 @@ GONE = {
     "source_lang target_lang": "write the languages into --prefix",
     "task_name": "--data_path names the data and --task its kind",
     "use_lora": "write --peft lora",
+    "val_set_size val_split_fraction validation_split_percentage": "name a file of its own by --valid_data_path",
     "warmup_ratio": "give the number of updates, --num_warmup_steps",
 }
 

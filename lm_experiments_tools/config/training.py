@@ -7,7 +7,7 @@ library only, because `--help` must be instant.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.flags import (
@@ -31,6 +31,7 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.lengths import lengths_in_tokens
 from lm_experiments_tools.config.options import read_options
+from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import UserError
 
 VALIDATION = Ignored(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
@@ -375,6 +376,13 @@ class LoggingArgs:
 @dataclass(frozen=True, kw_only=True)
 class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, BatchArgs, ScheduleArgs, RunArgs):
     """All arguments that the training loop reads."""
+
+    # Before `__init__`, whose error for an unknown name says no more than the name.
+    def __new__(cls, **settings: Any) -> "TrainerArgs":
+        known = {field.name: field for field in fields(cls)}
+        for name in settings.keys() - known.keys():
+            raise UserError(f"{cls.__name__} has no argument {name!r}{suggestion(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_groups(self, type(self).__mro__[::-1])

@@ -154,7 +154,10 @@ def refusals_named(what: str) -> Iterator[None]:
 
 
 def _advice_for(key: str, known: Iterable[str]) -> str:
-    return f"{nearest_names(key, known)}; a published configuration keeps its name, {CONFIG}"
+    return (
+        f"{nearest_names(key, known)}; --model_cls names the class of a model of your own, and a published "
+        f"configuration keeps its name, {CONFIG}"
+    )
 
 
 def set_special_tokens(config: PreTrainedConfig, ids: Mapping[str, int | None], model_cls: type) -> None:

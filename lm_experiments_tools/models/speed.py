@@ -35,7 +35,7 @@ from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.modules.devices import has_bf16, lacks_triton, supports_bf16_on_cpu
 from lm_experiments_tools.modules.inspection import base_of
-from lm_experiments_tools.tracking.run_directory import settings_in_use
+from lm_experiments_tools.tracking.run_directory import check_script, settings_in_use
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -243,7 +243,10 @@ def _recorded(args: ExperimentArgs) -> dict[str, Any]:
     folders = [] if args.model_path in (None, NEW_RUN) else [here / args.model_path]
     if named is not None:  # runs/name/last or runs/name/checkpoints/step_000100
         folders += [(here / named).parent, (here / named).parent.parent]
-    return next(filter(None, map(settings_in_use, folders)), {})
+    found = next(filter(None, map(settings_in_use, folders)), {})
+    if folders and named is None:
+        check_script(Path(args.model_path), found, vars(args))
+    return found
 
 
 def _read_config(args: ExperimentArgs) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,9 @@ class BertPretraining(Pretraining):
         loss = distilled_loss(args, backend, model, "encoder", loss)
         return {"batch_transform_fn": transform, "batch_metrics_fn": bert_metrics, "loss": loss}
 
+    def metric_names(self, args: BertPretrainingArgs) -> Sequence[str]:
+        return ("accuracy_mlm", "accuracy_nsp") if args.use_nsp else ("accuracy_mlm",)
+
     def report(self) -> None:
         write_report(self.trainer, self.tokenizer, unmasked)
 
@@ -122,8 +125,8 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: T
         )
     if args.use_nsp and "next_sentence_label" not in forward_names_of(model.cls):
         raise UserError(
-            f"--model_cls {args.model_cls} takes no next_sentence_label: choose --use_nsp 0, or a class such as "
-            "transformers:BertForPreTraining."
+            f"--model_cls {args.model_cls} takes no next_sentence_label: choose --packing documents for plain text, "
+            "--use_nsp 0 for Megatron's samples, or a class such as transformers:BertForPreTraining."
         )
     check_positions(config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
     if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
@@ -131,7 +134,7 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: T
     if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad_id):
         raise UserError(
             f"pad_token_id in the model configuration is {config.pad_token_id}, but the tokenizer {tokenizer.path} "
-            f"pads with {tokenizer.pad_id}: set it to that."
+            f"pads with {tokenizer.pad_id}: add --model_options pad_token_id={tokenizer.pad_id}."
         )
 
 

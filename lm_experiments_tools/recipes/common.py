@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import random
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -61,12 +63,30 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     on_all(backend, lambda: _check_phases(args, backend.world_size))
     check_agreement(args, backend)
+    if args.model_path is not None:
+        say(backend, f"run directory: {args.model_path}")
+    elif not args.validate_only:
+        say(backend, "neither checkpoints nor logs are saved: there is no --model_path")
+    warn_of_idle_gpus(args, backend)
     if args.model_path is None:
-        if not args.validate_only:
-            say(backend, "neither checkpoints nor logs are saved: there is no --model_path")
         return None
-    say(backend, f"run directory: {args.model_path}")
     return claim_for_all(args, backend)
+
+
+def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:
+    """Warn if a machine has more GPUs than workers; collective."""
+    seen = backend.gather((platform.node(), torch.cuda.device_count()))
+    if not backend.is_main or backend.device.type != "cuda" or getattr(args, "device_map", None):
+        return
+    for host, workers in Counter(host for host, _ in seen).items():
+        # A batch system may show each worker one GPU alone.
+        gpus = max(count for name, count in seen if name == host)
+        if gpus > workers:
+            logger.warning(
+                "%d of the %d GPUs of %s are idle: start a worker for each, for example by torchrun --nproc_per_node "
+                "%d, or name those to use in CUDA_VISIBLE_DEVICES",
+                gpus - workers, gpus, host, gpus,
+            )  # fmt: skip
 
 
 @contextmanager

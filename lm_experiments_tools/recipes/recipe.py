@@ -129,6 +129,10 @@ class Pretraining(Recipe):
         """Return the objective-specific keyword arguments of `TrainingLoop`, such as `loss`."""
 
     @abstractmethod
+    def metric_names(self, args: PretrainingArgs) -> Sequence[str]:
+        """Names of the metrics that validation gives besides the loss and its terms."""
+
+    @abstractmethod
     def report(self) -> None:
         """Write the report with losses and predicted examples, if `--report` is set."""
 
@@ -162,6 +166,17 @@ class Pretraining(Recipe):
         train = None if args.validate_only else data.train
         options |= {"tokenizer_dir": data.tokenizer_dir, "phase": phase}
         self.trainer = TrainingLoop(args, backend, model, optimizer, train, data.valid, **options)
+        if data.valid is not None:
+            self._check_metric(args)
+
+    def _check_metric(self, args: PretrainingArgs) -> None:
+        """Refuse an `--optimize_metric` that validation will not give, before the first step."""
+        loss = self.trainer.step.loss
+        names = ["loss", *loss.labels, *self.metric_names(args)]
+        names += ["bits_per_byte"] if loss.token_bytes is not None else []
+        if args.optimize_metric not in names:
+            given = ", ".join(dict.fromkeys(names))
+            raise UserError(f"--optimize_metric {args.optimize_metric}: validation of this run gives {given}.")
 
     def finish(self) -> None:
         self.trainer.save_metrics(self.args.model_path)

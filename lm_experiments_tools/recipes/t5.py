@@ -93,6 +93,9 @@ class T5Pretraining(Pretraining):
             "collect": (lambda split: PredictedExamples(self.trainer, split, vocabulary, number)) if number else None,
         }
 
+    def metric_names(self, args: T5PretrainingArgs) -> Sequence[str]:
+        return ("generation_accuracy",) if args.use_generate_on_valid else ()
+
     def report(self) -> None:
         objective = self.trainer.args.objective()
         language_model = unmasked if objective.models == ("encoder",) else continued

@@ -50,6 +50,10 @@ _LAUNCHER_MODULES = (
     "accelerate.commands.accelerate_cli",
     "horovod.runner.launch",
 )
+# A setting that only one script has.
+_SCRIPTS = {
+    "epochs": "run_finetuning.py", "use_nsp": "run_bert_pretraining.py", "noise_density": "run_t5_pretraining.py",
+}  # fmt: skip
 _STARTED_IN = os.getcwd()  # a run enters --working_dir
 _claims: dict[Path, IO[str]] = {}  # directories this process writes to; their files are open until it ends
 _LOG_BYTES = 100 * 2**20
@@ -166,6 +170,7 @@ class RunDirectory:
         before = settings_in_use(self.path)
         if before is None:
             return {}
+        check_script(self.path, before, args)
         differing = differences(before, {**args, "WORLD_SIZE": world_size}, harmless)
         refuse_or_report(self.path, differing, resume=resume)
         return differing
@@ -189,6 +194,13 @@ def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = Fa
     if not (resume and once_more):
         run.check_compatible(asdict(args), resume, world_size=world_size, harmless=harmless)
     return run
+
+
+def check_script(run_dir: Path, before: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    """Raise UserError if a run directory holds a run of another script, by its recorded settings `before`."""
+    then, now = (next((s for name, s in _SCRIPTS.items() if name in settings), None) for settings in (before, args))
+    if None not in (then, now) and then != now:
+        raise UserError(f"{run_dir} holds a run of {then}, which {now} cannot continue: choose another --model_path.")
 
 
 def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *, resume: bool) -> None:

@@ -1,7 +1,7 @@
 """Run a script with FSDP2 or DeepSpeed ZeRO through Accelerate on CPUs, which Accelerate itself refuses. Tests only.
 
     torchrun --nproc_per_node 2 cpu_shim.py MODE SCRIPT [ARGS...]
-    accelerate launch --config_file accelerate_configs/zero2.yaml cpu_shim.py launched SCRIPT [ARGS...]
+    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 cpu_shim.py launched SCRIPT ...
 
 MODE is fsdp, zero1, zero2, zero3, zero3_offload, or launched: what the launcher's configuration file says. Accelerate
 shards only where it found GPUs, so a process group of CPUs is made first and then, for FSDP, called one of GPUs in

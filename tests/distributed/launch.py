@@ -78,7 +78,8 @@ def accelerate_launch(*options: str) -> list[str]:
 def shipped(name: str) -> list[str]:
     """accelerate launch with a file of accelerate_configs/, on CPUs."""
     file = ROOT / "accelerate_configs" / f"{name}.yaml"
-    return [*accelerate_launch("--config_file", str(file), "--main_process_port", "0"), str(SHIM), "launched"]
+    options = ("--config_file", str(file), "--num_processes", "2", "--main_process_port", "0")
+    return [*accelerate_launch(*options), str(SHIM), "launched"]
 
 
 def shim(mode: str, workers: int = 2) -> list[str]:

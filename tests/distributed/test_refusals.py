@@ -68,7 +68,8 @@ def test_a_multi_cpu_file_is_refused(tmp_path):
 def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
     """Bare Accelerate runs two processes that each believe to be the only one."""
     no_gpu()
-    options = ("--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml"), "--main_process_port", "0")
+    file = str(ROOT / "accelerate_configs" / "ddp.yaml")
+    options = ("--config_file", file, "--num_processes", "2", "--main_process_port", "0")
     job = forked(accelerate_launch(*options), WORKER, tmp_path, "-", "talked")
     assert job.returncode == 0, job.output[-2000:]
     for rank in range(2):

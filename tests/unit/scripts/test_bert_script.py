@@ -70,7 +70,7 @@ def test_the_logs_do_not_depend_on_the_split_into_micro_batches(data, work):
 def test_only_masked_tokens_are_scored_and_the_logs_stay(data, work, monkeypatch, flags):
     """In training and in validation."""
     scored = runs.scored_tokens(monkeypatch, TINY["vocab_size"])
-    flags = {"valid_data_path": data / "valid", "valid_samples": 16, **flags}
+    flags = {"valid_data_path": data / "valid", "valid_samples": 16, "valid_interval": 1, **flags}
     start(data, model_path="labels", **flags)
     assert scored == [8 * 7] * 9  # 7 is 0.15 * 48
     scored.clear()
