@@ -48,7 +48,7 @@ class TrainerAccelerateArgs:
     model_path: str | None = _flag(None, "run directory; None saves nothing")
     log_interval: int | None = _flag(None, "updates between two reports on training data; None: one at the end")
     valid_interval: int | None = _flag(None, "updates between two validations; None: as log_interval")
-    save_interval: int | None = _flag(None, "updates between two checkpoints; None: the one at the end")
+    save_interval: int | None = _flag(None, "updates between two checkpoints; None: 10 minutes or 1,000 updates")
     save_best: bool = _flag(False, "also keep the checkpoint with the best optimize_metric")
     use_generate_on_valid: bool = _flag(False, "also generate on validation data")
     init_checkpoint: str | None = _flag(None, "checkpoint to start from")

@@ -124,9 +124,8 @@ def test_a_new_bert_has_the_tokens_of_its_vocabulary_and_loaded_weights_keep_the
     roberta = run("Roberta")
     assert (roberta.pad_token_id, roberta.bos_token_id, roberta.eos_token_id) == (pad, cls, sep)
     RobertaForMaskedLM(RobertaConfig(**body, pad_token_id=3)).save_pretrained(work / "other")
-    with pytest.raises(
-        UserError, match=f"is 3, but the tokenizer .* pads with {pad}: add --model_options pad_token_id={pad}"
-    ):
+    advice = f"is 3, but the tokenizer .* pads with {pad}: add --model_options pad_token_id={pad}"
+    with pytest.raises(UserError, match=advice):
         run("Roberta", init_checkpoint="other", model_path="again")
 
 
