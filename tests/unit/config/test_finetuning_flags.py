@@ -20,7 +20,8 @@ VALUES = {
     "num_neg_examples": 1, "add_explanation": True, "tk_instruct": True, "max_instances_per_task": 5,
     "max_instances_per_eval_task": 5, "show_valid_examples": 3, "num_beams": 2, "do_sample": True,
     "no_repeat_ngram_size": 2, "repetition_penalty": 1.5, "min_new_tokens": 2, "max_new_tokens": 9,
-    "use_generate_on_valid": True, "id_field": "k", "thresholds": (0.3,), "positive_label": "b",
+    "use_generate_on_valid": True, "id_field": "k", "table_columns": ("a", "b"),
+    "thresholds": (0.3,), "positive_label": "b",
 }  # fmt: skip
 INSTRUCTIONS = {name for name in VALUES if "add_" in name or "num_" in name or "instances" in name} - {"num_beams"} | {
     "sni_split", "tk_instruct",
@@ -31,26 +32,30 @@ GENERATION = {
 }  # fmt: skip
 READ = {
     ("encoder", "classification"): {
-        "prefix", "text_fields", "label_field", "label_names", "id_field", "bucket_rows", "packing",
+        "prefix", "text_fields", "label_field", "label_names", "id_field", "table_columns", "bucket_rows", "packing",
         "show_valid_examples", "positive_label",
     },
     ("encoder", "multi_label"): {
-        "prefix", "text_fields", "label_field", "label_names", "id_field", "thresholds", "bucket_rows", "packing",
+        "prefix", "text_fields", "label_field", "label_names", "id_field", "table_columns",
+        "thresholds", "bucket_rows", "packing",
         "show_valid_examples",
     },
     ("encoder", "regression"): {
-        "prefix", "text_fields", "label_field", "id_field", "bucket_rows", "packing", "show_valid_examples",
+        "prefix", "text_fields", "label_field", "id_field", "table_columns",
+        "bucket_rows", "packing", "show_valid_examples",
     },
     ("encoder-decoder", "text_to_text"): GENERATION | {
-        "source_id", "target_id", "id_field", "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
+        "source_id", "target_id", "id_field", "table_columns",
+        "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
         "show_valid_examples",
     },
     ("encoder-decoder", "classification"): GENERATION | {
-        "prefix", "suffix", "text_fields", "label_field", "label_names", "label_words", "id_field",
+        "prefix", "suffix", "text_fields", "label_field", "label_names", "label_words", "id_field", "table_columns",
         "target_seq_len", "bucket_rows", "packing", "show_valid_examples", "positive_label",
     },
     ("encoder-decoder", "regression"): GENERATION | {
-        "prefix", "suffix", "text_fields", "label_field", "id_field", "target_seq_len", "bucket_rows", "packing",
+        "prefix", "suffix", "text_fields", "label_field", "id_field", "table_columns",
+        "target_seq_len", "bucket_rows", "packing",
         "show_valid_examples",
     },
     ("encoder-decoder", "instructions"): GENERATION | INSTRUCTIONS | {
@@ -58,7 +63,8 @@ READ = {
     },
     ("decoder", "causal_lm"): set(),
     ("decoder", "text_to_text"): GENERATION | {
-        "source_id", "target_id", "id_field", "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
+        "source_id", "target_id", "id_field", "table_columns",
+        "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
         "show_valid_examples",
     },
     ("decoder", "instructions"): GENERATION | INSTRUCTIONS | {
