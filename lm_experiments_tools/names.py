@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib
+import os
 import re
 import sys
 import sysconfig
@@ -133,9 +134,10 @@ def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0] or "" in sys.path:
+        if error.name != module.partition(".")[0] or os.getcwd() in sys.path:
             raise
-    sys.path.append("")
+    # By its name, because a worker process may be started from another folder (--working_dir).
+    sys.path.append(os.getcwd())
     return importlib.import_module(module)
 
 

@@ -118,8 +118,8 @@ class DataArgs:
     --streaming: in what each worker reads, counted the first time it is read. None: 100, or 0.1 % of
     the lines read so far where that is more."""
     data_n_workers: Annotated[int | None, HARMLESS, COUNT] = None
-    """Processes that tokenize raw text (None: one per core). With --task module:Class also processes, of each worker,
-    that make examples (None: a thread of the training process makes them)."""
+    """Processes that tokenize raw text (None: one per core). With --task module:Class on token files also processes,
+    of each worker, that make examples (None: a thread of the training process makes them)."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation examples to use, the same random ones each time. None: 512, or all with --validate_only."""
     show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, VALIDATION, _COMPARES_TARGETS] = 0

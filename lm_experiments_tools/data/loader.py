@@ -186,12 +186,16 @@ class TrainLoader(TrainSource):
         return max(1, min(self.dataset.rows_at_once // self.rows_per_worker, _CELLS_AT_ONCE // cells))
 
     def close(self) -> None:
-        """Stop the background thread of this loader. Later batches are made synchronously."""
+        """Stop the background thread of this loader, and the processes of its dataset.
+
+        Later batches of a dataset without processes are made synchronously.
+        """
         self._prefetch = False
         self.seek(self._consumed)
+        # First, because it ends what the thread may be waiting for.
+        self.dataset.close()
         if self._abandoned is not None:
             self._abandoned.exception()
-        self.dataset.close()
 
 
 class ValidLoader:

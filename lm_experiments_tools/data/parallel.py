@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import numpy as np
 
 from lm_experiments_tools.data.dataset import Batch, Dataset
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
-from lm_experiments_tools.errors import RunError
+from lm_experiments_tools.errors import RunError, UserError
+
+_ROWS_AT_ONCE = 64
 
 
 class ParallelDataset(Dataset):
@@ -21,11 +24,18 @@ class ParallelDataset(Dataset):
 
     def __init__(self, dataset: Dataset, num_workers: int) -> None:
         super().__init__(dataset.members, dataset.mixture, dataset.masking)
-        self.num_workers, self.rows_at_once = num_workers, num_workers * dataset.rows_at_once
+        # Few, because the first batches wait for them, and such examples take long.
+        self.num_workers, self.rows_at_once = num_workers, max(num_workers, _ROWS_AT_ONCE)
+        try:
+            pickle.dumps(dataset)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise UserError(f"--data_n_workers: the objective cannot be sent to processes ({error}).") from None
         self._pool = WorkerPool(work, dataset, num_workers)
 
     def batch(self, samples: np.ndarray) -> Batch:
         parts = self._answers("batch", self._arranged(samples))
+        if other := next((part for part in parts if part.keys() != parts[0].keys()), None):
+            raise UserError(f"Some examples of --task have {', '.join(parts[0])}, others {', '.join(other)}.")
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
@@ -38,10 +48,8 @@ class ParallelDataset(Dataset):
         try:
             return [future.result() for future in futures]
         except WorkerEnded as end:
-            raise RunError(
-                f"a process that makes examples ended with exit code {end.returncode} (-9: killed, often for lack of "
-                "memory); its error, if any, is above. --data_n_workers sets the number of processes"
-            ) from None
+            how = "was killed, often for lack of memory" if end.returncode == -9 else "ended by the error above"
+            raise RunError(f"a process that makes examples (--data_n_workers) {how}") from None
 
     def close(self) -> None:
         """End the worker processes."""

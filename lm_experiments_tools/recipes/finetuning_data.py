@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -49,7 +48,7 @@ from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.data.text.records import Record, RejectedRecords, rows
-from lm_experiments_tools.data.text.sources import file_of_split
+from lm_experiments_tools.data.text.sources import file_of_split, text_of_split
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes.finetuning_summary import counted, first_example, summary
 
@@ -296,7 +295,7 @@ class _Reader:
         where = self.backend.rank, self.backend.world_size
         rows = self.args.valid_batch_size() * self.args.shares(self.backend.world_size)
         if self.args.task == "causal_lm":
-            path = path if os.path.exists(path) else file_of_split(path, split)
+            path = text_of_split(path, split)
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
         encoder = self._encoder()
         examples = chosen(list(self._examples([path], split, encoder)), limit)

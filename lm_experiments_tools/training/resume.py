@@ -130,7 +130,7 @@ class Restorer:
         if not args.validate_only and (warning := self.learning_rate.check_end(start.state)) and backend.is_main:
             logger.warning(warning)
         dataset = getattr(self.stream and self.stream.loader, "dataset", None)
-        if (masking := getattr(dataset, "masking", None)) is not None:
+        if hasattr(masking := getattr(dataset, "masking", None), "ramp_start"):
             masking.ramp_start = start.state.ramp_start + start.state.data_offset
         # Recorded last: until here the state has the facts of the checkpoint, to compare with.
         self._record_facts(start.state, facts)

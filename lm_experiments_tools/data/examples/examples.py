@@ -333,9 +333,15 @@ class SentenceNames:
 
 
 def found_labels(path: str, fields: LabelFields, rejected: RejectedRecords) -> set[str]:
-    """Return the names of all labels in a file or dataset. Raises UserError if too many rows have no usable label."""
-    labels = converted(rows(path, rejected, fields.columns), lambda row: fields.names_in(row.value), rejected)
-    return {name for names in labels for name in names}
+    """Return the names of all labels of usable rows. Raises UserError if too many rows cannot be used."""
+
+    def names(row: Record) -> tuple[str, ...]:
+        # A label of rows without a usable text alone would be a class without examples.
+        for key in fields.texts_of(row.value):
+            text_in(row.value, key)
+        return fields.names_in(row.value)
+
+    return {name for found in converted(rows(path, rejected, fields.columns), names, rejected) for name in found}
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:

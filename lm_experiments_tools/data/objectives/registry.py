@@ -49,22 +49,19 @@ def pretraining_dataset(
     dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())
     if num_workers:
         dataset = ParallelDataset(dataset, num_workers)
-    return arranged_by_length(args, dataset, world_size)
+    return arranged_by_length(args, dataset, mixed_rows(args, world_size))
 
 
-def arranged_by_length(
-    args: T5PretrainingArgs, dataset: Dataset, world_size: int, num_streams: int = 1, num_before: int = 0
-) -> Dataset:
+def arranged_by_length(args: T5PretrainingArgs, dataset: Dataset, step_rows: float, num_before: int = 0) -> Dataset:
     """Arrange samples by length within each step, if the examples of `--task` differ in length.
 
     Args:
-        world_size: number of workers.
-        num_streams: number of datasets that a step reads in turn.
+        step_rows: rows of a step that come from this dataset, on average.
         num_before: samples that are read before those of the dataset.
     """
     if not args.objective().varies_in_length:
         return dataset
-    rows = max(1, mixed_rows(args, world_size) // num_streams)
+    rows = max(1, round(step_rows))
     return dataset.arranged(MixedSteps(dataset.lengths, len(dataset), rows, args.seed, num_before))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
-_BLOCK = 256  # rows of which an objective makes examples at once
+_EXAMPLES_AT_ONCE = 256  # of an objective, which spreads the cost of numpy's calls
 _ORDER_VERSION = 1  # of the mapping (seed, epoch, row) -> tokens; part of the fingerprint
 _VERSION = 2  # of the mapping (seed, epoch, row) -> example; part of the fingerprint
 
@@ -113,6 +113,10 @@ class TokenRows:
     def fingerprint(self) -> str:
         """sha256 over data, objective and seed; equal fingerprints mean equal examples."""
         return json_sha256([_VERSION, self.order, self.objective.settings()])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The arrays of mapped files would be pickled with their content.
+        return TokenRows, (self.sources, self.objective, self.seed)
 
     def describe(self) -> str:
         """Describe the objective and the size of the data, for the log."""
@@ -227,8 +231,8 @@ class TokenRows:
             member = self.objective.members[kind]
             for is_short, length in ((False, member.row_length), (True, self._last_row_length + member.overlap)):
                 here = np.flatnonzero((kinds == kind) & ((is_last & self._last_row_is_short) == is_short))
-                for begin in range(0, len(here), _BLOCK):
-                    yield member, length, here[begin : begin + _BLOCK]
+                for begin in range(0, len(here), _EXAMPLES_AT_ONCE):
+                    yield member, length, here[begin : begin + _EXAMPLES_AT_ONCE]
 
     def _check(self, made: Mapping[str, Rows], member: Objective) -> None:
         """Refuse a user's examples that would be cut, rounded or shifted, or that no model could read."""

@@ -163,11 +163,12 @@ def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int) -> tu
         for number, text in enumerate(texts)
     ]
     num_streams = min(plan.num_streams for plan in plans)
+    num_streams = next(n for n in range(num_streams, 0, -1) if all(plan.is_balanced(n) for plan in plans))
     plans = [replace(plan, num_streams=num_streams) for plan in plans]
     parts = {
         "version": _VERSION,
         "text": [content_of(plan.shards) for plan in plans],
-        "mixing": None if len(plans) == 1 else _rates(args, plans).tolist(),
+        "mixing": _shares(args, plans),
         "text_key": args.text_key,
         "vocabulary": vocabulary.fingerprint,
         "encode_by": vocabulary.encode_by,
@@ -180,8 +181,18 @@ def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int) -> tu
     return plans, json_sha256(parts) + order
 
 
+def _shares(args: T5PretrainingArgs, plans: Sequence[StreamPlan]) -> list[float]:
+    """Fraction of the examples that come from each text. The size of a text is that of its files in bytes."""
+    rates = np.ones(1) if len(plans) == 1 else _rates(args, plans)
+    shares = rates / rates.sum()
+    if shares.min() < 1 / _PERIOD:
+        path = args.data_path[int(shares.argmin())]
+        raise UserError(f"{path} would be 1 of {1 / shares.min():,.0f} examples: leave it out, or give it more weight")
+    return shares.tolist()
+
+
 def _rates(args: T5PretrainingArgs, plans: Sequence[StreamPlan]) -> np.ndarray:
-    """Relative numbers of examples of each text. The size of a text is that of its files in bytes."""
+    """Relative numbers of examples of several texts."""
     mixing = args.mixing()
     weights = np.array(mixing["weights"] or [1.0] * len(plans), np.float64)
     if mixing["blending"] == "megatron":
@@ -207,7 +218,7 @@ def _open(
     """Start the workers and wait for the first examples, to find most errors here."""
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    num_streams, world_size = plans[0].num_streams, backend.world_size
+    num_streams, world_size, shares = plans[0].num_streams, backend.world_size, _shares(args, plans)
 
     def build(chunk: Chunk, request: ChunkRequest) -> Dataset:
         where = f"text {request.text}, stream {request.stream}, chunk {request.number}"
@@ -215,7 +226,9 @@ def _open(
             num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
             warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {request.stream}")
         dataset = Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, stream_key(args.seed, where)))
-        return arranged_by_length(args, dataset, world_size, num_streams, request.num_before)
+        # A step has this text's part of the rows of each stream.
+        rows = mixed_rows(args, world_size) / num_streams * shares[request.text]
+        return arranged_by_length(args, dataset, rows, request.num_before)
 
     encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
     own_plans = tuple(plan.on_this_machine() for plan in plans)
@@ -225,7 +238,7 @@ def _open(
     feed = ChunkFeed(examples, settings, build, args.data_n_workers or min(_WORKERS, available_cores()))
     mixture = None
     if len(plans) > 1:
-        mixture = Mixture([_PERIOD // len(plans)] * len(plans), _rates(args, plans).tolist(), "megatron")
+        mixture = Mixture([_PERIOD // len(plans)] * len(plans), shares, "megatron")
     unread = {where: (0, 0) for where, stream in feed.streams.items() if not stream.num_known}
     if unread:
         try:

@@ -90,9 +90,16 @@ class StreamPlan:
             wanted = size // (_SHARDS_PER_STREAM * max_streams)
             wanted = min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
             shards = plan_shards(inputs, wanted, document_per_line=document_per_line)
-        sizes = sorted(_weights(shards), reverse=True)
         counts = range(min(max_streams, len(shards)), 0, -1)
-        return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
+        plan = cls(tuple(shards), 1, seed)
+        return replace(plan, num_streams=next(n for n in counts if plan.is_balanced(n)))
+
+    def is_balanced(self, num_streams: int) -> bool:
+        """Return True if so many streams would have about equal size."""
+        sums, sizes = [0] * num_streams, sorted(_weights(self.shards), reverse=True)
+        for size in sizes:
+            heapq.heapreplace(sums, sums[0] + size)
+        return max(sums) * num_streams <= _MAX_IMBALANCE * sum(sizes)
 
     def on_this_machine(self) -> "StreamPlan":
         """Return the plan with the modification times that the input files have on this machine.
@@ -121,13 +128,6 @@ def _weights(shards: Sequence[Shard]) -> list[int]:
     sizes = [shard.num_bytes for shard in shards]
     average = sum(sizes) // max(sum(size > 0 for size in sizes), 1) or 1
     return [size or average for size in sizes]
-
-
-def _is_balanced(sizes: Sequence[int], num_streams: int) -> bool:
-    sums = [0] * num_streams
-    for size in sizes:
-        heapq.heapreplace(sums, sums[0] + size)
-    return max(sums) * num_streams <= _MAX_IMBALANCE * sum(sums)
 
 
 @lru_cache(maxsize=4)

@@ -485,6 +485,20 @@ def file_of_split(path: str, split: str) -> str:
     return hf_datasets.with_split(path, words[0])
 
 
+def text_of_split(path: str, split: str) -> str:
+    """Return what holds the text of one split, as `file_of_split`; of a folder with files of `train` all of its files.
+
+    Args:
+        path: file, folder or dataset `name[:config]`.
+        split: "train", "valid" or "test".
+    """
+    if not os.path.isdir(path):
+        return path if os.path.exists(path) else file_of_split(path, split)
+    words = (_SPLIT_WORD.search(os.path.relpath(file, path).lower()) for file in _walk(path))
+    has_train = any(word is not None and _SPLIT_OF[word[0]] == "train" for word in words)
+    return f"{path}::{_SPLIT_OF[split]}" if has_train else path
+
+
 def _file_in(folder: str, words: Sequence[str]) -> str:
     names = sorted(os.listdir(folder))
     kinds = {name: _KINDS.get(endings(name)[0]) for name in names}

@@ -102,6 +102,23 @@ def test_a_loader_goes_on_after_close():
     assert same(next(plain), next(closed))
 
 
+def test_closing_ends_what_the_thread_waits_for():
+    class Waiting(SampleDataset):
+        fingerprint, samples_per_epoch, closed = "waiting", 100, threading.Event()
+
+        def batch(self, samples):
+            assert samples[0] == 0 or self.closed.wait(60.0)
+            return {"labels": np.zeros((len(samples), 2), np.int64)}
+
+        def close(self):
+            self.closed.set()
+
+    loader = TrainLoader(Waiting(), 4)
+    next(loader)
+    loader.close()
+    assert loader._abandoned.done() and Waiting.closed.is_set()
+
+
 def test_an_error_in_the_background_reaches_the_caller():
     """An id too far in to be seen at the start."""
     tokens = np.full((1 << 20) + 100, 20)

@@ -1,5 +1,7 @@
 """Examples of worker processes are those of one process, in any order; a lost process ends the run."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,9 @@ from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.objectives.ul2 import UL2
 from lm_experiments_tools.data.parallel import ParallelDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import RunError, UserError
+from tests.helpers.token_toys import token_data
 
 IDS = TokenIds(10_000, sentinel_ids=np.arange(9_999, 9_899, -1))
 
@@ -41,7 +45,7 @@ def test_batches_are_those_of_one_process():
 def test_an_error_of_a_process_is_the_runs_and_so_is_its_death():
     killed = ParallelDataset(mixture(), 2)
     killed._pool._workers[1].kill()
-    with pytest.raises(RunError, match=r"a process that makes examples ended with exit code -9.*--data_n_workers"):
+    with pytest.raises(RunError, match=r"a process that makes examples \(--data_n_workers\) was killed"):
         for _ in range(3):
             killed.batch(np.arange(64))
     killed.close()
@@ -52,3 +56,19 @@ def test_an_error_of_a_process_is_the_runs_and_so_is_its_death():
     with pytest.raises(UserError, match="id 10001"):
         parallel.batch(np.arange(len(foreign)))
     parallel.close()
+
+
+def test_processes_map_the_token_file_themselves(tmp_path):
+    token_data(tmp_path / "tokens", [[np.arange(10, 9_000)]] * 50)
+    dataset = Dataset(TokenRows(IndexedDataset(tmp_path / "tokens"), UL2.create(IDS, 64, 64, mode_tokens=False)))
+    before = dataset.batch(np.arange(8))
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 20_000
+    assert all((pickle.loads(sent).batch(np.arange(8))[name] == values).all() for name, values in before.items())
+
+
+def test_an_objective_that_cannot_be_sent_is_refused():
+    dataset = mixture()
+    dataset.members[0].objective.draw = lambda: None
+    with pytest.raises(UserError, match="--data_n_workers: the objective cannot be sent to processes"):
+        ParallelDataset(dataset, 2)

@@ -404,3 +404,21 @@ def test_buckets_leave_little_padding_on_real_data(t5, tmp_path):
     assert "buckets of 32 rows" in dataset.describe()
     lengths = dataset.lengths(np.arange(512))
     assert lengths.shape == (2, 512) and lengths[1].max() < 128
+
+
+def test_causal_lm_of_a_folder_validates_on_its_validation_file(tmp_path):
+    write_json(tmp_path / "train.jsonl", [{"text": "w1 w1 w1 w1"}] * 40)
+    write_json(tmp_path / "val.jsonl", [{"text": "w2 w2 w2"}] * 40)
+    flags = {"model_type": "decoder", "task": "causal_lm", "input_seq_len": 8, "optimize_metric": "perplexity"}
+    tokenizer = word_tokenizer()
+    data = read(tokenizer, data_path=(str(tmp_path),), valid_data_path=str(tmp_path), **flags)
+    seen = {number for batch in data.splits["valid"].loader for number in batch["input_ids"].flatten().tolist()}
+    one, two = tokenizer.convert_tokens_to_ids(["w1", "w2"])
+    assert two in seen and one not in seen
+
+
+def test_a_label_of_unusable_rows_alone_is_no_class(tmp_path):
+    rows = [{"text": f"w{n}", "label": "ac"[n % 2]} for n in range(8)] + [{"text": "", "label": "b"}]
+    path = write_json(tmp_path / "a.jsonl", rows)
+    flags = {"model_type": "encoder", "task": "classification", "max_bad_lines": 1}
+    assert read(word_tokenizer(), data_path=(path,), **flags).label_names == ("a", "c")

@@ -278,6 +278,25 @@ def test_rows_of_a_micro_batch_are_of_like_length_for_any_number_of_workers(star
     assert spread[0] < 1.3 * spread[1]
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (5.0, 2.0)])
+def test_steps_of_two_texts_have_all_lengths(start, in_process, data, weights):
+    """Each text has its part of a step: were it arranged by whole steps, short ones and long ones would alternate."""
+    paths = tuple(str(data / "text" / name) for name in ("a.jsonl", "b.jsonl"))
+    mixed = {"data_path": paths, "data_blending": "megatron", "data_weights": weights}
+    lengths = (take(start(task="ul2", mix_rows=64, **mixed), 64)["labels"] != -100).sum(1).float()
+    shuffled = lengths[torch.randperm(512, generator=torch.Generator().manual_seed(0))]
+    spread = [float(one.reshape(-1, 64).mean(1).std()) for one in (lengths, shuffled)]
+    assert spread[0] < 1.3 * spread[1]
+
+
+def test_a_text_that_hardly_comes_is_refused_and_weights_are_relative(start, in_process, data):
+    paths = tuple(str(data / "text" / name) for name in ("a.jsonl", "b.jsonl"))
+    mixed = {"data_path": paths, "data_blending": "megatron"}
+    assert len({start(**mixed, data_weights=weights).fingerprint for weights in ((3.0, 1.0), (6.0, 2.0))}) == 1
+    with pytest.raises(UserError, match=r"b\.jsonl would be 1 of 10,000,001 examples"):
+        start(**mixed, data_weights=(1e7, 1.0))
+
+
 def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp_path, monkeypatch):
     """However much text there is, no more of it is read than they hold."""
     read, may_go_on = Counter(), threading.Event()
