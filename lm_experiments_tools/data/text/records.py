@@ -47,6 +47,7 @@ MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in mem
 NO_LIMIT = sys.maxsize
 _NO_KEY, _OF_TYPE = "no key", "is of type"  # in the reasons for records without a text under the key
 _NO_LIST = "a JSON list, not an object: write one object a line (jq -c '.[]' texts.json > texts.jsonl)"
+_NO_LINES = "a JSON object over several lines: write each object on one line, or a list of them"
 _NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
 _MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
 _MIN_HOPELESS = 10_000
@@ -352,7 +353,8 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
     except RecursionError:
         raise BadRecord("not usable JSON: nested too deeply") from None
     except ValueError as error:
-        reason = _NO_LIST if line.strip() == b"[" else f"not valid JSON: {error}"
+        reasons = {b"[": _NO_LIST, b"{": _NO_LINES}
+        reason = reasons.get(line.strip(), f"not valid JSON: {error}")
         raise BadRecord(reason) from None
     if not isinstance(fields, dict):
         raise BadRecord(_NO_LIST if isinstance(fields, list) else f"a JSON {type(fields).__name__}, not an object")
@@ -360,8 +362,11 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
 
 
 def _list_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Rejected]:
+    lines = [line for _, line in read_lines(shard, max_bytes)]
+    if reason := too_long(max(map(len, lines)), max_bytes):
+        raise UserError(f"{shard.path} is a list of JSON on one line, {reason} lines: jq -c '.[]' does.")
     try:
-        found = json.loads(b"".join(line for _, line in read_lines(shard, max_bytes)))
+        found = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{shard.path} begins as a list of JSON, which it is not ({error}): fix it.") from None
     for number, item in enumerate(found):

@@ -39,6 +39,7 @@ LINES = [
     (b'{"text": 1%s}' % (b"0" * 5000), "not valid JSON"),
     (b'["fine"]', "a JSON list, not an object: write one object a line"),
     (b"[", "a JSON list, not an object: write one object a line"),
+    (b"{", "a JSON object over several lines: write each object on one line"),
     (b'"fine"', "a JSON str, not an object"),
     (b"null", "a JSON NoneType, not an object"),
     (b'{"content": "fine", "id": 1}', r"no key 'text' \(there is 'content', 'id'\)"),
@@ -303,3 +304,10 @@ def test_tables_and_json_lists_are_text_of_a_corpus_as_json_lines_are(tmp_path):
     for shard in plan_shards([str(tmp_path)], 10):
         texts = [item.value for item in read_shard(shard)]
         assert [item.value for item in read_shard(shard, skip=1)] == texts[1:]
+
+
+def test_a_list_on_one_line_that_is_too_long_names_the_way_on(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "word " * 40}]))
+    monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100)
+    with pytest.raises(UserError, match=r"a list of JSON on one line, a document of more than 100 B: .* jq -c"):
+        list(read_shard(Shard(str(tmp_path / "a.json"), "list")))
