@@ -10,7 +10,7 @@ import re
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lm_experiments_tools.backends.backend import total_norm
+from lm_experiments_tools.backends.collective import total_norm
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.recipes.t5 import T5Pretraining

@@ -10,6 +10,7 @@
 import os
 from pathlib import Path
 
+from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.files import open_tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -37,6 +38,7 @@ def build_tokenizer(
         if vocab_file is None:
             raise UserError(f"--tokenizer-type {tokenizer_type} needs --vocab-file, a vocab.txt")
         path = Path(vocab_file)
+        verify_model(path)
         path = path / "vocab.txt" if path.is_dir() else path
         if not path.is_file():
             raise UserError(f"the vocabulary {path} does not exist; `lmtools vocab --type wordpiece` trains one")

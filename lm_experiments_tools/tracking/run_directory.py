@@ -351,7 +351,7 @@ def relaunch_script(argv: Sequence[str], more: Sequence[str] = ()) -> str:
         command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
     exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
     return "\n".join(
-        ["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f"exec {shlex.join([*command, *more])}", ""]
+        ["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f'exec {shlex.join([*command, *more])} "$@"', ""]
     )
 
 

@@ -15,6 +15,7 @@ import torch
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -23,19 +24,17 @@ from tests.helpers.toys import RaggedPairs, tiny_t5
 STEPS, SAMPLES, VIRTUAL = 9, 50, 12
 
 
-class Numbered:
+class Numbered(SampleDataset):
     """Rows of `RaggedPairs` by global number, each epoch in an order of its own."""
 
     fingerprint = "ragged pairs, numbered"
 
     def __init__(self, size: int) -> None:
-        self.data = RaggedPairs(size)
-
-    def __len__(self) -> int:
-        return len(self.data)
+        self.data, self.samples_per_epoch = RaggedPairs(size), size
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        rows = [self.data[int((number * 7 + number // len(self)) % len(self))] for number in samples]
+        size = self.samples_per_epoch
+        rows = [self.data[int((number * 7 + number // size) % size)] for number in samples]
         return {name: np.stack([row[name].numpy() for row in rows]) for name in rows[0]}
 
 

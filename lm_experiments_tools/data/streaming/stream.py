@@ -138,6 +138,8 @@ def streaming_data(
     objective = build_objective(args, vocabulary, model_kind)
     loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plans, fingerprint))
     described = f"{sum(len(plan.shards) for plan in plans)} shards in {num_streams} streams"
+    if len(plans) > 1:
+        described += f", examples {' : '.join(f'{share:.2%}' for share in _shares(args, plans))}"
     return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {described}"
 
 

@@ -76,7 +76,7 @@ def test_the_script_measures_a_saved_run_as_it_was_trained(folder, tmp_path):
     other = metrics(*flags, "--prefix", "", "--model_path", tmp_path / "b")["valid"]
     assert other["loss"] != pytest.approx(trained["loss"], rel=1e-5)
     with pytest.raises(
-        UserError, match=r"texts\.tsv:2 has one sentence \(text\), .*run has one sentence \(sentence\)"
+        UserError, match=r"texts\.tsv:2: one sentence \(text\), where .*run has one sentence \(sentence\)"
     ):
         metrics(*flags[:2], "--valid_data_path", folder / "texts.tsv", "--model_path", tmp_path / "c")
 
