@@ -191,9 +191,8 @@ class ObjectiveArgs:
         for flag in dict.fromkeys(flag for objective in known.values() for flag in objective.reads):
             if flag not in self.objective().reads and is_given(self, flag):
                 readers = ", ".join(name for name, objective in known.items() if flag in objective.reads)
-                own = (
-                    f", or by a class with reads = ({flag!r},)" if ":" in self.task and flag in _READ_BY_USERS else ""
-                )
+                may_read = ":" in self.task and flag in _READ_BY_USERS
+                own = f", or by a class with reads = ({flag!r},)" if may_read else ""
                 raise UserError(f"--{flag} is not read by --task {self.task} but by {readers}{own}.")
 
     def objective(self) -> ObjectiveFacts:

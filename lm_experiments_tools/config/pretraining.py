@@ -45,8 +45,8 @@ class MixtureArgs:
     def check(self) -> None:
         if self.data_weights and len(self.data_weights) != len(self.data_path):
             raise UserError(
-                f"--data_weights has {len(self.data_weights)} numbers for {len(self.data_path)} of --data_path: give one "
-                "for each."
+                f"--data_weights has {len(self.data_weights)} numbers for {len(self.data_path)} of --data_path: "
+                "give one for each."
             )
         if any(not 0.0 < weight < float("inf") for weight in self.data_weights):
             raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")

@@ -189,12 +189,12 @@ def test_cmd_names_the_launcher(tmp_path):
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    assert result.stdout.rstrip().endswith(f"--nproc_per_node=2 {tmp_path / 'worker.py'} --lr 1")
+    assert result.stdout.rstrip().endswith(f'--nproc_per_node=2 {tmp_path / "worker.py"} --lr 1 "$@"')
     assert "torchrun" in result.stdout
 
 
 def test_relaunch_falls_back_to_the_given_arguments():
-    assert relaunch_script(["elsewhere.py", "a b"]).rstrip().endswith("elsewhere.py 'a b'")
+    assert relaunch_script(["elsewhere.py", "a b"]).rstrip().endswith("elsewhere.py 'a b' \"$@\"")
 
 
 def test_other_configuration_is_refused_unless_asked_for(tmp_path, caplog):
