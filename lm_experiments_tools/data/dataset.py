@@ -188,6 +188,9 @@ class Dataset(SampleDataset):
         batch: Batch = {}
         for here, member, epochs, rows in self._rows_of(self._arranged(samples)):
             part = member.batch(epochs, rows)
+            if len(here) == len(samples):
+                batch = part
+                break
             if not batch:
                 batch = {name: np.empty((len(samples), *v.shape[1:]), v.dtype) for name, v in part.items()}
             if part.keys() != batch.keys():
