@@ -51,7 +51,7 @@ def test_a_json_file_is_a_list_or_has_a_row_a_line(text, tmp_path):
     ("text", "sentence"),
     [
         ('[{"source": "w1"},\n {"source"', "begins as a list of JSON, which it is not"),
-        ('{\n "data": []\n}', "a.json:1: not valid JSON"),
+        ('{\n "data": []\n}', "a.json:1: a JSON object over several lines"),
         ('[1, {"source": "w1"}]', "element 0: a JSON int, not an object"),
     ],
 )
