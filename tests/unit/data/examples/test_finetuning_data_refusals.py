@@ -93,7 +93,10 @@ def test_bad_tables_are_sentences_with_their_place(name, text, reason, tmp_path)
 
 def test_more_bad_rows_than_allowed_are_refused_with_the_first(tmp_path):
     path = write(tmp_path / "a.jsonl", "{\n" * 3 + GOOD + "\n")
-    with pytest.raises(UserError, match=r"more than 2 bad lines: 3 so far, the first is .*a\.jsonl:1: a JSON object over several lines"):
+    with pytest.raises(
+        UserError,
+        match=r"more than 2 bad lines: 3 so far, the first is .*a\.jsonl:1: a JSON object over several lines",
+    ):
         read(word_tokenizer(), data_path=(path,), max_bad_lines=2)
 
 
