@@ -136,7 +136,7 @@ def _imported(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] or os.getcwd() in sys.path:
             raise
-    # By its name, because a worker process may be started from another folder (--working_dir).
+    # The name of the folder, not "": a worker process may be started from another one (--working_dir).
     sys.path.append(os.getcwd())
     return importlib.import_module(module)
 

@@ -11,6 +11,7 @@ import atexit
 import math
 import os
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
-from lm_experiments_tools.backends.backend import Backend, PendingStep, check_not_trained_again, check_whole
+from lm_experiments_tools.backends.backend import Backend, PendingStep, State, check_not_trained_again, check_whole
 from lm_experiments_tools.backends.collective import STALL_SECONDS, START_SECONDS, Reduction
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
 from lm_experiments_tools.backends.process_groups import (
@@ -32,8 +33,9 @@ from lm_experiments_tools.backends.process_groups import (
     restarts_store,
     set_timeouts,
 )
+from lm_experiments_tools.backends.slices import SlicedTensor
 from lm_experiments_tools.backends.trees import as_carrier, put_back, send_as_fp16
-from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, ZeROState, take_groups
+from lm_experiments_tools.backends.zero import LossScale, UnshardedOptimizer, take_groups
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import saved_state
 
@@ -340,8 +342,8 @@ class DeepSpeedBackend(AccelerateBackend):
         self.wrapping = f"ZeRO stage {self.stage}"
         self.shards_model = self.stage == 3
         self.scales = (args.min_loss_scale or 0.0, args.max_loss_scale or math.inf)
-        self.state = ZeROState(self)
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+        self.state = ZeROState(self)
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         # A model that was set up before is inside an engine.
@@ -414,6 +416,84 @@ class DeepSpeedBackend(AccelerateBackend):
             self.optimizer.loss_scale = loss_scale
         grad_norm = float(self.model.get_global_grad_norm())
         return PendingStep(lambda: (grad_norm, applied), is_done=True)
+
+
+class ZeROState(State):
+    """State under DeepSpeed: full fp32 weights, from the optimizer's shards where the model's are rounded or sharded.
+
+    Attributes:
+        unsharded: view of the optimizer as an unsharded one.
+        kind: class name of the optimizer before DeepSpeed wrapped it.
+        frozen: frozen weights on rank 0 by name, not rounded to the model's dtype.
+    """
+
+    backend: DeepSpeedBackend
+
+    def __init__(self, backend: DeepSpeedBackend) -> None:
+        super().__init__(backend)
+        self.unsharded: UnshardedOptimizer | None = None
+        self.kind, self.frozen = "", {}
+
+    @property
+    def optimizer_kind(self) -> str:
+        return self.kind
+
+    @property
+    def whole_optimizer(self) -> UnshardedOptimizer:
+        return self.unsharded
+
+    def place_state(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
+        return self.unsharded.cut(parameter, value)
+
+    def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        # Only rank 0 has the fp32 values of frozen weights.
+        return super().model_state(writers and {**writers, **dict.fromkeys(self.frozen, 0)})
+
+    def _get_weight(self, name: str, tensor: Tensor, rank: int) -> Tensor | None:
+        """The fp32 weight, from the optimizer's shards where the model's own is rounded to 16 bits."""
+        if self._is_sharded(tensor):
+            return self.unsharded.weight(tensor, rank)
+        if name in self.frozen:
+            return self.frozen[name]
+        with _gathered(tensor, None):
+            return tensor.detach().to("cpu", copy=True) if rank == self.backend.rank else None
+
+    def _put_weight(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        with _gathered(tensor, 0):
+            if not hasattr(tensor, "ds_id") or self.backend.is_main:
+                tensor.detach().copy_(value)
+        if self._is_sharded(tensor):
+            self.unsharded.put_weight(tensor, value)
+        elif (
+            self.backend.optimizer is not None
+            and isinstance(tensor, nn.Parameter)
+            and self.backend.dtype != torch.float32
+        ):
+            self.frozen[name] = value.to("cpu", copy=True) if self.backend.is_main else None
+
+    def _is_sharded(self, tensor: Tensor) -> bool:
+        """True if the optimizer holds fp32 shards of this parameter."""
+        if self.backend.optimizer is None or not tensor.requires_grad:
+            return False
+        return hasattr(tensor, "_z3_optimizer") or hasattr(tensor, "_hp_mapping")
+
+    def weights_norm(self) -> float:
+        if self.backend.stage < 3:
+            return super().weights_norm()
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self.backend.unwrap().parameters():
+            own = parameter.ds_tensor.detach().flatten()
+            # DeepSpeed pads the parameter to equal shards, and padding does not count.
+            length = max(0, min(own.numel(), parameter.ds_numel - self.backend.rank * own.numel()))
+            total += own[:length].double().square().sum().cpu()
+        return math.sqrt(self.backend.sum(total).item())
+
+
+def _gathered(tensor: Tensor, modifier_rank: int | None) -> AbstractContextManager[None]:
+    """A context in which a parameter of ZeRO 3 is full on every worker."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=modifier_rank)
 
 
 def make_accelerator(args: TrainerArgs) -> Accelerator:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
+from lm_experiments_tools.backends.backend import State
 from lm_experiments_tools.backends.slices import SlicedTensor, elements, full
-from lm_experiments_tools.backends.state import State
 
 
 def join_shared_modules(model: nn.Module) -> int:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lm_experiments_tools.backends.backend import Backend, check_whole
+from lm_experiments_tools.backends.backend import Backend, State, check_whole
 from lm_experiments_tools.backends.collective import START_SECONDS, Reduction
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.state import State
 from lm_experiments_tools.backends.trees import as_carrier, fp16_scales, put_back
 from lm_experiments_tools.errors import UserError
 

@@ -15,7 +15,7 @@ shuffled, without an arrangement:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -28,7 +28,6 @@ from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
     from lm_experiments_tools.data.arrangement import Arrangement
-    from lm_experiments_tools.data.objectives.mlm import Masking
 
 Batch = dict[str, np.ndarray]
 Source = TypeVar("Source")
@@ -70,6 +69,40 @@ class Rows(Protocol):
 
     def describe(self) -> str:
         """Describe the examples and the size of the data, for the log."""
+
+
+class Masking(Protocol):
+    """Interface of what masks the tokens of each sample, `data.objectives.mlm.SampleMasking`."""
+
+    def describe(self) -> str: ...
+
+    def settings(self) -> list[Any]:
+        """Return everything that determines the masks of a row, as JSON values, for a fingerprint."""
+
+    def __call__(self, batch: Batch, samples: np.ndarray) -> Batch: ...
+
+
+def joined(parts: Iterable[tuple[np.ndarray, Batch]], num_samples: int, what: str) -> Batch:
+    """Put batches of some samples each together to one of all samples.
+
+    Args:
+        parts: indices of the samples, int64, and the batch of these samples.
+        what: name of the samples in the error message.
+
+    Raises:
+        UserError: parts have different entries.
+    """
+    batch: Batch = {}
+    for here, part in parts:
+        if len(here) == num_samples:
+            return part
+        if not batch:
+            batch = {name: np.empty((num_samples, *v.shape[1:]), v.dtype) for name, v in part.items()}
+        if part.keys() != batch.keys():
+            raise UserError(f"Some {what} have {', '.join(batch)}, others {', '.join(part)}.")
+        for name, values in part.items():
+            batch[name][here] = values
+    return batch
 
 
 class SampleDataset:
@@ -185,18 +218,9 @@ class Dataset(SampleDataset):
         Raises:
             UserError: members have different entries, or an example cannot be made.
         """
-        batch: Batch = {}
-        for here, member, epochs, rows in self._rows_of(self._arranged(samples)):
-            part = member.batch(epochs, rows)
-            if len(here) == len(samples):
-                batch = part
-                break
-            if not batch:
-                batch = {name: np.empty((len(samples), *v.shape[1:]), v.dtype) for name, v in part.items()}
-            if part.keys() != batch.keys():
-                raise UserError(f"Some data of the mixture have {', '.join(batch)}, others {', '.join(part)}.")
-            for name, values in part.items():
-                batch[name][here] = values
+        found = self._rows_of(self._arranged(samples))
+        parts = ((here, member.batch(epochs, rows)) for here, member, epochs, rows in found)
+        batch = joined(parts, len(samples), "data of the mixture")
         return batch if self.masking is None else self.masking(batch, samples)
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lm_experiments_tools.data.dataset import Batch, Dataset
+from lm_experiments_tools.data.dataset import Batch, Dataset, joined
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import RunError, UserError
 
@@ -33,17 +33,22 @@ class ParallelDataset(Dataset):
         self._pool = WorkerPool(work, dataset, num_workers)
 
     def batch(self, samples: np.ndarray) -> Batch:
-        parts = self._answers("batch", self._arranged(samples))
-        if other := next((part for part in parts if part.keys() != parts[0].keys()), None):
-            raise UserError(f"Some examples of --task have {', '.join(parts[0])}, others {', '.join(other)}.")
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        places = np.array_split(np.arange(len(samples)), self._num_parts(samples))
+        return joined(
+            zip(places, self._answers("batch", self._arranged(samples)), strict=True),
+            len(samples),
+            "examples of --task",
+        )
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         return np.concatenate(self._answers("lengths", samples), axis=1)
 
+    def _num_parts(self, samples: np.ndarray) -> int:
+        return min(self.num_workers, len(samples))
+
     def _answers(self, method: str, samples: np.ndarray) -> list:
         """What the workers return for equal parts of the samples. Raises RunError if one of them has died."""
-        parts = np.array_split(samples, min(self.num_workers, len(samples)))
+        parts = np.array_split(samples, self._num_parts(samples))
         futures = [self._pool.submit((method, part)) for part in parts]
         try:
             return [future.result() for future in futures]

@@ -15,7 +15,7 @@ from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, Masking, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskingRate, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.tokens.checked import open_checked
@@ -242,11 +242,11 @@ def document_datasets(
     train = valid = None
     if not args.validate_only:
         rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
-        masking = Masking(masked_lm, rate, args.seed)
+        masking = SampleMasking(masked_lm, rate, args.seed)
         train = Dataset.mixed(args.data_path, rows, args.seed, args.mixing(), masking)
     if args.valid_data_path is not None:
         rate = MaskingRate(args.valid_mlm_prob or args.mlm_prob)
-        valid = Dataset(rows(args.valid_data_path, args.seed), masking=Masking(masked_lm, rate, args.seed))
+        valid = Dataset(rows(args.valid_data_path, args.seed), masking=SampleMasking(masked_lm, rate, args.seed))
     return train, valid
 
 

@@ -16,90 +16,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from typing import Any, Literal
 
 import numpy as np
 
 from lm_experiments_tools.data.examples.examples import Example
+from lm_experiments_tools.data.examples.ragged import Ragged, RaggedBuilder
+from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 _AT_ONCE = 1024  # examples tokenized by one call
 _VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
 _32 = np.uint64(32)
-
-
-class Ragged:
-    """Rows of integers, such as token ids, of different lengths, stored in one flat array.
-
-    A row needs 8 bytes, and an integer 4 bytes, or 2 if all integers fit.
-
-    Args:
-        values: the integers of all rows, one row after the other.
-        lengths: int64[number of rows], number of integers in each row.
-    """
-
-    def __init__(self, values: np.ndarray, lengths: np.ndarray) -> None:
-        self.values, self.lengths = values, lengths
-        self.starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def flat(self, rows: np.ndarray) -> np.ndarray:
-        """Return the values of the rows with the given numbers int64[n], concatenated."""
-        lengths = self.lengths[rows]
-        shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
-        return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
-
-    def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the selected rows as a matrix, padded to the same width.
-
-        Args:
-            rows: int64[n], numbers of the rows.
-            width: number of columns.
-            fill: value of the padding.
-            left: True to pad on the left, False to pad on the right.
-
-        Returns:
-            Values int64[n, width], and a mask bool[n, width] that is False for padding.
-        """
-        columns, lengths = np.arange(width), self.lengths[rows][:, None]
-        real = columns >= width - lengths if left else columns < lengths
-        padded = np.full(real.shape, fill, np.int64)
-        padded[real] = self.flat(rows)
-        return padded, real
-
-
-class RaggedBuilder:
-    """Builds a `Ragged` row by row, with little more memory than the result needs."""
-
-    def __init__(self, dtype: type[np.integer] = np.int32) -> None:
-        self.dtype = dtype
-        self._values: list[np.ndarray] = []
-        self._lengths: list[np.ndarray] = []
-
-    def extend(self, rows: Iterable[Sequence[int]]) -> None:
-        """Append rows of integers to the `Ragged` that is being built."""
-        rows = list(rows)
-        lengths = np.array([len(row) for row in rows], np.int64)
-        flat = np.fromiter(chain.from_iterable(rows), self.dtype, int(lengths.sum()))
-        self._values.append(flat)
-        self._lengths.append(lengths)
-
-    def build(self) -> Ragged:
-        """Return a `Ragged` with all appended rows."""
-        return Ragged(
-            np.concatenate([np.empty(0, self.dtype), *self._values]),
-            np.concatenate([np.empty(0, np.int64), *self._lengths]),
-        )
 
 
 @dataclass

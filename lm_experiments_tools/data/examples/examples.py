@@ -336,7 +336,7 @@ def found_labels(path: str, fields: LabelFields, rejected: RejectedRecords) -> s
     """Return the names of all labels of usable rows. Raises UserError if too many rows cannot be used."""
 
     def names(row: Record) -> tuple[str, ...]:
-        # A label of rows without a usable text alone would be a class without examples.
+        # Rows without a usable text are left out later, so their labels must not become classes.
         for key in fields.texts_of(row.value):
             text_in(row.value, key)
         return fields.names_in(row.value)

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows, Ragged
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows
+from lm_experiments_tools.data.examples.ragged import Ragged
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.data.packing import Segments, pack
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -42,7 +43,7 @@ class PackedRows:
     """
 
     def __init__(self, dataset: ExampleRows) -> None:
-        self.dataset, self.seed = dataset, dataset.seed
+        self.dataset, self.seed, self.order = dataset, dataset.seed, dataset.order
         longest = _longest(dataset.encoded)
         if dataset.kind == "decoder":
             longest = longest.sum(axis=0, keepdims=True)
@@ -63,8 +64,6 @@ class PackedRows:
     @property
     def fingerprint(self) -> str:
         return f"{self.dataset.fingerprint}/packed={_VERSION}"
-
-    order = None
 
     def describe(self) -> str:
         """Describe the number of examples and rows, and the fraction of padding, for the log."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.dataset import RaggedBuilder
+from lm_experiments_tools.data.examples.ragged import RaggedBuilder
 from lm_experiments_tools.data.text.records import RejectedRecords, records
 from lm_experiments_tools.errors import UserError
 

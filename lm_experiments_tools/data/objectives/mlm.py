@@ -129,7 +129,7 @@ class MaskedLM(Objective):
 
 
 class Blocks(Objective):
-    """Blocks of `input_length` tokens without labels, which `Masking` masks."""
+    """Blocks of `input_length` tokens without labels, which `SampleMasking` masks."""
 
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
         return {"input_ids": tokens}
@@ -143,7 +143,7 @@ class Blocks(Objective):
 
 @dataclass(frozen=True)
 class MaskingRate:
-    """Masking rate that changes linearly from `start` to `end` over the first `num_samples` samples of a run.
+    """SampleMasking rate that changes linearly from `start` to `end` over the first `num_samples` samples of a run.
 
     With `end=None` the rate stays `start`.
     """
@@ -158,7 +158,7 @@ class MaskingRate:
         return self.start + (end - self.start) * np.minimum(samples / self.num_samples, 1.0)
 
 
-class Masking:
+class SampleMasking:
     """Masks the tokens of each sample of a `Dataset`, for encoders such as BERT.
 
     The mask depends only on (seed, sample number), not on what the rows are made of.

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lm_experiments_tools.data.dataset import joined
 from lm_experiments_tools.data.objectives.objective import Objective, Rows
 from lm_experiments_tools.data.order import epoch_shift, row_generators, stream_key
 from lm_experiments_tools.errors import UserError
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
-_EXAMPLES_AT_ONCE = 256  # of an objective, which spreads the cost of numpy's calls
+_EXAMPLES_AT_ONCE = 256  # rows per call of an objective, which spreads the cost of numpy's calls
 _ORDER_VERSION = 1  # of the mapping (seed, epoch, row) -> tokens; part of the fingerprint
 _VERSION = 2  # of the mapping (seed, epoch, row) -> example; part of the fingerprint
 
@@ -192,16 +193,11 @@ class TokenRows:
         Raises:
             UserError: an example is longer than the maximum lengths.
         """
-        batch: dict[str, np.ndarray] = {}
-        for member, length, here in self._groups(rows):
-            padded = self._padded(self._made(member, length, epochs[here], rows[here]), member)
-            if not batch:
-                batch = {name: np.empty((len(rows), values.shape[1]), np.int64) for name, values in padded.items()}
-            if padded.keys() != batch.keys():
-                raise UserError(f"Some examples of --task have {', '.join(padded)}, others {', '.join(batch)}.")
-            for name, values in padded.items():
-                batch[name][here] = values
-        return batch
+        parts = (
+            (here, self._padded(self._made(member, length, epochs[here], rows[here]), member))
+            for member, length, here in self._groups(rows)
+        )
+        return joined(parts, len(rows), "examples of --task")
 
     def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of input and target tokens, int64[2, n], of the same examples."""

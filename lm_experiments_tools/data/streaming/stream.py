@@ -6,7 +6,7 @@ stream. A worker is a training process.
     text -> V streams of documents -> chunks of tokens -> examples -> batches of this worker
             (text.py)                 (worker.py)         (chunks.py)
 
-Sample g is an example of stream g % V, and number g // V of that stream. Examples are shuffled within their chunk. The
+Sample g is sample g // V of stream g % V. Examples are shuffled within their chunk. The
 order depends only on the seed. Worker r of W reads every n-th stream, beginning with stream r % n, where n is the
 greatest common divisor of W and V. If W divides V, no two workers read the same document. Two workers and four
 streams:
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.data.dataset import Dataset, SampleDataset
+from lm_experiments_tools.data.dataset import Dataset, SampleDataset, joined
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import Mixture, mixing_rates
 from lm_experiments_tools.data.objectives.registry import arranged_by_length, build_objective, mixed_rows
@@ -102,14 +102,12 @@ class StreamedDataset(SampleDataset):
             })  # fmt: skip
         except OSError as error:
             raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
-        batch: dict[str, np.ndarray] = {}
-        for where, rows in rows_of.items():
-            for here, dataset, indices in self.feed.streams[where].locate(numbers[rows]):
-                for name, values in dataset.batch(indices).items():
-                    if name not in batch:
-                        batch[name] = np.empty((len(samples), *values.shape[1:]), values.dtype)
-                    batch[name][rows[here]] = values
-        return batch
+        parts = (
+            (rows[here], dataset.batch(indices))
+            for where, rows in rows_of.items()
+            for here, dataset, indices in self.feed.streams[where].locate(numbers[rows])
+        )
+        return joined(parts, len(samples), "examples of --task")
 
     def close(self) -> None:
         """End the worker processes that tokenize the text."""
@@ -126,7 +124,7 @@ def streaming_data(
     Raises:
         UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
-    plans, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
+    plans, shares, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
     num_streams = plans[0].num_streams
     if backend.is_main and num_streams % backend.world_size:
         logger.warning(
@@ -136,10 +134,10 @@ def streaming_data(
             backend.world_size,
         )
     objective = build_objective(args, vocabulary, model_kind)
-    loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plans, fingerprint))
+    loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plans, shares, fingerprint))
     described = f"{sum(len(plan.shards) for plan in plans)} shards in {num_streams} streams"
     if len(plans) > 1:
-        described += f", examples {' : '.join(f'{share:.2%}' for share in _shares(args, plans))}"
+        described += f", examples {' : '.join(f'{share:.2%}' for share in shares)}"
     return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {described}"
 
 
@@ -154,8 +152,10 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int) -> tuple[list[StreamPlan], str]:
-    """The texts, all with the same number of streams, and the fingerprint of data, objective and seed."""
+def _plan(
+    args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int
+) -> tuple[list[StreamPlan], list[float], str]:
+    """The texts in equally many streams, their shares, and the fingerprint of data, objective and seed."""
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
@@ -170,7 +170,7 @@ def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int) -> tu
     parts = {
         "version": _VERSION,
         "text": [content_of(plan.shards) for plan in plans],
-        "mixing": _shares(args, plans),
+        "mixing": (shares := _shares(args, plans)),
         "text_key": args.text_key,
         "vocabulary": vocabulary.fingerprint,
         "encode_by": vocabulary.encode_by,
@@ -180,7 +180,7 @@ def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int) -> tu
         "seed": args.seed,
     }
     order = f"/mix_rows={mixed_rows(args, world_size)}" if args.objective().varies_in_length else ""
-    return plans, json_sha256(parts) + order
+    return plans, shares, json_sha256(parts) + order
 
 
 def _shares(args: T5PretrainingArgs, plans: Sequence[StreamPlan]) -> list[float]:
@@ -215,12 +215,13 @@ def _open(
     objective: Objective,
     backend: Backend,
     plans: Sequence[StreamPlan],
+    shares: Sequence[float],
     fingerprint: str,
 ) -> TrainLoader:
     """Start the workers and wait for the first examples, to find most errors here."""
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    num_streams, world_size, shares = plans[0].num_streams, backend.world_size, _shares(args, plans)
+    num_streams, world_size = plans[0].num_streams, backend.world_size
 
     def build(chunk: Chunk, request: ChunkRequest) -> Dataset:
         where = f"text {request.text}, stream {request.stream}, chunk {request.number}"
@@ -228,7 +229,7 @@ def _open(
             num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
             warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {request.stream}")
         dataset = Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, stream_key(args.seed, where)))
-        # A step has this text's part of the rows of each stream.
+        # A step takes this text's share of the rows of each stream.
         rows = mixed_rows(args, world_size) / num_streams * shares[request.text]
         return arranged_by_length(args, dataset, rows, request.num_before)
 

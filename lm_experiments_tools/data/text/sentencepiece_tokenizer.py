@@ -87,14 +87,14 @@ def _other_tokens(folder: Path, config: dict[str, Any], model: SentencePieceToke
     vocab = saved.get("model", {}).get("vocab") or {}
     ids = vocab if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
     ids |= {token["content"]: token["id"] for token in saved.get("added_tokens", ())}
+    unknown: list[Any] = []
     if model.path.name == MODEL_NAMES[0]:  # otherwise T5Tokenizer does not find it
         ids |= {_text(token): int(index) for index, token in config.get("added_tokens_decoder", {}).items()}
         ids |= read_config(folder, "added_tokens.json")
         unknown = [text for text in _extra_tokens(config) if text not in model.pieces]
         roles = {role: _text(config[f"{role}_token"]) for role in ("pad", "eos", "unk") if config.get(f"{role}_token")}
         unknown += [text for role, text in roles.items() if model.find(text) != model.roles[role]]
-        return unknown + [piece for piece, index in ids.items() if model.find(piece) != index]
-    return [piece for piece, index in ids.items() if model.find(piece) != index]
+    return unknown + [piece for piece, index in ids.items() if model.find(piece) != index]
 
 
 class SentencePieceTokenizer(Tokenizer):

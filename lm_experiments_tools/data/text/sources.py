@@ -333,10 +333,15 @@ def _files_in(folder: str, split: str = "") -> list[tuple[str, str]]:
     return [(path, kinds[path]) for path in files]
 
 
+def _splits_of(folder: str, files: Sequence[str]) -> list[str]:
+    """The split that each file in a folder belongs to by its path, "" for none."""
+    words = (_SPLIT_WORD.search(os.path.relpath(path, folder).lower()) for path in files)
+    return ["" if word is None else _SPLIT_OF[word[0]] for word in words]
+
+
 def _of_split(folder: str, files: list[str], split: str) -> list[str]:
     """The files of a split; by default those of "train" and of no split, if there is a file of "train"."""
-    words = [_SPLIT_WORD.search(os.path.relpath(path, folder).lower()) for path in files]
-    splits = ["" if word is None else _SPLIT_OF[word[0]] for word in words]
+    splits = _splits_of(folder, files)
     if not split and "train" not in splits:
         return files
     chosen = [file for file, found in zip(files, splits, strict=True) if found in (split, split or "train")]
@@ -494,9 +499,7 @@ def text_of_split(path: str, split: str) -> str:
     """
     if not os.path.isdir(path):
         return path if os.path.exists(path) else file_of_split(path, split)
-    words = (_SPLIT_WORD.search(os.path.relpath(file, path).lower()) for file in _walk(path))
-    has_train = any(word is not None and _SPLIT_OF[word[0]] == "train" for word in words)
-    return f"{path}::{_SPLIT_OF[split]}" if has_train else path
+    return f"{path}::{_SPLIT_OF[split]}" if "train" in _splits_of(path, _walk(path)) else path
 
 
 def _file_in(folder: str, words: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, Masking, MaskingRate
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskingRate, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from megatron.tokenizers import build_tokenizer
@@ -43,7 +43,7 @@ def masked(text, members=None, rate=MaskingRate(0.15), **options):  # noqa: B008
     ours = text[1]
     ids = TokenIds(ours.size, ours.pad_id, mask_id=ours.mask_id, special_ids=ours.special_ids)
     seed = options.pop("seed", 0)
-    masking = Masking(MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), rate, seed)
+    masking = SampleMasking(MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), rate, seed)
     members = [text[3]] if members is None else members
     mixture = Mixture([len(member) for member in members]) if len(members) > 1 else None
     return Dataset(members, mixture, masking)

@@ -1,0 +1,72 @@
+"""Rows of integers of different lengths, such as token ids, in one flat array."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+
+class Ragged:
+    """Rows of integers, such as token ids, of different lengths, stored in one flat array.
+
+    A row needs 8 bytes, and an integer 4 bytes, or 2 if all integers fit.
+
+    Args:
+        values: the integers of all rows, one row after the other.
+        lengths: int64[number of rows], number of integers in each row.
+    """
+
+    def __init__(self, values: np.ndarray, lengths: np.ndarray) -> None:
+        self.values, self.lengths = values, lengths
+        self.starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def flat(self, rows: np.ndarray) -> np.ndarray:
+        """Return the values of the rows with the given numbers int64[n], concatenated."""
+        lengths = self.lengths[rows]
+        shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
+        return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
+
+    def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return the selected rows as a matrix, padded to the same width.
+
+        Args:
+            rows: int64[n], numbers of the rows.
+            width: number of columns.
+            fill: value of the padding.
+            left: True to pad on the left, False to pad on the right.
+
+        Returns:
+            Values int64[n, width], and a mask bool[n, width] that is False for padding.
+        """
+        columns, lengths = np.arange(width), self.lengths[rows][:, None]
+        real = columns >= width - lengths if left else columns < lengths
+        padded = np.full(real.shape, fill, np.int64)
+        padded[real] = self.flat(rows)
+        return padded, real
+
+
+class RaggedBuilder:
+    """Builds a `Ragged` row by row, with little more memory than the result needs."""
+
+    def __init__(self, dtype: type[np.integer] = np.int32) -> None:
+        self.dtype = dtype
+        self._values: list[np.ndarray] = []
+        self._lengths: list[np.ndarray] = []
+
+    def extend(self, rows: Iterable[Sequence[int]]) -> None:
+        """Append rows of integers to the `Ragged` that is being built."""
+        rows = list(rows)
+        lengths = np.array([len(row) for row in rows], np.int64)
+        flat = np.fromiter(chain.from_iterable(rows), self.dtype, int(lengths.sum()))
+        self._values.append(flat)
+        self._lengths.append(lengths)
+
+    def build(self) -> Ragged:
+        """Return a `Ragged` with all appended rows."""
+        return Ragged(
+            np.concatenate([np.empty(0, self.dtype), *self._values]),
+            np.concatenate([np.empty(0, np.int64), *self._lengths]),
+        )
