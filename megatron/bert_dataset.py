@@ -34,7 +34,6 @@ import numpy as np
 from lm_experiments_tools.data.objectives.token_rows import BLOCK, CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
@@ -247,18 +246,6 @@ class BertDataset:
     def maps(self) -> tuple[np.ndarray, ...]:
         """Return the memory-mapped arrays that the samples are read from."""
         return *self.tokens.maps(), self.mapping.rows
-
-    def will_need(self, epochs: np.ndarray, rows: np.ndarray) -> None:
-        """Prefetch the rows from the disk.
-
-        Their positions are read from the index of the token file, which may itself wait for the disk.
-        """
-        will_need(self.mapping.rows, rows, rows + 1)
-        first, end, _ = self.mapping.rows[rows].astype(np.int64).T
-        will_need(self.tokens.sequence_pointers, first, np.minimum(end + 1, len(self.tokens)))
-        segments = self._segments(epochs, rows)
-        for start, length in ((segments.a_start, segments.a_length), (segments.b_start, segments.b_length)):
-            self.tokens.will_need(start, start + length)
 
     def _fill(self, batch: dict[str, np.ndarray], epochs: np.ndarray, rows: np.ndarray) -> None:
         """Write the examples of (epoch, row) into a block of the batch."""

@@ -24,8 +24,8 @@ import numpy as np
 from lm_experiments_tools.config.flags import COUNT
 from lm_experiments_tools.data.text.records import BadRecord, Record, field_of, unusable_characters, utf8_length
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.encoding import EncodedDocuments
 from lm_experiments_tools.data.tokens.indexed import token_dtype
+from lm_experiments_tools.data.tokens.tokenize import EncodedDocuments
 from lm_experiments_tools.errors import UserError
 from megatron.sentences import SentenceSplitter, splitter_version
 from megatron.tokenizers import build_tokenizer

@@ -12,7 +12,7 @@ They may be compressed as .gz, .bz2, .xz or .zst. For each key of --json-keys, t
 
 (`document` in place of `sentence` without --split-sentences). The files are the same for any number of workers, and
 appear only when they are complete; an interrupted run resumes from its finished shards, in PREFIX.shards/. Runs to
-one PREFIX wait for each other. Job i of a job array takes --shard i/n, and `lmtools merge` joins their outputs.
+one PREFIX wait for each other.
 """
 
 import logging
@@ -42,11 +42,8 @@ from lm_experiments_tools.data.text.records import (
     read_shard,
 )
 from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
-from lm_experiments_tools.data.tokens.encoding import EncodedWriter
-from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.pipeline import Tokenization, parse_shard, part_of_plan, shard_prefix
-from lm_experiments_tools.data.tokens.tokenize import report_unknown
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists, read_meta
+from lm_experiments_tools.data.tokens.tokenize import EncodedWriter, Tokenization, report_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron.encoding import EncodingArgs, SentenceEncoder
@@ -65,9 +62,6 @@ class PreprocessArgs(EncodingArgs):
     """Each line of a .txt file is a document."""
     output_prefix: str
     """PREFIX of PREFIX_KEY_sentence.bin and so on."""
-    shard: str | None = None
-    """i/n, i from 0: tokenize the i-th of n parts, into PREFIX_KEY_sentence-0000i-of-0000n, which `lmtools merge
-    --input PREFIX_KEY_sentence` joins. None: all."""
     max_bad_lines: Annotated[int | None, NOT_NEGATIVE] = None
     """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
     0.1 % of the lines read so far where that is more."""
@@ -101,14 +95,6 @@ class PreprocessArgs(EncodingArgs):
         """Unit of text that is one sequence of the token files, as in their names: "sentence" or "document"."""
         return "sentence" if self.split_sentences else "document"
 
-    def shard_prefix(self, prefix: str) -> str:
-        """Return the output prefix of this job of a job array: `prefix` with the number of its part of the text.
-
-        Without `--shard`, `prefix` is returned unchanged.
-        """
-        shard = parse_shard(self.shard)
-        return prefix if shard is None else shard_prefix(prefix, *shard)
-
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """Tokenize text for BERT and write the token files.
@@ -117,36 +103,35 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
         The content of the .json file of each output, by the output's prefix.
     """
     encoder = SentenceEncoder(args)
-    shards, record = _plan(args, encoder)
+    shards = _plan(args)
     _refuse_absent_keys(shards, args, encoder)
     if not args.split_sentences:
         logger.warning("without --split-sentences BERT has no sentence pairs and reads one sample of a document")
     if args.keep_newlines and not args.split_sentences:
         logger.warning("--keep-newlines changes nothing without --split-sentences")
-    shards_prefix = args.shard_prefix(args.output_prefix)
-    prefixes = [args.shard_prefix(f"{args.output_prefix}_{key}_{args.level}") for key in args.json_keys]
-    with locked(Path(f"{shards_prefix}.lock")):
+    prefixes = [f"{args.output_prefix}_{key}_{args.level}" for key in args.json_keys]
+    with locked(Path(f"{args.output_prefix}.lock")):
         for prefix in prefixes:
             if dataset_exists(prefix):
                 logger.warning("%s.bin and .idx are there already: they are replaced when this run ends", prefix)
         run = Tokenization(
             shards,
             encoder,
-            shards_prefix,
+            args.output_prefix,
             prefixes,
-            rejected=f"{prefixes[0] if record else args.output_prefix}.bad_lines.jsonl",  # the shard's, for merge
+            rejected=f"{args.output_prefix}.bad_lines.jsonl",
             limit=args.max_bad_lines,
             workers=args.workers,
             remedy="try again with fewer workers or a smaller --max-document-mb",
         )
-        metas = run.run(partial(_metas, args, encoder, record), partial(_log_progress, args.log_interval))
+        metas = run.run(partial(_metas, args, encoder), partial(_log_progress, args.log_interval))
         for prefix in prefixes:
             report_unknown(IndexedDataset(prefix), encoder.tokenizer.unk_id)
     return dict(zip(prefixes, metas, strict=True))
 
 
-def _plan(args: PreprocessArgs, encoder: SentenceEncoder) -> tuple[list[Shard], dict[str, Any]]:
-    """The shards to encode, and the `shard` entry of the .json of a job array's part."""
+def _plan(args: PreprocessArgs) -> list[Shard]:
+    """The shards to encode."""
     path, json_keys = args.input, args.json_keys
     if not os.path.exists(path):
         raise UserError(f"--input {path} does not exist")
@@ -156,10 +141,7 @@ def _plan(args: PreprocessArgs, encoder: SentenceEncoder) -> tuple[list[Shard], 
     texts = [name for name, kind in found if kind in ("text", "lines")]
     if texts and len(json_keys) > 1:
         raise UserError(f"{texts[0]} is plain text, but --json-keys names {len(json_keys)} keys: name one")
-    if (shard := parse_shard(args.shard)) is None:
-        return plan_shards([path], document_per_line=args.document_per_line), {}
-    shards, record = part_of_plan([path], *shard, encoder.identity, args.document_per_line)
-    return shards, {"shard": record}
+    return plan_shards([path], document_per_line=args.document_per_line)
 
 
 def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: SentenceEncoder) -> None:
@@ -189,14 +171,13 @@ def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: 
 def _metas(
     args: PreprocessArgs,
     encoder: SentenceEncoder,
-    record: dict[str, Any],
     writers: Sequence[EncodedWriter],
     rejected: RejectedRecords,
 ) -> list[dict[str, Any]]:
     """The contents of the .json files. Raises UserError where a key has no document."""
     metas = []
     for key, writer in zip(args.json_keys, writers, strict=True):
-        if not record and not writer.num_documents:
+        if not writer.num_documents:
             if writer.num_empty:
                 raise UserError(f"all {writer.num_empty} documents of {args.input} are empty under the key {key!r}")
             raise no_documents([args.input], rejected)
@@ -217,7 +198,6 @@ def _metas(
             "split_tokens": args.split_tokens,
             "append_eod": args.append_eod,
             "bad_lines": rejected.count,
-            **record,
             "num_documents": writer.num_documents,
             "num_sequences": writer.num_sequences,
             "num_tokens": writer.num_tokens,

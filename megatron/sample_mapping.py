@@ -37,7 +37,6 @@ import numpy as np
 from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
 from lm_experiments_tools.data.order import draw_integers, stream_key
-from lm_experiments_tools.data.tokens.checked import found_once
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.files import write_atomic
 
@@ -275,14 +274,14 @@ def load_mapping(
 
 
 def _read(path: Path) -> SampleMapping | None:
-    """A mapping from its files, checked once a machine; None where there is none, or (warning) a damaged one."""
+    """A mapping from its files; None where there is none, or (warning) a damaged one."""
     record = path.with_suffix(".json")
     if not record.is_file():
         return None
     try:
         known = json.loads(record.read_bytes())
         counts, checksum = MappingCounts(**known["counts"]), known["crc32"]
-        if str(checksum) != found_once(path, [path], lambda: str(_checksum(path))):  # before numpy parses it
+        if checksum != _checksum(path):  # before numpy parses it
             raise ValueError("its checksum differs")
     except (OSError, ValueError, LookupError, TypeError) as error:
         logger.warning("the sample mapping %s is damaged (%s) and is built again", path, error)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.files import open_tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, open_tokenizer, report_unknown
 from lm_experiments_tools.errors import UserError
 
 WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")

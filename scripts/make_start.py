@@ -25,8 +25,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.files import read_meta
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary as check_tokens
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model, check_vocabulary, load_model_config, set_special_tokens

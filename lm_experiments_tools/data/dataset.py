@@ -61,9 +61,6 @@ class Rows(Protocol):
     def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of input and target tokens of the same examples, int64[2, n]; for arrangements only."""
 
-    def will_need(self, epochs: np.ndarray, rows: np.ndarray) -> None:
-        """Prefetch the rows from the disk."""
-
     def maps(self) -> Sequence[np.ndarray]:
         """Return the memory-mapped arrays that rows are read from."""
 
@@ -127,9 +124,6 @@ class SampleDataset:
     def batch(self, samples: np.ndarray) -> Batch:
         """Make a batch of the samples with the given numbers int64[n]: name -> array whose first dimension is n."""
         raise NotImplementedError
-
-    def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the samples with the given numbers int64[n] from the disk."""
 
     def close(self) -> None:
         """End the processes that make samples."""
@@ -229,11 +223,6 @@ class Dataset(SampleDataset):
         for here, member, epochs, rows in self._rows_of(samples):
             lengths[:, here] = member.lengths(epochs, rows)
         return lengths
-
-    def will_need(self, samples: np.ndarray) -> None:
-        """Prefetch the samples with the given numbers int64[n] from the disk."""
-        for _, member, epochs, rows in self._rows_of(self._arranged(samples)):
-            member.will_need(epochs, rows)
 
     def _arranged(self, samples: np.ndarray) -> np.ndarray:
         samples = np.asarray(samples, np.int64)

@@ -116,8 +116,6 @@ class TrainLoader(TrainSource):
         rank, world_size: number of this worker, from 0, and number of workers.
         consumed_samples: samples to skip, over all workers.
         prefetch: make the next batches in a background thread.
-        ahead: ask the operating system to read the samples of later batches from the disk, see
-            `SampleDataset.will_need`.
     """
 
     def __init__(
@@ -128,10 +126,9 @@ class TrainLoader(TrainSource):
         world_size: int = 1,
         consumed_samples: int = 0,
         prefetch: bool = True,
-        ahead: bool = False,
     ) -> None:
         super().__init__(rows_per_worker, rank, world_size)
-        self.dataset, self._prefetch, self._ahead = dataset, prefetch, ahead
+        self.dataset, self._prefetch = dataset, prefetch
         self._following: Future[Any] | None = None
         self.seek(consumed_samples)
 
@@ -148,7 +145,6 @@ class TrainLoader(TrainSource):
         self._ready: list[dict[str, np.ndarray]] = []  # steps made, the next one last
         self._steps_at_once = 1  # so that the first batch is soon there; and its size is not known yet
         self._abandoned, self._following = self._following, None
-        self._announced = 0  # samples before this one
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         if not self._ready:
@@ -173,9 +169,6 @@ class TrainLoader(TrainSource):
         """This worker's rows of `num_steps` steps from a position on, by one call; the first step last."""
         end, rows = position + num_steps * self.global_batch, self.rows_per_worker
         samples = np.arange(position + self.rank, end, self.world_size, dtype=np.int64)
-        if self._ahead:
-            first, self._announced = max(position, self._announced), 2 * end - position
-            self.dataset.will_need(np.arange(first + self.rank, self._announced, self.world_size, dtype=np.int64))
         batch = self.dataset.batch(samples)
         ends = range(num_steps * rows, 0, -rows)
         return [{name: values[k - rows : k] for name, values in batch.items()} for k in ends]

@@ -18,10 +18,10 @@ from torch import nn
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.data.examples.text_encoder import frame_of
-from lm_experiments_tools.data.tokens.cold import total_memory
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.models.presets import find_config, read_model_settings
+from lm_experiments_tools.modules.devices import total_memory
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import allow_modules, nearest_names
 

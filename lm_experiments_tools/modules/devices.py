@@ -1,4 +1,4 @@
-"""Devices: alignment and asynchronous reads of tensors, embeddings in main memory, where bfloat16 and Triton run."""
+"""Main memory, alignment and asynchronous reads of tensors, embeddings on the CPU, where bfloat16 and Triton run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,46 @@ import resource
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 TRITON_CAPABILITY = 8, 0  # oldest compute capability that Triton supports
 ALIGNMENT = 64  # bytes; torch allocates at multiples of it, but safetensors files and slices of a batch do not
+_CGROUPS = Path("/sys/fs/cgroup")  # of this container; of a process elsewhere, below
+
+
+def available_memory() -> int:
+    """Return the bytes of main memory that are free or can be freed, at most the memory limit of the container."""
+    return min([psutil.virtual_memory().available, *_limits()])
+
+
+def total_memory() -> int:
+    """Return the bytes of main memory, at most the memory limit of the container."""
+    return min([psutil.virtual_memory().total, *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    groups = [line.partition(":")[2].partition(":") for line in _read(Path("/proc/self/cgroup")).splitlines()]
+    for controllers, _, path in [("", "", "/"), ("memory", "", "/"), *groups]:
+        if controllers in ("", "memory"):
+            folder = _CGROUPS / controllers / path.lstrip("/")
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                if (limit := _read(folder / name).strip()).isdigit():
+                    yield int(limit)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # another system, or another version of its groups
+        return ""
 
 
 def aligned(tensor: Tensor) -> Tensor:

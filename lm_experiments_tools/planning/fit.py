@@ -17,10 +17,9 @@ import psutil
 import torch
 
 from lm_experiments_tools.config.planning import bytes_of
-from lm_experiments_tools.data.tokens.cold import available_memory
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import human_bytes
-from lm_experiments_tools.modules.devices import peak_process_bytes
+from lm_experiments_tools.modules.devices import available_memory, peak_process_bytes
 from lm_experiments_tools.planning.build import prepare
 from lm_experiments_tools.planning.estimate import MemoryEstimate
 from lm_experiments_tools.planning.trace import run_passes, update

@@ -18,11 +18,9 @@ from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskingRate, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
-from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.cold import read_at_random
-from lm_experiments_tools.data.tokens.files import dataset_paths, token_prefix, warn_unrecorded
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, token_prefix
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown, warn_unrecorded
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
@@ -153,11 +151,13 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, tokenizer
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if first else None)
     train, valid = on_all(backend, lambda: opened or make(args, tokenizer))
+    if train is not None:
+        read_at_random(train.members)
     where = (args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
         tokenizer.size,
-        None if train is None else TrainLoader(train, *where, ahead=read_at_random(train.members)),
+        None if train is None else TrainLoader(train, *where),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         tokenizer_dir,
         f"{(train or valid).describe()}, vocabulary {tokenizer.size:,}",
@@ -260,7 +260,7 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: Tokenizer) -
     if prefix is None:
         tokens = tokenized(path, tokenizer, args, append_eos=False)
     else:
-        tokens = open_checked(prefix)
+        tokens = IndexedDataset(prefix)
         warn_unrecorded(tokens.prefix, tokens.meta)
         check_vocabulary(tokens.prefix, tokens.meta, tokenizer)
     report_unknown(tokens, tokenizer.unk_id)
@@ -272,7 +272,7 @@ def open_sentences(path: str) -> IndexedDataset:
     """Open the token file PREFIX.bin with PREFIX.idx. Raises UserError for text or missing files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
-        tokens = open_checked(prefix)
+        tokens = IndexedDataset(prefix)
         warn_unrecorded(prefix, tokens.meta)
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]

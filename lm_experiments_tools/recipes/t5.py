@@ -223,11 +223,11 @@ def pretraining_data(
 
 def _train_loader(args: T5PretrainingArgs, model_kind: ModelKind, backend: Backend, sources: T5Sources) -> TrainLoader:
     tokens = [sources.tokens(path) for path in args.data_path]
-    cold = read_at_random(tokens)
+    read_at_random(tokens)
     objective = build_objective(args, sources.vocabulary, model_kind)
     processes = (args.data_n_workers or 0) if ":" in args.task else 0
     dataset = pretraining_dataset(args, objective, tokens, backend.world_size, processes)
-    return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size, ahead=cold)
+    return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
 
 
 def _valid_loader(

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.data.text.records import allowed
-from lm_experiments_tools.data.tokens.checked import open_checked
-from lm_experiments_tools.data.tokens.files import (
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta, token_prefix
+from lm_experiments_tools.data.tokens.tokenize import (
+    check_vocabulary,
+    ensure_tokenized,
     open_tokenizer,
-    read_meta,
     recorded_vocabulary,
-    token_prefix,
+    report_unknown,
     warn_unrecorded,
 )
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized, report_unknown
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class T5Sources:
                 prefix,
                 self._args.task,
             )
-        return open_checked(prefix, record)
+        return IndexedDataset(prefix, record)
 
     def _from_anywhere(self, path: str) -> str:
         """The same file for a process that has entered `--working_dir` and for one that has not."""

@@ -16,8 +16,8 @@ from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.text.records import RejectedRecords, records
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.tokens.encoding import EncodedWriter, TextEncoder
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import EncodedWriter, TextEncoder
 from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.recipes.bert import (
     bert_datasets,

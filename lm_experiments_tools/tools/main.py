@@ -24,7 +24,6 @@ COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
     "tokenize": "turn text into a token file that the trainers read",
-    "merge": "join the token files of a job array, or others of one vocabulary",
     "inspect": "show the data of a run: counts, lengths, padding, labels, samples as the model gets them",
     "plan": "estimate the memory of a run before it starts; find settings that fit",
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",

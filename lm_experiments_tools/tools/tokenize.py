@@ -1,7 +1,6 @@
 """Tokenize text into a token file (Megatron's .bin and .idx). An interrupted command resumes.
 
-To tokenize in a job array, divide the text into n shards: job i tokenizes one with --shard i/n, and `lmtools merge`
-joins the results (docs/scale.md).
+In a job array each job tokenizes some of the files, and training reads all their token files (docs/scale.md).
 """
 
 import time
@@ -36,8 +35,6 @@ class TokenizeArgs:
     lines read so far where that is more."""
     workers: Annotated[int | None, COUNT] = None
     """Processes. None: one per core."""
-    shard: str | None = None
-    """i/n, i from 0: tokenize the i-th of n parts, into PREFIX-0000i-of-0000n. None: all."""
     overwrite: bool = False
     """Replace token files of other text, or of another vocabulary, that are there under the output's name."""
 
@@ -47,29 +44,25 @@ class TokenizeArgs:
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize the text, and print the number of documents and tokens."""
-    from lm_experiments_tools.data.tokens.files import open_tokenizer
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-    from lm_experiments_tools.data.tokens.pipeline import parse_shard, shard_prefix
-    from lm_experiments_tools.data.tokens.tokenize import report_unknown, tokenize_corpus
+    from lm_experiments_tools.data.tokens.tokenize import open_tokenizer, report_unknown, tokenize_corpus
 
     check_output(args.output)
-    shard = parse_shard(args.shard)
     start, vocabulary = time.perf_counter(), open_tokenizer(args.vocab)
     meta = tokenize_corpus(
-        args.input, vocabulary, args.output, append_eos=args.append_eos, workers=args.workers, shard=shard,
+        args.input, vocabulary, args.output, append_eos=args.append_eos, workers=args.workers,
         text_key=args.text_key, document_per_line=args.document_per_line, max_bad_lines=args.max_bad_lines,
         encode_by=args.encode_by, overwrite=args.overwrite,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
-    prefix = shard_prefix(args.output, *shard) if shard else args.output
-    unknown = report_unknown(IndexedDataset(prefix), vocabulary.unk_id)
+    unknown = report_unknown(IndexedDataset(args.output), vocabulary.unk_id)
     empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""
     print(
         f"{meta['num_documents']:,} documents, {megabytes:.1f} MB of text -> {meta['num_tokens']:,} tokens "
         f"({meta['dtype']}), {unknown:.2%} of them unknown, {meta['bad_lines']} bad lines{empty}, "
         f"in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
-        f"{prefix}.bin, .idx, .json"
+        f"{args.output}.bin, .idx, .json"
     )
 
 

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from lm_experiments_tools.checkpoint.manifest import verify
-from lm_experiments_tools.data.tokens.merge import merge_datasets
 from tests.cluster.test_two_machines import weights
 from tests.distributed.launch import environment, skip_without
 from tests.helpers.cluster_examples import copy_example
@@ -132,11 +131,10 @@ def test_horovodrun_trains_and_saves_at_sigterm_under_slurm(cluster, flags, run_
     assert f"resumed from {saved}" in log.read_text() and losses(run_dir)[-1][0] == step + 10
 
 
-def test_an_array_of_jobs_tokenizes_to_the_bytes_of_one_run(cluster, long_text, data, tmp_path):
+def test_an_array_of_jobs_tokenizes_the_files(cluster, long_text, data, tmp_path):
     options = ("--wait", "--array=0-2", "--cpus-per-task=1", "--mem=0", f"--output={tmp_path}/%a.txt")
-    flags = words(input=long_text, vocab=data / "vocab.model", output=tmp_path / "parts")
-    ended = cluster.run("sbatch", *options, "examples/clusters/tokenize.sbatch", *flags)
+    files = (tmp_path / "parts", long_text, "--vocab", data / "vocab.model")
+    ended = cluster.run("sbatch", *options, "examples/clusters/tokenize.sbatch", *files)
     assert ended.returncode == 0, ended.stdout + "".join(log.read_text() for log in tmp_path.glob("*.txt"))
-    merge_datasets([str(tmp_path / "parts")], tmp_path / "merged")
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"merged{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()
+        assert (tmp_path / f"parts-00000{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()

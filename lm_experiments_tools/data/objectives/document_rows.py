@@ -142,11 +142,6 @@ class DocumentRows:
         """Return the memory-mapped arrays that the rows are read from."""
         return self.tokens.maps()
 
-    def will_need(self, epochs: np.ndarray, rows: np.ndarray) -> None:
-        """Prefetch the rows from the disk."""
-        _, begins, lengths = self._chunks_of(epochs, rows)
-        self.tokens.will_need(begins, begins + lengths - 2)
-
     def _chunks_of(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of chunks of each row int64[n]; begin and length of each chunk, row after row."""
         pattern = np.searchsorted(self._row_ends, rows, side="right")

@@ -44,8 +44,6 @@ class TokenSource(Protocol):
     tokens: np.ndarray
     fingerprint: str
 
-    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None: ...
-
 
 @dataclass(frozen=True)
 class TokensInMemory:
@@ -53,9 +51,6 @@ class TokensInMemory:
 
     tokens: np.ndarray
     fingerprint: str = ""
-
-    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Do nothing. The method belongs to the interface, but tokens in memory need no prefetching."""
 
 
 class TokenRows:
@@ -75,11 +70,10 @@ class TokenRows:
     def __init__(self, tokens: TokenSource | Sequence[TokenSource], objective: Objective, seed: int = 0) -> None:
         self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
         self.objective, self.vocab_size, self.seed = objective, objective.vocabulary.size, seed
-        self._filled = [source for source in self.sources if source.tokens.size]
-        if not self._filled:
-            raise UserError(f"The token data is empty ({len(self.sources)} file(s)): check the path and the text.")
         # Plain arrays: a memmap's own slicing costs more than the copy of a row.
-        self._arrays = [np.asarray(source.tokens) for source in self._filled]
+        self._arrays = [np.asarray(source.tokens) for source in self.sources if source.tokens.size]
+        if not self._arrays:
+            raise UserError(f"The token data is empty ({len(self.sources)} file(s)): check the path and the text.")
         self._part_ends = np.cumsum(np.array([part.size for part in self._arrays], np.int64))
         self._part_begins = self._part_ends - [part.size for part in self._arrays]
         self.num_tokens = int(self._part_ends[-1])
@@ -161,17 +155,6 @@ class TokenRows:
                 filled, part, offset = filled + chunk.size, (part + 1) % len(self._arrays), 0
         check_ids(tokens, self.vocab_size)
         return tokens
-
-    def will_need(self, epochs: np.ndarray, rows: np.ndarray) -> None:
-        """Prefetch the tokens of the rows int64[n] in epochs int64[n] from the disk."""
-        starts = self.starts_of(epochs, rows)
-        lengths = (self._row_ends - self._row_begins)[rows % len(self._row_ends)]
-        part_of = np.searchsorted(self._part_ends, starts, side="right")
-        for number in np.unique(part_of).tolist():
-            here = part_of == number
-            begins = starts[here] - self._part_begins[number]
-            ends = np.minimum(begins + lengths[here], len(self._arrays[number]))  # the wrapped rest is not worth more
-            self._filled[number].will_need(begins, ends)
 
     def maps(self) -> tuple[np.ndarray, ...]:
         """Return the arrays, possibly memory-mapped, that the tokens are read from."""

@@ -30,7 +30,7 @@ from lm_experiments_tools.data.seqio.worker import work
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.sources import find_files
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.files import token_prefix
+from lm_experiments_tools.data.tokens.indexed import token_prefix
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL

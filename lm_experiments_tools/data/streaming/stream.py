@@ -43,8 +43,8 @@ from lm_experiments_tools.data.streaming.text import StreamPlan
 from lm_experiments_tools.data.streaming.worker import Chunk, ChunkRequest, ChunkSettings
 from lm_experiments_tools.data.text.sources import content_of
 from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
-from lm_experiments_tools.data.tokens.encoding import TextEncoder
-from lm_experiments_tools.data.tokens.files import token_prefix
+from lm_experiments_tools.data.tokens.indexed import token_prefix
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import json_sha256

@@ -10,7 +10,7 @@ import numpy as np
 
 from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
 from lm_experiments_tools.data.text.records import Rejected, utf8_length
-from lm_experiments_tools.data.tokens.encoding import TextEncoder, batches
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder, batches
 from lm_experiments_tools.data.workers import Caller
 
 FIRST_CHUNK = 1 << 15  # tokens: some hundred KB of text of each stream, and training begins

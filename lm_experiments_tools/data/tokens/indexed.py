@@ -10,12 +10,12 @@ Document j has the sequences document_indices[j] : document_indices[j + 1]. One 
 [0, 4, 6] at uint16, document_indices [0, 2, 3]. megatron/core/datasets/indexed_dataset.py defines the format.
 """
 
+import glob
 import hashlib
 import json
 import os
 import secrets
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -24,10 +24,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lm_experiments_tools.data.tokens.cold import will_need
-from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_paths, read_meta
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import naming
+from lm_experiments_tools.files import naming, read_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -35,7 +33,72 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _REMEDY = "copy both again or tokenize again"
+_OWN_BYTES = 6  # of the unique part of a temporary name
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
+
+_META_TYPES = {  # of what other modules read in PREFIX.json
+    **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
+    **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
+    "shard": dict,
+    "input": list,
+}
+
+
+def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
+    """Return the paths of the three files of tokenized data: PREFIX.bin, PREFIX.idx and PREFIX.json."""
+    prefix = os.fspath(prefix)
+    return Path(prefix + ".bin"), Path(prefix + ".idx"), Path(prefix + ".json")
+
+
+def dataset_exists(prefix: str | os.PathLike) -> bool:
+    """Return True if PREFIX.bin and PREFIX.idx exist."""
+    bin_path, idx_path, _ = dataset_paths(prefix)
+    return bin_path.is_file() and idx_path.is_file()
+
+
+def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
+    """Return the content of PREFIX.json, which describes a token file, without null values.
+
+    Returns {} if the file does not exist. Raises UserError if it is damaged.
+    """
+    path = dataset_paths(prefix)[2]
+    if not path.is_file():
+        return {}
+    meta = read_json(path)
+    meta = {key: value for key, value in meta.items() if value is not None or key not in _META_TYPES}
+    for key, kind in _META_TYPES.items():
+        if key in meta and not isinstance(meta[key], kind):
+            raise UserError(f"{path} is damaged: {key} is {meta[key]!r}, not a {kind.__name__}; copy it again")
+    return meta
+
+
+def token_prefix(path: str | os.PathLike) -> str | None:
+    """Return the prefix of a token file, which is the path of its .bin and .idx files without these suffixes.
+
+    Args:
+        path: path of the token file, with or without .bin or .idx.
+
+    Returns:
+        The prefix, or None if there is no token file.
+
+    Raises:
+        UserError: only one of PREFIX.bin and PREFIX.idx exists.
+    """
+    path = os.fspath(path)
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    bin_path, idx_path, _ = dataset_paths(prefix)
+    found = [file for file in (bin_path, idx_path) if file.is_file()]
+    if len(found) == 1 and (prefix != path or not os.path.exists(path)):
+        missing = idx_path if found[0] == bin_path else bin_path
+        raise UserError(f"{found[0]} exists without {missing}: copy that too, or make both by `lmtools tokenize`")
+    return prefix if len(found) == 2 else None
+
+
+def remove_unfinished(prefix: str | os.PathLike) -> None:
+    """Delete the temporary files that killed writers of a token file left. The caller must hold the lock of PREFIX."""
+    for path in dataset_paths(prefix):
+        for left in path.parent.glob(f"{glob.escape(path.name)}.tmp{'[0-9a-f]' * 2 * _OWN_BYTES}"):
+            left.unlink(missing_ok=True)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -57,36 +120,8 @@ def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "
     return found
 
 
-class _IntegerFile:
-    """Integers appended to an unnamed temporary file, so that memory does not grow with their number."""
-
-    def __init__(self, dtype: str, folder: Path):
-        self._dtype, self._path, self._count = np.dtype(dtype), folder, 0
-        self._file: Any = tempfile.TemporaryFile(dir=folder)
-        self.last = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def extend(self, values: np.ndarray) -> None:
-        """Append all of `values`."""
-        if len(values):
-            with naming(self._path):
-                self._file.write(values.astype(self._dtype).tobytes())
-            self._count, self.last = self._count + len(values), int(values[-1])
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """All of them, in arrays of bounded size."""
-        self._file.seek(0)
-        while content := self._file.read(_CHECK_BLOCK * self._dtype.itemsize):
-            yield np.frombuffer(content, self._dtype)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class IndexedDatasetWriter:
-    """Writer of token files: PREFIX.bin with the ids and PREFIX.idx with the index, in constant memory.
+    """Writer of token files: PREFIX.bin with the ids and PREFIX.idx with the index, which is in memory until the end.
 
     The files appear after `finalize`. As a context manager, the writer finalizes at the end, or deletes its files
     after an exception.
@@ -95,6 +130,10 @@ class IndexedDatasetWriter:
         prefix: PREFIX.
         dtype: dtype of the ids.
         durable: False to skip fsync.
+
+    Attributes:
+        num_sequences, num_documents, num_tokens: numbers written so far. A document has one or more sequences, such as
+            sentences.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: Any, *, durable: bool = True):
@@ -103,29 +142,19 @@ class IndexedDatasetWriter:
             raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
         self.bin_path, self.idx_path, self.meta_path = paths = dataset_paths(prefix)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        unique = secrets.token_hex(OWN_BYTES)  # process numbers repeat on a disk that machines share
+        unique = secrets.token_hex(_OWN_BYTES)  # process numbers repeat on a disk that machines share
         self._temporary = {path: path.with_name(f"{path.name}.tmp{unique}") for path in paths}
         self._bin = open(self._temporary[self.bin_path], "wb")
-        self._lengths = _IntegerFile("<i4", self.bin_path.parent)
-        self._document_indices = _IntegerFile("<i8", self.bin_path.parent)
-        self._document_indices.extend(np.zeros(1, np.int64))
+        self._lengths: list[np.ndarray] = []
+        self._document_indices: list[np.ndarray] = [np.zeros(1, np.int64)]
         self._digest = hashlib.sha256()
-        self._durable, self.num_tokens = durable, 0
+        self._durable = durable
+        self.num_sequences = self.num_documents = self.num_tokens = 0
 
     @property
     def bin_sha256(self) -> str:
         """sha256 of the ids written to the .bin file so far."""
         return self._digest.hexdigest()
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents written so far."""
-        return len(self._document_indices) - 1
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences (such as sentences of documents) written so far."""
-        return len(self._lengths)
 
     def _write_tokens(self, content: bytes) -> None:
         with naming(self.bin_path):
@@ -134,10 +163,19 @@ class IndexedDatasetWriter:
 
     def add_sequence(self, ids: Iterable[int]) -> None:
         """Append one sequence to the current document. Raises ValueError if an id does not fit the dtype."""
-        length = self._add_tokens(np.asarray(ids if hasattr(ids, "__len__") else list(ids)))
-        self._lengths.extend(np.array([length]))
+        ids = np.asarray(ids if hasattr(ids, "__len__") else list(ids))
+        self._add_tokens(ids)
+        self._add_lengths(np.array([ids.size]))
 
-    def _add_tokens(self, ids: np.ndarray) -> int:
+    def _add_lengths(self, lengths: np.ndarray) -> None:
+        self._lengths.append(lengths.astype("<i4"))
+        self.num_sequences += len(lengths)
+
+    def _add_documents(self, ends: np.ndarray) -> None:
+        self._document_indices.append(ends.astype("<i8"))
+        self.num_documents += len(ends)
+
+    def _add_tokens(self, ids: np.ndarray) -> None:
         if ids.size:
             limits = np.iinfo(self.dtype)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -146,7 +184,6 @@ class IndexedDatasetWriter:
                 raise ValueError(f"ids from {ids.min()} to {ids.max()} do not fit {self.dtype}")
         self._write_tokens(ids.astype(self.dtype.newbyteorder("<")).tobytes())
         self.num_tokens += ids.size
-        return ids.size
 
     def add_documents(self, ids: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
         """Append many documents in one call, which is much faster than `add_sequence`.
@@ -161,32 +198,25 @@ class IndexedDatasetWriter:
         """
         if sequence_lengths.sum() != len(ids) or num_sequences.sum() != len(sequence_lengths):
             raise ValueError("lengths do not sum to the number of ids, or sequences to that of documents")
-        bounds = len(self._lengths) + np.cumsum(num_sequences)
+        ends = self.num_sequences + np.cumsum(num_sequences)
         self._add_tokens(ids)
-        self._lengths.extend(sequence_lengths)
-        self._document_indices.extend(bounds)
+        self._add_lengths(sequence_lengths)
+        self._add_documents(ends)
 
     def end_document(self) -> None:
         """End the current document. The next sequence begins another one."""
-        self._document_indices.extend(np.array([len(self._lengths)]))
+        self._add_documents(np.array([self.num_sequences]))
 
-    def add_dataset(self, dataset: "IndexedDataset") -> str:
-        """Append all documents of another token file with the same dtype. Returns the sha256 of its .bin file."""
+    def add_dataset(self, dataset: "IndexedDataset") -> None:
+        """Append all documents of another token file with the same dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}")
-        digest = hashlib.sha256()
-        first = len(self._lengths)
+        first = self.num_sequences
         for start in range(0, dataset.num_tokens, _CHECK_BLOCK):
-            content = dataset.tokens[start : start + _CHECK_BLOCK].tobytes()
-            self._write_tokens(content)
-            digest.update(content)
-        for start in range(0, len(dataset), _CHECK_BLOCK):
-            self._lengths.extend(dataset.sequence_lengths[start : start + _CHECK_BLOCK])
-        for start in range(1, dataset.num_documents + 1, _CHECK_BLOCK):
-            end = min(start + _CHECK_BLOCK, dataset.num_documents + 1)
-            self._document_indices.extend(dataset.document_indices[start:end] + first)
+            self._write_tokens(dataset.tokens[start : start + _CHECK_BLOCK].tobytes())
+        self._add_lengths(dataset.sequence_lengths)
+        self._add_documents(dataset.document_indices[1:] + first)
         self.num_tokens += dataset.num_tokens
-        return digest.hexdigest()
 
     def finalize(self, meta: dict[str, Any] | None = None) -> None:
         """Write the index and give all files their final names, so that an index is never next to other tokens.
@@ -194,12 +224,13 @@ class IndexedDatasetWriter:
         Args:
             meta: content of PREFIX.json; None writes no such file.
         """
-        if self._document_indices.last != len(self._lengths):
+        document_indices = np.concatenate(self._document_indices)
+        if document_indices[-1] != self.num_sequences:
             raise ValueError("the last document is not ended: call end_document() before finalize()")
         with naming(self.bin_path):
             self._flush_and_close(self._bin)
         with naming(self.idx_path), open(self._temporary[self.idx_path], "wb") as file:
-            self._write_index(file)
+            self._write_index(file, document_indices)
             self._flush_and_close(file)
         written = [self.bin_path]
         if meta is not None:
@@ -219,27 +250,19 @@ class IndexedDatasetWriter:
             os.fsync(file.fileno())
         file.close()
 
-    def _write_index(self, file: Any) -> None:
-        num_sequences, num_indices = len(self._lengths), len(self._document_indices)
-        file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], num_sequences, num_indices))
-        for lengths in self._lengths.blocks():
-            file.write(lengths)
-        pointer = 0
-        for lengths in self._lengths.blocks():
-            ends = pointer + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-            file.write(np.concatenate([[pointer], ends])[:-1].astype("<i8").tobytes())
-            pointer = int(ends[-1]) if ends.size else pointer
-        for indices in self._document_indices.blocks():
-            file.write(indices)
-        self._lengths.close()
-        self._document_indices.close()
+    def _write_index(self, file: Any, document_indices: np.ndarray) -> None:
+        lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
+        pointers = np.zeros(len(lengths), "<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(lengths), len(document_indices)))
+        for array in (lengths, pointers, document_indices.astype("<i8")):
+            file.write(array)
 
     def abort(self) -> None:
         """Close and delete the unfinished token files of this writer."""
         with suppress(OSError):  # what is still in the buffer of a full disk
             self._bin.close()
-        self._lengths.close()
-        self._document_indices.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
@@ -267,8 +290,6 @@ class IndexedDataset:
     Args:
         prefix: PREFIX.
         meta: the result of `read_meta`; None reads it.
-        fingerprint: hash of the same files from an earlier check (see checked.py). The index is then not read again;
-            None checks it.
 
     Attributes:
         tokens: memmap [num_tokens], all sequences in file order.
@@ -282,7 +303,7 @@ class IndexedDataset:
         UserError: a file is missing, cut short or of another format, or its numbers contradict each other.
     """
 
-    def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None, fingerprint: str | None = None):
+    def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None):
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
         found = [path for path in (self.idx_path, self.bin_path) if path.is_file()]
@@ -293,10 +314,7 @@ class IndexedDataset:
             raise UserError(f"token file {missing} is missing next to {found[0]}: copy it too")
         self._read_index()
         self.num_tokens, self.num_documents = self._size(), len(self.document_indices) - 1
-        if fingerprint is None:
-            self._check_index()
-        else:
-            self.__dict__["fingerprint"] = fingerprint
+        self._check_index()
         file_dtype = self.dtype.newbyteorder("<")
         # numpy cannot map an empty file
         self.tokens = np.memmap(self.bin_path, file_dtype, "r") if self.num_tokens else np.empty(0, file_dtype)
@@ -409,10 +427,6 @@ class IndexedDataset:
     def maps(self) -> tuple[np.ndarray, ...]:
         """Return the memory-mapped arrays of this token file."""
         return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
-
-    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Prefetch tokens begins[i] to ends[i] for all i, without waiting."""
-        will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
         """Return the index int64[n] of the first token of each sequence, given sequence numbers int64[n].

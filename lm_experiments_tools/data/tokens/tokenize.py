@@ -1,34 +1,466 @@
-"""Tokenize text for T5 and similar models, with one sequence per document."""
+"""Tokenize text into token files, in several processes: for `lmtools tokenize`, training and preprocess_data.py.
 
+    text -> shards (sources.py) -> records (records.py) -> Encoder.parts -> batches of documents -> Encoder.encode
+    -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
+
+The output has the same bytes for any number of shards and processes. An interrupted run resumes from the finished
+shards in PREFIX.shards/. `TextEncoder` is for T5, with one sequence per document, also of `--streaming` and `lmtools
+inspect`; `megatron.encoding.SentenceEncoder` is for BERT.
+"""
+
+import json
 import logging
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from lm_experiments_tools.data.text.records import RejectedRecords, no_documents
-from lm_experiments_tools.data.text.sources import Shard, plan_shards
-from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
-from lm_experiments_tools.data.tokens.encoding import EncodedWriter, TextEncoder
-from lm_experiments_tools.data.tokens.files import (
-    check_replaceable,
-    dataset_exists,
-    open_tokenizer,
-    recorded_inputs,
+from lm_experiments_tools.checkpoint.manifest import verify_model
+from lm_experiments_tools.checkpoint.source import TOKENIZER_FILES, hub_folder, may_be_on_hub
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.records import (
+    Record,
+    Rejected,
+    RejectedRecords,
+    TooManyRejected,
+    converted,
+    count_lines,
+    no_documents,
+    read_shard,
+    utf8_length,
 )
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.pipeline import Tokenization, part_of_plan, plan_fingerprint, shard_prefix
-from lm_experiments_tools.data.workers import available_cores
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import locked
+from lm_experiments_tools.data.text.sources import Shard, datasets_of, plan_shards
+from lm_experiments_tools.data.text.tokenizer import BYTES, Tokenizer, warn_of_unknown
+from lm_experiments_tools.data.tokens.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    dataset_exists,
+    dataset_paths,
+    read_meta,
+    remove_unfinished,
+    token_dtype,
+)
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool, available_cores
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.files import json_sha256, locked, read_json, write_atomic
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+FORMAT = 2  # raise when the ids of the same text would change: shards and caches of another format are not reused
+_BATCH_CHARACTERS = 1 << 19  # per call into a tokenizer: a tenth of a second for BERT's
 _BLOCK, _NUM_BLOCKS = 1 << 14, 64  # tokens read together and parts of a token file, to count unknown tokens
+
+
+# ---- encoders ----
+
+
+@dataclass
+class EncodedDocuments:
+    """Token ids of consecutive documents. A document has one or more sequences, such as its sentences.
+
+    Attributes:
+        ids: ids of all sequences, concatenated.
+        sequence_lengths: number of ids of each sequence.
+        num_sequences: number of sequences of each document.
+        num_bytes: bytes of the text.
+        num_empty: documents without tokens, which were dropped.
+    """
+
+    ids: np.ndarray
+    sequence_lengths: np.ndarray
+    num_sequences: np.ndarray
+    num_bytes: int
+    num_empty: int = 0
+
+
+class Encoder(Protocol):
+    """Interface of classes that convert records of text to token ids. Encoders are pickled for the worker processes.
+
+    Attributes:
+        key: key of the text in a JSON record; None passes all fields to `parts`.
+        suffixes: suffixes of the output file names. One token file per suffix is written.
+        dtype: dtype of the ids.
+        max_bytes: larger records are rejected; None for the default.
+        identity: JSON value; equal identities give equal ids.
+    """
+
+    key: str | None
+    suffixes: Sequence[str]
+    dtype: np.dtype
+    max_bytes: int | None
+    identity: Any
+
+    def parts(self, record: Record) -> list[list[str]]:
+        """Split a record into texts, one list per output file. Raises BadRecord if the record cannot be used."""
+
+    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
+        """Encode documents, each a list of texts."""
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Converts documents to token ids with a vocabulary, for T5: each document becomes one sequence.
+
+    Attributes:
+        key: key of the text in a JSON record.
+        append_eos: append EOS to each document.
+        encode_by: "line" or "document", see `tokenize_corpus`.
+    """
+
+    vocabulary: Tokenizer
+    key: str
+    append_eos: bool
+    encode_by: str
+    suffixes = ("",)
+    max_bytes = None
+
+    @classmethod
+    def of(
+        cls, vocabulary: Tokenizer, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
+    ) -> "TextEncoder":
+        """Build a text encoder from a vocabulary.
+
+        Args:
+            vocabulary: converts text to ids.
+            text_key: key of the text in a JSON record.
+            append_eos: append EOS to each document.
+            encode_by: "line" or "document", see `tokenize_corpus`; None uses `Tokenizer.encode_by`.
+        """
+        if encode_by not in (None, "line", "document"):
+            raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
+        if encode_by == "line" != vocabulary.encode_by:
+            logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
+        return cls(vocabulary, text_key, append_eos, encode_by or vocabulary.encode_by)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_dtype(self.vocabulary.size)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "vocab_sha256": self.vocabulary.fingerprint,
+            "text_key": self.key,
+            "append_eos": self.append_eos,
+            "encode_by": self.encode_by,
+        }
+
+    def parts(self, record: Record) -> list[list[str]]:
+        return [[record.value] if self.encode_by == "document" else record.value.split("\n")]
+
+    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
+        """Encode documents, each a list of texts that are concatenated."""
+        parts = [part for document in documents for part in document]
+        ids, part_lengths = self.vocabulary.encode_arrays(parts)
+        num_parts = np.fromiter(map(len, documents), np.int64, len(documents))
+        ends = np.cumsum(part_lengths)[np.cumsum(num_parts) - 1]
+        lengths = np.diff(ends, prepend=0)
+        if self.append_eos:
+            ids, lengths = np.insert(ids, ends, self.vocabulary.eos_id), lengths + 1
+        num_bytes = sum(map(utf8_length, parts)) + len(parts) - len(documents)  # newlines between parts
+        return EncodedDocuments(ids, lengths, np.ones(len(documents), np.int64), num_bytes)
+
+
+def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
+    """Group consecutive items, such as documents, into lists of about equal total size.
+
+    A list ends with the item at which its total size reaches `size`.
+
+    Args:
+        items: the items to group.
+        size_of: function that returns the size of an item.
+        size: minimum total size of a list.
+    """
+    batch: list[T] = []
+    filled = 0
+    for item in items:
+        batch.append(item)
+        filled += size_of(item)
+        if filled >= size:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
+
+
+class EncodedWriter(IndexedDatasetWriter):
+    """Writer of token files that also counts the bytes of the text and the empty documents."""
+
+    num_bytes = num_empty = 0
+
+    def add(self, encoded: EncodedDocuments) -> None:
+        """Append encoded documents to the token file, and add to its counts."""
+        self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
+        self.num_bytes += encoded.num_bytes
+        self.num_empty += encoded.num_empty
+
+    def add_shard(self, shard: IndexedDataset) -> None:
+        """Append the token file of a shard (a part of the text that was encoded separately), and add its counts."""
+        self.add_dataset(shard)
+        self.num_bytes += shard.meta["num_bytes"]
+        self.num_empty += shard.meta["empty_documents"]
+
+
+def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
+    """Encode a shard (a part of the text) into token files, one per suffix of the encoder.
+
+    Rejected records are listed in `prefix`.bad.jsonl.
+
+    Args:
+        shard: the part of the text.
+        prefix: path of the output files, without their suffixes.
+        encoder: converts text to ids.
+        limit: maximum number of rejected records; None for the default limit.
+
+    Returns:
+        Number of rejected records, and False if they were too many and the shard was abandoned.
+    """
+    rejected = RejectedRecords(limit, f"{prefix}.bad.jsonl", of_part=True)
+    try:
+        with closing(rejected), ExitStack() as stack:
+            names = [prefix + suffix for suffix in encoder.suffixes]
+            writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
+            documents = converted(read_shard(shard, encoder.key, max_bytes=encoder.max_bytes), encoder.parts, rejected)
+            for batch in batches(documents, _num_characters, _BATCH_CHARACTERS):
+                for writer, texts in zip(writers, zip(*batch, strict=True), strict=True):
+                    writer.add(encoder.encode(texts))
+            for writer in writers:
+                writer.finalize({
+                    "num_lines": rejected.lines - rejected.count,
+                    "bad_lines": rejected.count,
+                    "num_documents": writer.num_documents,
+                    "num_bytes": writer.num_bytes,
+                    "empty_documents": writer.num_empty + rejected.num_empty,
+                    "bin_sha256": writer.bin_sha256,
+                })  # fmt: skip
+    except TooManyRejected:
+        return rejected.count, False
+    return rejected.count, True
+
+
+def _num_characters(parts: list[list[str]]) -> int:
+    return sum(len(text) for texts in parts for text in texts)
+
+
+def work(caller: Caller) -> None:
+    """Run a worker process of the tokenization: encode each shard (part of the text) that the parent requests."""
+    caller.serve(lambda settings: lambda job: encode_shard(*job, *settings))
+
+
+# ---- several processes ----
+
+
+def _encode_shards(
+    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int | None, remedy: str
+) -> Iterator[tuple[Shard, str]]:
+    """The (shard, prefix) of each finished job; ends early where too many records are rejected."""
+    num_rejected, workers = 0, min(workers, len(jobs))
+    with ExitStack() as stack:
+        if workers <= 1:
+            answers = ((job, encode_shard(*job, encoder, limit)) for job in jobs)
+        else:
+            pool = stack.enter_context(WorkerPool(work, (encoder, limit), workers))
+            submitted = {pool.submit(job): job for job in jobs}
+            answers = ((submitted[done], done.result()) for done in as_completed(submitted))
+        try:
+            for job, (count, finished) in answers:
+                num_rejected += count
+                if not finished or (limit is not None and num_rejected > limit):
+                    return
+                yield job
+        except WorkerEnded as end:
+            raise UserError(
+                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for lack of memory) "
+                f"at {end.request[0].path}: {remedy}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """One tokenization of a text by several processes. It can be resumed after an interruption.
+
+    Attributes:
+        shards: the parts of the text, which are encoded independently.
+        encoder: converts records to token ids.
+        prefix: path of the folder for finished shards, without its ending ".shards/". The caller must hold its lock.
+        outputs: prefixes of the token files, one per suffix of the encoder.
+        rejected: path of the list of rejected records.
+        limit: maximum number of rejected records; None for the default limit.
+        workers: number of processes.
+        remedy: advice in the error message if a process dies.
+    """
+
+    shards: Sequence[Shard]
+    encoder: Encoder
+    prefix: str
+    outputs: Sequence[str]
+    rejected: str
+    limit: int | None
+    workers: int
+    remedy: str = "try again with fewer workers"
+
+    def run(
+        self,
+        meta: Callable[[Sequence[EncodedWriter], RejectedRecords], Sequence[dict[str, Any]]],
+        progress: Callable[[Sequence[tuple[Shard, str]], Iterable[tuple[Shard, str]]], None],
+    ) -> list[dict[str, Any]]:
+        """Encode all shards (parts of the text) that are not finished, then join all shards into the token files.
+
+        Args:
+            meta: function that returns the content of each .json file.
+            progress: function that shows the progress. It gets the jobs and an iterator over finished jobs, which it
+                must consume.
+
+        Returns:
+            The contents of the .json files.
+        """
+        for prefix in self.outputs:
+            remove_unfinished(prefix)
+        files = _ShardFiles(self.shards, self.prefix, self.encoder)
+        with files.removed_unless_resumable():
+            jobs = files.jobs()
+            with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit, self.remedy)) as done:
+                progress(jobs, done)
+            files.check_unchanged()
+            rejected = files.collect_rejected(self.rejected, self.limit)
+            with ExitStack() as stack:
+                writers = [stack.enter_context(EncodedWriter(name, self.encoder.dtype)) for name in self.outputs]
+                for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
+                    for shard in files.parts(suffix):
+                        writer.add_shard(shard)
+                metas = list(meta(writers, rejected))
+                for writer, content in zip(writers, metas, strict=True):
+                    writer.finalize(content)
+            files.remove()
+        return metas
+
+
+class _ShardFiles:
+    """PREFIX.shards/ with the token files of shards."""
+
+    def __init__(self, shards: Sequence[Shard], prefix: str, encoder: Encoder):
+        self.shards, self._encoder = shards, encoder
+        self._folder, self._fingerprint = Path(f"{prefix}.shards"), plan_fingerprint(shards, encoder.identity)
+
+    def parts(self, suffix: str) -> Iterator[IndexedDataset]:
+        """The finished token files of a suffix, in order."""
+        return (IndexedDataset(self._prefix(number) + suffix) for number in range(len(self.shards)))
+
+    def jobs(self) -> list[tuple[Shard, str]]:
+        """Return the shards that are still to be encoded, each with the path prefix of its token files."""
+        left = [number for number in range(len(self.shards)) if not self._is_intact(number)]
+        if len(left) < len(self.shards):
+            finished = len(self.shards) - len(left)
+            logger.info("%d of %d shards are there from an earlier run", finished, len(self.shards))
+        return [(self.shards[number], self._prefix(number)) for number in left]
+
+    def _is_intact(self, number: int) -> bool:
+        """True for a finished shard with the recorded content: shards are not fsynced, a power cut may damage them."""
+        try:
+            return all(IndexedDataset(name).check_content() for name in self._names(number))
+        except UserError:
+            return False
+
+    def _record(self, number: int) -> dict[str, Any] | None:
+        """The .json of a finished shard (of the first suffix); None where it is not finished."""
+        names = self._names(number)
+        with suppress(UserError):  # damaged
+            return read_meta(names[0]) or None if all(map(dataset_exists, names)) else None
+        return None
+
+    def _names(self, number: int) -> list[str]:
+        """The prefixes of a shard's token files."""
+        return [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
+
+    def _prefix(self, number: int) -> str:
+        return str(self._folder / f"{number:06d}")
+
+    @contextmanager
+    def removed_unless_resumable(self) -> Iterator[None]:
+        """The folder; it outlives an exception if it holds documents of finished shards."""
+        self._prepare()
+        try:
+            yield
+        finally:
+            records = map(self._record, range(len(self.shards)))
+            if self._folder.exists() and any(record and record["num_documents"] for record in records):
+                logger.info("another run resumes from the finished shards in %s", self._folder)
+            elif self._folder.exists():
+                self.remove()
+
+    def _prepare(self) -> None:
+        plan = self._folder / "plan.json"
+        with suppress(UserError):  # missing or damaged
+            if read_json(plan).get("fingerprint") == self._fingerprint:
+                return
+        unfinished = f".{plan.name}.tmp"  # of a plan whose writing was killed
+        if not plan.is_file() and any(not p.name.startswith(unfinished) for p in self._folder.glob("*")):
+            raise UserError(f"{self._folder} holds other files (no plan.json): move it or choose another output")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        write_atomic(plan, json.dumps({"fingerprint": self._fingerprint}))
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self._folder)
+
+    def check_unchanged(self) -> None:
+        """Refuse to join shards of a text that has changed since it was planned."""
+        for shard in {shard.path: shard for shard in self.shards}.values():
+            shard.check_unchanged()
+        if datasets_of(self.shards) and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
+            raise UserError("files of the datasets were changed while they were being read: start again")
+
+    def collect_rejected(self, path: str, limit: int | None) -> RejectedRecords:
+        """The rejected records of all shards, with the lines of their files, listed in `path`."""
+        rejected = RejectedRecords(limit, path)
+        file, position, lines = "", 0, 0
+        with closing(rejected):
+            for number, shard in enumerate(self.shards):
+                record, listed = self._record(number), Path(f"{self._prefix(number)}.bad.jsonl")
+                rejected.accept(record["num_lines"] if record else 0)
+                rejected.num_empty += record["empty_documents"] if record else 0
+                if listed.is_file():
+                    if shard.path != file:
+                        file, position, lines = shard.path, 0, 0
+                    if shard.kind != "dataset":
+                        lines += count_lines(shard.path, position, shard.start)
+                        position = shard.start
+                    for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
+                        line = lines + entry["line"]
+                        rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
+                if listed.is_file() and record is None:
+                    raise UserError(
+                        f"most lines of {shard.path} are bad: {rejected}{rejected.remedy or '; give another --input'}"
+                    )
+        if rejected.count:
+            logger.warning("%s", rejected)
+        return rejected
+
+
+def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
+    """Hash everything that determines the tokens of a text: the input files and the encoder's identity.
+
+    Args:
+        shards: the parts of the text.
+        encoding: identity of the encoder.
+    """
+    stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
+    parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
+    datasets = [hf_datasets.identity(name, with_times=True) for name in datasets_of(shards)]
+    return json_sha256([FORMAT, parts, sorted(stamps.items()), datasets, encoding])
+
+
+# ---- T5's token files ----
 
 
 def tokenize_corpus(
@@ -43,7 +475,6 @@ def tokenize_corpus(
     max_bad_lines: int | None = None,
     encode_by: str | None = None,
     show_progress: bool | None = None,
-    shard: tuple[int, int] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Tokenize all documents of `inputs` and write the token file PREFIX.bin, PREFIX.idx and PREFIX.json.
@@ -60,7 +491,6 @@ def tokenize_corpus(
         encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
             those of seqio; None uses `Tokenizer.encode_by`.
         show_progress: show a progress bar; None shows one on a terminal.
-        shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`; None encodes all.
         overwrite: replace token files of other inputs or of another vocabulary.
 
     Returns:
@@ -72,15 +502,11 @@ def tokenize_corpus(
     vocabulary = vocab_path if isinstance(vocab_path, Tokenizer) else open_tokenizer(vocab_path)
     encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
-    origin: dict[str, Any] = {"input": recorded_inputs(inputs)}
-    if shard is None:
-        shards = plan_shards(inputs, document_per_line=document_per_line)
-    else:
-        shards, origin["shard"] = part_of_plan(inputs, *shard, encoder.identity, document_per_line)
-        prefix = shard_prefix(prefix, *shard)
+    origin = recorded_inputs(inputs)
+    shards = plan_shards(inputs, document_per_line=document_per_line)
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
-            check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.fingerprint)
+            check_replaceable(prefix, origin, vocabulary.recorded_as, vocabulary.fingerprint)
         run = Tokenization(
             shards, encoder, prefix, [prefix], rejected=f"{prefix}.bad_lines.jsonl", limit=max_bad_lines,
             workers=workers or available_cores(),
@@ -92,13 +518,13 @@ def tokenize_corpus(
 def _meta(
     encoder: TextEncoder,
     shards: Sequence[Shard],
-    origin: dict[str, Any],
+    origin: list[str],
     writers: Sequence[EncodedWriter],
     rejected: RejectedRecords,
 ) -> list[dict[str, Any]]:
     """The content of PREFIX.json. Raises UserError where there is no document."""
     (writer,) = writers
-    if not writer.num_documents and "shard" not in origin:
+    if not writer.num_documents:
         raise no_documents(list(dict.fromkeys(shard.path for shard in shards)), rejected)
     meta = {
         "vocab_sha256": encoder.vocabulary.fingerprint,
@@ -112,7 +538,7 @@ def _meta(
         "text_key": encoder.key,
         "dtype": writer.dtype.name,
         "bin_sha256": writer.bin_sha256,
-        **origin,
+        "input": origin,
         "bad_lines": rejected.count,
     }
     return [meta | ({"empty_documents": rejected.num_empty} if rejected.num_empty else {})]
@@ -189,3 +615,89 @@ def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Tokenizer
         f"not with {vocabulary.path} (fingerprint {vocabulary.fingerprint[:12]}): give that one{other_case} or "
         "tokenize again"
     )
+
+
+# ---- what a token file was made of ----
+
+
+def recorded_inputs(inputs: Iterable[str]) -> list[str]:
+    """Convert inputs to the form in which PREFIX.json records them: files by absolute path, datasets by name."""
+    return [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
+
+
+def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
+    """Raise UserError if existing token files are of other inputs or another vocabulary, so must not be replaced.
+
+    Args:
+        prefix: path of the existing files, without suffix.
+        inputs: the new inputs, as `recorded_inputs` returns them.
+        vocab_file, vocab_sha256: path and fingerprint of the new vocabulary.
+    """
+    if not dataset_exists(prefix):
+        return
+    try:
+        meta = read_meta(prefix)
+    except UserError:  # damaged: as good as none
+        meta = {}
+    if inputs and meta.get("input") == inputs and meta.get("vocab_sha256") == vocab_sha256:
+        return
+    made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
+    raise UserError(
+        f"{prefix}.bin and .idx exist, tokens of {made_of} with the vocabulary {meta.get('vocab_file') or 'unknown'}, "
+        f"not of {', '.join(inputs) or 'unknown text'} with {vocab_file}: choose another --output, or give --overwrite"
+    )
+
+
+@cache  # once, however often a run opens the file
+def _warn_unrecorded(meta_path: Path) -> None:
+    fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
+    logger.warning(
+        "%s %s, so the tokens cannot be verified: copy the .json of `lmtools tokenize` or preprocess_data.py too",
+        meta_path,
+        fact,
+    )
+
+
+def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
+    """Log a warning, once per file, if the PREFIX.json of a token file does not name a vocabulary.
+
+    Args:
+        prefix: path of the token file, without suffix.
+        meta: content of PREFIX.json.
+    """
+    if "vocab_sha256" not in meta:
+        _warn_unrecorded(dataset_paths(prefix)[2])
+
+
+def open_tokenizer(name: str | os.PathLike, flag: str = "--vocab", lowercase: bool | None = None) -> Tokenizer:
+    """Load a tokenizer from a file, a folder or the Hugging Face Hub. The files of a checkpoint are verified first.
+
+    Args:
+        flag: the flag that names it, for error messages.
+        lowercase: see `Tokenizer.load`.
+    """
+    path = Path(name)
+    if os.fspath(name) != BYTES and not path.exists() and may_be_on_hub(os.fspath(name)):
+        try:
+            path = hub_folder(os.fspath(name), flag, TOKENIZER_FILES)
+        except OSError as error:
+            raise UserError(
+                f"{flag} {name}: neither this machine nor the Hub has it ({first_line(error)})."
+            ) from error
+    verify_model(path)
+    return Tokenizer.load(path, lowercase=lowercase)
+
+
+def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
+    """Return the path of the vocabulary that a token file was made with; None if it does not exist.
+
+    Args:
+        prefix: path of the token file, without suffix.
+        meta: content of PREFIX.json, which names the vocabulary.
+    """
+    if meta.get("vocab_file") is None:
+        return None
+    named = Path(meta["vocab_file"])
+    if meta["vocab_file"] == BYTES:
+        return named
+    return next((path for path in (named, Path(prefix).parent / named.name) if path.exists()), None)

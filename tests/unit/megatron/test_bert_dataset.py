@@ -2,17 +2,14 @@
 
 import logging
 import multiprocessing
-import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lm_experiments_tools.data.dataset import Dataset
-from lm_experiments_tools.data.tokens import checked
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
-from megatron import sample_mapping
 from megatron.bert_dataset import BertDataset, truncated_lengths
 from megatron.sample_mapping import MappingSettings, build_mapping, load_mapping
 from tests.helpers.token_toys import token_data
@@ -418,22 +415,6 @@ def test_a_damaged_mapping_is_noticed_and_built_again(data, tmp_path, caplog):
     before = mapping.path.stat().st_mtime_ns
     load_mapping(data, MappingSettings(61), tmp_path)
     assert mapping.path.stat().st_mtime_ns == before
-
-
-def test_a_mapping_is_read_for_its_checksum_once_a_machine(data, tmp_path, monkeypatch):
-    path = load_mapping(data, MappingSettings(61), tmp_path).path
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checked, "SMALL", 0)
-    reads, checksum = [], sample_mapping._checksum
-    monkeypatch.setattr(sample_mapping, "_checksum", lambda path: reads.append(path) or checksum(path))
-    loaded = [load_mapping(data, MappingSettings(61), tmp_path) for _ in range(3)]  # workers, later starts
-    assert reads == [path] and all(mapping.counts == loaded[0].counts for mapping in loaded)
-    monkeypatch.setattr(checked.platform, "node", lambda: "another")
-    load_mapping(data, MappingSettings(61), tmp_path)
-    assert reads == [path, path]
-    os.utime(path, ns=(0, 0))  # written again since
-    load_mapping(data, MappingSettings(61), tmp_path)
-    assert len(reads) == 3
 
 
 def test_where_nothing_can_be_written_the_mapping_stays_in_memory(data, tmp_path, caplog):

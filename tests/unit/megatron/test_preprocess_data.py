@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.tokens import encoding
+from lm_experiments_tools.data.tokens import tokenize
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from megatron import preprocess_data as module
@@ -71,7 +71,7 @@ def test_each_document_is_what_the_ancestor_makes_of_it(folder, tokenizer, split
 
 
 def test_files_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 400)
+    monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 400)
     monkeypatch.setattr(module, "plan_shards", lambda inputs, **options: plan_shards(inputs, 2000, **options))
     text = 'Mr. Smith went. He said, "no!"\nThen (at 5 p.m.) she left.\n\nIt is over... Is it?'
     for name in "ab":
@@ -213,7 +213,7 @@ def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
 
 @pytest.mark.parametrize("num_lines", [3, 300])  # fewer and more than --max-bad-lines
 def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatch, num_lines):
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 2000)
     write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
     with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\)"):
         run(folder)

@@ -1,18 +1,16 @@
-"""preprocess_data.py stopped, killed, in several processes and in shards: the same bytes, and nothing left."""
+"""preprocess_data.py stopped, killed, in several processes: the same bytes, and nothing left."""
 
 import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.tokens import pipeline
+from lm_experiments_tools.data.tokens import tokenize
 from lm_experiments_tools.files import locked
-from lm_experiments_tools.tools import main as lmtools
 from megatron import preprocess_data as module
 from tests.helpers import ROOT
 from tests.helpers.preprocessing import command, outputs, run, start, write_lines
@@ -40,7 +38,6 @@ def test_an_interrupted_run_leaves_its_finished_shards_and_nothing_else(folder):
 @pytest.fixture
 def small_shards(monkeypatch):
     monkeypatch.setattr(module, "plan_shards", lambda inputs, **options: plan_shards(inputs, 2000, **options))
-    monkeypatch.setattr(pipeline, "_MIN_SHARD_BYTES", 500)
 
 
 def write_many(folder):
@@ -53,22 +50,6 @@ def write_many(folder):
     return ("--split-sentences", "--sentence-splitter", "newline", "--json-keys", "text", "title")
 
 
-def test_merged_shards_are_byte_for_byte_one_run(folder, small_shards, capsys):
-    flags = write_many(folder)
-    run(folder, *flags)
-    whole = outputs(folder)
-    for number in (2, 0, 1):
-        run(folder, *flags, "--shard", f"{number}/3", "--output-prefix", folder / "parts" / "x")
-    for key in ("text", "title"):
-        common, merged = folder / "parts" / f"x_{key}_sentence", folder / "merged" / f"x_{key}_sentence"
-        lmtools.main(["merge", "--input", str(common), "--output", str(merged)])
-        for ending in (".bin", ".idx", ".json"):
-            assert Path(f"{merged}{ending}").read_bytes() == whole[f"x_{key}_sentence{ending}"], ending
-    bad_lines = folder / "merged" / "x_text_sentence.bad_lines.jsonl"
-    assert bad_lines.read_bytes() == whole["x.bad_lines.jsonl"]
-    assert not list((folder / "parts").glob("*.shards")) + list((folder / "parts").glob("*.lock"))
-
-
 @pytest.mark.parametrize("change", ["nothing", "--append-eod", "text", "splitter"])
 def test_finished_shards_are_used_for_the_same_text_and_settings_alone(
     folder, small_shards, monkeypatch, caplog, change
@@ -79,7 +60,7 @@ def test_finished_shards_are_used_for_the_same_text_and_settings_alone(
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "own_splitter", raising=False)
     flags += ("--sentence-splitter", "own_splitter:split")
-    encode, done = pipeline.encode_shard, []
+    encode, done = tokenize.encode_shard, []
 
     def stop(job, *rest):
         if len(done) == 2:
@@ -88,7 +69,7 @@ def test_finished_shards_are_used_for_the_same_text_and_settings_alone(
         return encode(job, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "encode_shard", stop)
+        patch.setattr(tokenize, "encode_shard", stop)
         with pytest.raises(KeyboardInterrupt):
             run(folder, *flags)
     if change == "text":

@@ -76,19 +76,24 @@ def test_a_slurm_job_is_requeued_if_and_only_if_it_was_terminated(
         assert json.loads(words)[1:5] == ["--nnodes", "2", "--nproc_per_node", "4"] and "n1:15007" in words
 
 
-def test_an_array_of_jobs_and_merge_write_the_tokens_of_one_run(tmp_path, program, monkeypatch):
+def test_an_array_of_jobs_tokenizes_each_file_once(tmp_path, program, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program("lmtools", f'#!/bin/bash\nexec {sys.executable} -m lm_experiments_tools.tools.main "$@"\n')
-    write_jsonl(tmp_path / "text 1.jsonl", make_texts(100))
-    text = ["--input", "text 1.jsonl", "--vocab", "bytes"]
-    subprocess.run(["lmtools", "tokenize", *text, "--output", "one"], check=True)
-    job = ["bash", ROOT / "examples" / "clusters" / "tokenize.sbatch", *text, "--output", "parts"]
-    for number, parts in ((0, {"SLURM_ARRAY_TASK_COUNT": "2"}), (1, {"SLURM_ARRAY_TASK_COUNT": "1", "PARTS": "2"})):
-        subprocess.run(job, env=os.environ | parts | {"SLURM_ARRAY_TASK_ID": str(number)}, check=True)
-    subprocess.run(["lmtools", "merge", "--input", "parts", "--output", "merged"], check=True)
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"one{suffix}").read_bytes()
+    files = [f"text {number}.jsonl" for number in range(3)]
+    for number, file in enumerate(files):
+        write_jsonl(tmp_path / file, make_texts(30, seed=number))
+    tokenize = [sys.executable, "-m", "lm_experiments_tools.tools.main", "tokenize", "--vocab", "bytes", "--input"]
+    job = ["bash", ROOT / "examples" / "clusters" / "tokenize.sbatch", "all", *files, "--vocab", "bytes"]
+    jobs = ({"SLURM_ARRAY_TASK_COUNT": "2"}, {"SLURM_ARRAY_TASK_COUNT": "1", "JOBS": "2"}, {"JOBS": "9"})
+    for number, settings in enumerate(jobs[:2]):
+        subprocess.run(job, env=os.environ | settings | {"SLURM_ARRAY_TASK_ID": str(number)}, check=True)
+        subprocess.run([*tokenize, *files[number::2], "--output", f"own-{number}"], check=True)
+        for suffix in (".bin", ".idx"):
+            own = (tmp_path / f"own-{number}{suffix}").read_bytes()
+            assert (tmp_path / f"all-0000{number}{suffix}").read_bytes() == own
+    subprocess.run(job, env=os.environ | jobs[2] | {"SLURM_ARRAY_TASK_ID": "5"}, check=True)
+    assert not list(tmp_path.glob("all-00005*"))
 
 
 def test_ssh_hosts_start_the_same_command_with_their_ranks(tmp_path, program, monkeypatch):

@@ -13,7 +13,7 @@ from lm_experiments_tools.data.streaming.text import Position, StreamPlan, Strea
 from lm_experiments_tools.data.streaming.worker import StreamTokens
 from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.encoding import TextEncoder
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import make_texts
 

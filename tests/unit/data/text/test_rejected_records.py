@@ -13,7 +13,7 @@ from lm_experiments_tools.data.text.records import (
     allowed,
     converted,
 )
-from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import make_texts

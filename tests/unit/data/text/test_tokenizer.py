@@ -12,10 +12,8 @@ from transformers import AutoTokenizer, BertTokenizerFast, ByT5Tokenizer, PreTra
 
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.encoding import TextEncoder
-from lm_experiments_tools.data.tokens.files import open_tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, tokenize_corpus
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder, check_vocabulary, open_tokenizer, tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.tokenizers import named_tokenizer
 from lm_experiments_tools.tools.main import main as lmtools

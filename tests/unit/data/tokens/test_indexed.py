@@ -6,8 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.tokens.files import dataset_exists
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import read_documents, token_data, write_tokens
 

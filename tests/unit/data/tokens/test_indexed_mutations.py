@@ -15,7 +15,7 @@ import pytest
 from lm_experiments_tools.data.text.records import Record, Rejected, read_shard
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.pipeline import encode_shard
+from lm_experiments_tools.data.tokens.tokenize import encode_shard
 from lm_experiments_tools.errors import UserError
 from megatron.encoding import EncodingArgs, SentenceEncoder
 from tests.helpers.token_toys import read_documents, write_tokens

@@ -16,10 +16,8 @@ import sentencepiece
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
-from lm_experiments_tools.data.tokens import pipeline
-from lm_experiments_tools.data.tokens import tokenize as module
-from lm_experiments_tools.data.tokens.files import dataset_exists
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens import tokenize
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
@@ -62,7 +60,7 @@ def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monke
     results = []
     for workers, shard_bytes in ((1, 1 << 30), (1, 3000), (3, 7777)):
         monkeypatch.setattr(
-            module, "plan_shards", lambda inputs, size=shard_bytes, **options: plan_shards(inputs, size, **options)
+            tokenize, "plan_shards", lambda inputs, size=shard_bytes, **options: plan_shards(inputs, size, **options)
         )
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=workers)
         results.append(files(tmp_path / "t"))
@@ -100,12 +98,11 @@ def test_a_folder_of_someone_else_is_left_alone(tmp_path, vocab):
 
 SCRIPT = """
 import sys
-from lm_experiments_tools.data.tokens import pipeline
-from lm_experiments_tools.data.tokens import tokenize as module
+from lm_experiments_tools.data.tokens import tokenize
 from lm_experiments_tools.data.text.sources import plan_shards
-module.plan_shards = lambda inputs, **options: plan_shards(inputs, 20_000, **options)
+tokenize.plan_shards = lambda inputs, **options: plan_shards(inputs, 20_000, **options)
 data, vocab, prefix = sys.argv[1:]
-module.tokenize_corpus([data], vocab, prefix, workers=2)
+tokenize.tokenize_corpus([data], vocab, prefix, workers=2)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 
@@ -238,15 +235,15 @@ def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_lim
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
     with pytest.raises(UserError, match="more than 1 bad lines"):
         tokenize_corpus([data], vocab, tmp_path / "t", workers=1, max_bad_lines=1)
-    done, real = [], pipeline.encode_shard
-    monkeypatch.setattr(pipeline, "encode_shard", lambda shard, *rest: done.append(shard) or real(shard, *rest))
+    done, real = [], tokenize.encode_shard
+    monkeypatch.setattr(tokenize, "encode_shard", lambda shard, *rest: done.append(shard) or real(shard, *rest))
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
     assert len(done) == 1 and files(tmp_path / "t") == files(tmp_path / "whole")
     assert not (tmp_path / "t.shards").exists()
 
 
 def ensure_tokenized(path, vocab, cache, **options):
-    return module.ensure_tokenized(str(path), Tokenizer.load(vocab), cache, **options)
+    return tokenize.ensure_tokenized(str(path), Tokenizer.load(vocab), cache, **options)
 
 
 def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path, vocab, monkeypatch):
@@ -254,7 +251,7 @@ def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path
     cache = tmp_path / "cache"
     first = ensure_tokenized(data, vocab, cache, workers=1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "tokenize_corpus", lambda *_, **__: pytest.fail("tokenized twice"))
+        patch.setattr(tokenize, "tokenize_corpus", lambda *_, **__: pytest.fail("tokenized twice"))
         assert ensure_tokenized(data, vocab, cache, workers=1) == first
     assert ensure_tokenized(data, vocab, cache, append_eos=True) != first
     write_jsonl(tmp_path / "d.jsonl", make_texts(21))
@@ -270,7 +267,7 @@ def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, voca
     Tokenizer.load(vocab).save(tmp_path / "saved")
     saved = Tokenizer.load(tmp_path / "saved")
     assert saved.path.read_bytes() != Path(vocab).read_bytes() and saved.fingerprint == meta["vocab_sha256"]
-    module.check_vocabulary(str(tmp_path / "t"), meta, saved)
+    tokenize.check_vocabulary(str(tmp_path / "t"), meta, saved)
     train_vocab([data], 150, tmp_path / "other.model")
     for record, words in (
         (meta, Tokenizer.load(tmp_path / "other.model")),
@@ -278,7 +275,7 @@ def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, voca
         (meta | {"vocab_sha256": "0" * 64}, saved),
     ):
         with pytest.raises(UserError, match="were made with the vocabulary"):
-            module.check_vocabulary(str(tmp_path / "t"), record, words)
+            tokenize.check_vocabulary(str(tmp_path / "t"), record, words)
 
 
 def test_ranks_that_ask_at_once_share_one_tokenization(tmp_path, vocab, monkeypatch):
@@ -291,7 +288,7 @@ def test_ranks_that_ask_at_once_share_one_tokenization(tmp_path, vocab, monkeypa
         time.sleep(0.3)
         return real(*args, **options)
 
-    monkeypatch.setattr(module, "tokenize_corpus", slow)
+    monkeypatch.setattr(tokenize, "tokenize_corpus", slow)
     prefixes = []
     threads = [
         threading.Thread(target=lambda: prefixes.append(ensure_tokenized(data, vocab, tmp_path / "cache", workers=1)))

@@ -9,11 +9,9 @@ import pytest
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens import pipeline
+from lm_experiments_tools.data.tokens import tokenize
 from lm_experiments_tools.data.tokens import tokenize as module
-from lm_experiments_tools.data.tokens.files import dataset_exists
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
-from lm_experiments_tools.data.tokens.merge import merge_datasets
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import report_unknown, tokenize_corpus
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError
@@ -37,7 +35,7 @@ def test_text_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab
     data = tmp_path / "d.jsonl"
     write_jsonl(data, make_texts(1500))
     number = range(len(plan_shards([str(data)], 20_000)))[changed]
-    real = pipeline.encode_shard
+    real = tokenize.encode_shard
 
     def tokenize_and_change(shard, prefix, *rest):
         count = real(shard, prefix, *rest)
@@ -46,7 +44,7 @@ def test_text_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab
         return count
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "encode_shard", tokenize_and_change)
+        patch.setattr(tokenize, "encode_shard", tokenize_and_change)
         with pytest.raises(UserError, match=r"d\.jsonl was changed while it was being read"):
             tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
     assert not dataset_exists(tmp_path / "t")
@@ -58,7 +56,7 @@ def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_
     pytest.importorskip("datasets")
     write_table = pytest.importorskip("pyarrow.parquet").write_table
     table = pytest.importorskip("pyarrow").table
-    folder, real = tmp_path / "parquet", pipeline.encode_shard
+    folder, real = tmp_path / "parquet", tokenize.encode_shard
     folder.mkdir()
     write_table(table({"text": ["the a of model"]}), folder / "train-00000-of-00001.parquet")
 
@@ -67,7 +65,7 @@ def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_
         write_table(table({"text": ["the a of token"] * 9}), folder / "train-00000-of-00001.parquet")
         return count
 
-    monkeypatch.setattr(pipeline, "encode_shard", tokenize_and_change)
+    monkeypatch.setattr(tokenize, "encode_shard", tokenize_and_change)
     with pytest.raises(UserError, match="files of the datasets were changed"):
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1)
     assert not dataset_exists(tmp_path / "t")
@@ -76,7 +74,7 @@ def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_
 def test_an_output_in_the_folder_of_its_text_is_no_input_and_a_stopped_run_goes_on(
     tmp_path, vocab, small_shards, monkeypatch
 ):
-    folder, done, real = tmp_path / "in", [], pipeline.encode_shard
+    folder, done, real = tmp_path / "in", [], tokenize.encode_shard
     folder.mkdir()
     write_jsonl(folder / "d.jsonl", make_texts(1500) + ["\0"])  # the last one a bad line
     tokenize_corpus([str(folder)], vocab, tmp_path / "whole", workers=1)
@@ -87,7 +85,7 @@ def test_an_output_in_the_folder_of_its_text_is_no_input_and_a_stopped_run_goes_
             raise KeyboardInterrupt
         return real(shard, *rest)
 
-    monkeypatch.setattr(pipeline, "encode_shard", stop)
+    monkeypatch.setattr(tokenize, "encode_shard", stop)
     with pytest.raises(KeyboardInterrupt):
         tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
     left = IndexedDatasetWriter(folder / "t", "uint16"), IndexedDatasetWriter(folder / "other", "uint16")  # of a kill
@@ -151,12 +149,6 @@ def test_empty_texts_are_counted_and_no_limit_counts_them(tmp_path, vocab, capsy
     assert not (tmp_path / "t.bad_lines.jsonl").exists()
     command = ["tokenize", "--input", one, two, "--vocab", vocab, "--output", str(tmp_path / "u"), "--workers", "1"]
     assert main(command) == 0 and "0 bad lines, 200 empty texts, in" in capsys.readouterr().out
-    for number in range(2):
-        tokenize_corpus([one], vocab, tmp_path / "s", workers=1, shard=(number, 2))
-    merged = merge_datasets([str(tmp_path / "without"), str(tmp_path / "t")], tmp_path / "m")
-    shards = merge_datasets([str(tmp_path / "s")], tmp_path / "n")
-    assert merged["empty_documents"] == shards["empty_documents"] == 200
-    assert files(tmp_path / "n") == files(tmp_path / "t")
 
 
 def test_a_machine_without_tqdm_tokenizes(tmp_path, vocab, monkeypatch):
