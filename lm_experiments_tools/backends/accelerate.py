@@ -149,7 +149,6 @@ class AccelerateBackend(Backend):
         super().__init__(precision, accelerator.device)
         self.accelerator, self.fp16_allreduce = accelerator, fp16_allreduce
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
-        self.local_rank = accelerator.local_process_index
         if self.world_size > 1:
             atexit.register(leave_group, weakref.WeakMethod(self._drop_wrapper))
         self._host_group = host_group(self.world_size, self.device, STALL_SECONDS)
@@ -216,12 +215,8 @@ class AccelerateBackend(Backend):
         if self.world_size == 1:
             return values
         total = values.clone()
-        dist.all_reduce(total, group=self._host_group)
+        dist.all_reduce(total, group=self._host_group if total.device.type == "cpu" else None)
         return total
-
-    def sum_in_place(self, values: Tensor) -> None:
-        if self.world_size > 1:
-            dist.all_reduce(values)
 
     def gather(self, value: Any) -> list[Any]:
         if self.world_size == 1:
@@ -268,16 +263,15 @@ class AccelerateBackend(Backend):
             dist.broadcast(carrier, src=0)
             put_back(carrier, tensor)
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         kind = self.accelerator.distributed_type.value
-        return f"{super().describe()}, Accelerate distributed_type {kind} ({self.wrapping})"
+        return f"{super().__str__()}, Accelerate distributed_type {kind} ({self.wrapping})"
 
 
 class FullyShardedBackend(AccelerateBackend):
     """FSDP2: each worker holds a shard of the parameters, gradients and optimizer state, as DTensors."""
 
     wrapping = "FSDP2"
-    shards_model = shards_state = True
 
     def __init__(self, accelerator: Accelerator, precision: Precision | None = None) -> None:
         super().__init__(accelerator, precision)
@@ -327,8 +321,6 @@ class DeepSpeedBackend(AccelerateBackend):
     Checkpoints hold full weights and slices of the optimizer's state, so any other backend can load them.
     """
 
-    shards_state = True
-
     def __init__(self, accelerator: Accelerator, args: TrainerArgs) -> None:
         # The engine casts the model, so forward passes need no autocast.
         super().__init__(accelerator, Precision())
@@ -340,7 +332,6 @@ class DeepSpeedBackend(AccelerateBackend):
             raise UserError(f"--fp16: DeepSpeed finds no float16 on {self.device}; use --bf16")
         self.stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
         self.wrapping = f"ZeRO stage {self.stage}"
-        self.shards_model = self.stage == 3
         self.scales = (args.min_loss_scale or 0.0, args.max_loss_scale or math.inf)
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
         self.state = ZeROState(self)
@@ -428,9 +419,11 @@ class ZeROState(State):
     """
 
     backend: DeepSpeedBackend
+    is_sharded = True
 
     def __init__(self, backend: DeepSpeedBackend) -> None:
         super().__init__(backend)
+        self.shards_weights = backend.stage == 3
         self.unsharded: UnshardedOptimizer | None = None
         self.kind, self.frozen = "", {}
 

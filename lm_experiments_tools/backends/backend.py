@@ -63,7 +63,13 @@ class State:
     Args:
         backend: of which the state is; weights and optimizer are those of its `setup`.
         setup_shares_weights: True if `setup` gives all workers rank 0's weights before any are needed.
+
+    Attributes:
+        is_sharded: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).
+        shards_weights: True for FSDP and ZeRO-3, where all workers must run the same number of forward passes.
     """
+
+    is_sharded = shards_weights = False
 
     def __init__(self, backend: Backend, *, setup_shares_weights: bool = False) -> None:
         self.backend, self.setup_shares_weights = backend, setup_shares_weights
@@ -160,7 +166,7 @@ class State:
             if then != now:
                 raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
         # Only rank 0 reads the checkpoints of other programs.
-        optimizer, is_shared = self.whole_optimizer, backend.shards_state and all(backend.gather(bool(tree)))
+        optimizer, is_shared = self.whole_optimizer, self.is_sharded and all(backend.gather(bool(tree)))
         load_optimizer_tree(optimizer, tree.get("optimizer"), backend, self.place_state, is_shared=is_shared)
         backend.precision.load_state_dict(saved["precision"])
         exponents = saved.get("exponents", [])
@@ -225,8 +231,6 @@ class Backend(Workers):
     Attributes:
         model: the wrapped model; call it for a forward pass.
         optimizer: the wrapped optimizer, whose `param_groups` hold the learning rates.
-        shards_model: True for FSDP and ZeRO-3, where all workers must run the same number of forward passes.
-        shards_state: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).
         autocast: f() -> the mixed-precision context of a forward pass.
         reduction: how gradients are reduced, from `setup` on.
         state: state of model and optimizer, in and out.
@@ -235,7 +239,6 @@ class Backend(Workers):
     name: str
     model: nn.Module
     optimizer: Optimizer
-    shards_model = shards_state = False
 
     def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -256,7 +259,7 @@ class Backend(Workers):
         """
         if args.reproducible == "off" or self._addends is not None:
             return
-        shards = self.shards_state
+        shards = self.state.is_sharded
         check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
         use_ordered_kernels(self.device)
         args.shares(self.world_size)
@@ -398,8 +401,7 @@ class Backend(Workers):
         return self._inner
 
     # ---- for the log
-    def describe(self) -> str:
-        """Describe the parallelism that is in use in one line, for the log."""
+    def __str__(self) -> str:
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
         return f"backend {self.name}, {self.world_size} worker(s), device {self.device}, model wrapped as {kind}"
 

@@ -30,10 +30,9 @@ class Workers:
 
     Attributes:
         rank: number of this worker in the whole job.
-        local_rank: number of this worker among those of its machine.
     """
 
-    rank = local_rank = 0
+    rank = 0
     world_size = 1
 
     @property
@@ -41,11 +40,8 @@ class Workers:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a float64 or int64 CPU tensor over all workers; every worker gets the result."""
+        """Sum a float64 or int64 tensor, on the CPU or the device, over all workers; every worker gets the result."""
         return values
-
-    def sum_in_place(self, values: Tensor) -> None:
-        """Sum an int64 tensor on the device over all workers, in place."""
 
     def gather(self, value: Any) -> list[Any]:
         """Collect the picklable `value` of every worker, in rank order, on all workers."""

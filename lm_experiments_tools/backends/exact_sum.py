@@ -114,7 +114,7 @@ class ExactSum(Reduction):
         # The comparison is false for a NaN and for what is infinite in fp32.
         self._counts[2 * number :] = ~(self._largest < 2.0**_LARGEST)
         for chunk in self._sums.split(_SENT_AT_ONCE):
-            self._workers.sum_in_place(chunk)
+            chunk.copy_(self._workers.sum(chunk))
         used, overflowed, not_finite = (column.tolist() for column in self._counts.view(3, number))
         self._overflowed = any(overflowed) and not any(not_finite)
         if self._overflowed:

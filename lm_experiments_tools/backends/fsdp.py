@@ -159,6 +159,8 @@ def shard_like(parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
 class FullyShardedState(State):
     """State of a model whose parameters are DTensors: full weights are gathered, optimizer state is sliced."""
 
+    is_sharded = shards_weights = True
+
     def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         reshard(self.backend.unwrap())
         return super().model_state(writers)

@@ -138,7 +138,7 @@ class HorovodBackend(Backend):
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         hvd.init()
         super().__init__(precision, _local_device())
-        self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
+        self.rank, self.world_size = hvd.rank(), hvd.size()
         self.fp16_allreduce, self.state = fp16_allreduce, State(self, setup_shares_weights=True)
         _check_launch(self.world_size)
 
@@ -177,9 +177,6 @@ class HorovodBackend(Backend):
     def sum(self, values: Tensor) -> Tensor:
         return hvd.allreduce(values, op=hvd.Sum, name="sum")
 
-    def sum_in_place(self, values: Tensor) -> None:
-        hvd.allreduce_(values, op=hvd.Sum, name="exact_sum")
-
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value, name="gather")
 
@@ -199,9 +196,9 @@ class HorovodBackend(Backend):
             hvd.synchronize(handle)
             put_back(carrier, tensor)
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         wire = "fp16" if self.fp16_allreduce else "their own type"
-        return f"{super().describe()}, gradients reduced by Horovod {horovod.__version__} as {wire}"
+        return f"{super().__str__()}, gradients reduced by Horovod {horovod.__version__} as {wire}"
 
 
 def _local_device() -> torch.device:

@@ -144,7 +144,7 @@ class Saver:
             # One after the other: gathered weights are freed before the optimizer's state is copied.
             self._save_weights(path, step, files)
             tree = backend.state.optimizer_state()
-            ranges = backend.gather(slice_ranges(tree)) if backend.shards_state else None
+            ranges = backend.gather(slice_ranges(tree)) if backend.state.is_sharded else None
             stem, write = path / "optimizer", files.keep
             self._write(step, lambda: _save(stem, tree, write=write, rank=backend.rank, ranges=ranges))
             del tree
@@ -158,7 +158,7 @@ class Saver:
             raise
         own.difference_update(*backend.gather(files.written)[1:])
         complete = partial(self._complete, path, step, files, own.union(files.written), is_best=is_best)
-        if backend.is_main or backend.shards_state:
+        if backend.is_main or backend.state.is_sharded:
             self._writing = self._thread.submit(complete)
             self._writing.add_done_callback(self._note_failure)
         if not files.is_postponed:
@@ -174,7 +174,7 @@ class Saver:
             with self.writer.guarded(step, removes=False):
                 return function()
 
-        return on_all(self.backend, guarded, only_main=only_main or not self.backend.shards_state)
+        return on_all(self.backend, guarded, only_main=only_main or not self.backend.state.is_sharded)
 
     def _save_weights(self, path: Path, step: int, files: WorkersFiles) -> None:
         """Write the model. Where a backend shards, each worker writes the full tensors that are assigned to it.
@@ -182,10 +182,10 @@ class Saver:
         Adapters are small, and weights with conversions must be together, so rank 0 writes these.
         """
         backend, model = self.backend, self.backend.unwrap()
-        if not backend.shards_state or is_adapted(model) or is_converted(model):
+        if not backend.state.is_sharded or is_adapted(model) or is_converted(model):
             weights = backend.state.model_state()
             # A backend that shards has made copies already.
-            write = files.keep if backend.shards_state else files.copy
+            write = files.keep if backend.state.is_sharded else files.copy
             save = partial(save_model, path, model, weights, self.tokenizer_dir, write)
             return self._write(step, save, only_main=True)
         rest = partial(save_all_but_weights, path, model, self.tokenizer_dir)
@@ -220,7 +220,7 @@ class Saver:
         # The report must be made after an error too: without it the other workers' files would never be removed.
         finally:
             key = f"checkpoint {self._key}"
-            reports = last_to_report(key, entries) if backend.shards_state else [entries]
+            reports = last_to_report(key, entries) if backend.state.is_sharded else [entries]
             if reports is not None and None in reports:
                 writer.discard(step)
         # Nothing here waits for another worker, so a lost one cannot keep the others' threads from ending. Its
@@ -229,7 +229,7 @@ class Saver:
         if reports is None or None in reports:
             return message
         entries = dict(chain.from_iterable(report.items() for report in reports))
-        manifest = {"world_size": backend.world_size, "backend": backend.describe(), "resume": self.resume}
+        manifest = {"world_size": backend.world_size, "backend": str(backend), "resume": self.resume}
         writer.commit(step, is_best=is_best, extra_manifest=manifest, files=entries)
         logger.info(message)
         return None

@@ -240,7 +240,7 @@ def _load_optimizer(path: Path, backend: Backend, saved_kind: str, *, by_name: b
             raise UserError(f"{path} has no optimizer state: name it by --init_checkpoint with --reset_optimizer")
         return load_tree(path / "optimizer", mapped=True)
 
-    if backend.shards_state:
+    if backend.state.is_sharded:
         index = path / "optimizer.json"
         seen = backend.gather(sha256_of(index) if index.is_file() else None)
         if len(set(seen)) > 1:
@@ -250,7 +250,7 @@ def _load_optimizer(path: Path, backend: Backend, saved_kind: str, *, by_name: b
                     "to a shared folder"
                 )
             )
-    tree = on_all(backend, read, only_main=not backend.shards_state)
+    tree = on_all(backend, read, only_main=not backend.state.is_sharded)
     kind = backend.state.optimizer_kind
     if by_name:
         number = backend.state.load_optimizer_state_by_name(tree, same_kind=saved_kind == kind)

@@ -145,11 +145,10 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, tokenizer
     """
     if args.packing == SENTENCES and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
-    # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
-    first = backend.local_rank == 0
+    # Rank 0 goes first: it checks files, and leaves sample mappings for the others to find.
     make = bert_datasets if args.packing == SENTENCES else document_datasets
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
-    opened = on_all(backend, lambda: make(args, tokenizer) if first else None)
+    opened = on_all(backend, lambda: make(args, tokenizer) if backend.is_main else None)
     train, valid = on_all(backend, lambda: opened or make(args, tokenizer))
     if train is not None:
         read_at_random(train.members)

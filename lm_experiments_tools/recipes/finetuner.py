@@ -388,7 +388,7 @@ class FineTuner:
         inputs = {name: values.to(device) for name, values in batch.items() if name in known}
         if self.args.model_type == "encoder":
             return answer(self.model(**inputs).logits)
-        synced = self.backend.shards_model and self.backend.unwrap() is self.model
+        synced = self.backend.state.shards_weights and self.backend.unwrap() is self.model
         part, options = MicroBatch(inputs, batch, {}), {**self.args.generation_options(), **options}
         return TextDecoder(self.tokenizer)(generate(self.model, part, options, synced=synced))
 

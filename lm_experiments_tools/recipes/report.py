@@ -165,8 +165,8 @@ def _generated(
 ) -> Tensor:
     """Greedy generation by the trained model, int64[length]."""
     backend, ids = trainer.backend, input_ids[None].to(trainer.backend.device)
-    if backend.shards_model:  # FSDP gathers what generate reads in a forward pass of the whole
+    if backend.state.shards_weights:  # FSDP gathers what generate reads in a forward pass of the whole
         backend.model(input_ids=ids, labels=ids)
     options |= {"pad_token_id": vocabulary.pad_id, "eos_token_id": vocabulary.eos_id, "do_sample": False}
-    options |= {"max_new_tokens": max_new_tokens, "synced_gpus": backend.shards_model}
+    options |= {"max_new_tokens": max_new_tokens, "synced_gpus": backend.state.shards_weights}
     return backend.unwrap().generate(ids, **options)[0].cpu()

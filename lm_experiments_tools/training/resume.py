@@ -120,7 +120,7 @@ class Restorer:
         # Facts are those of the model as it was built: wrappers change its modules.
         facts = run_facts(args, args.virtual_size(backend.world_size), model, optimizer)
         backend.setup(model, optimizer)
-        say(backend, backend.describe())
+        say(backend, str(backend))
         start = Start()
         if resume_from is not None:
             begins = phase is not None and self._begins(resume_from, facts)
@@ -238,7 +238,7 @@ class Restorer:
 
         def read() -> dict[str, Tensor]:
             model = backend.unwrap()
-            if backend.shards_model:
+            if backend.state.shards_weights:
                 return read_state(model, source, args.allow_pickle)
             allow_partial = args.allow_partial_checkpoint
             load_weights(model, source, allow_partial=allow_partial, allow_pickle=args.allow_pickle)

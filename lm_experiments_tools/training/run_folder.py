@@ -97,7 +97,7 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     if not apart:
         return run
     hosts = ", ".join(apart)
-    if backend.shards_state and not args.validate_only:
+    if backend.state.is_sharded and not args.validate_only:
         raise agreed(
             UserError(
                 f"{folder} on {main} is not the folder of that name on {hosts}: FSDP and ZeRO write a part of each "

@@ -49,7 +49,7 @@ def validate(
             with backend.autocast():
                 texts = None
                 if args.use_generate_on_valid:
-                    synced = backend.shards_model
+                    synced = backend.state.shards_weights
                     texts = generate(backend.unwrap(), micro_batch, generate_kwargs, synced=synced, seed=seed)
                 outputs = backend.model(**micro_batch.inputs, **step.forward_kwargs)
             if texts is not None:

@@ -78,7 +78,7 @@ def main() -> None:
     torch.manual_seed(1000 * backend.world_size + backend.rank)  # noise must not come from here
     loop.train()
     if backend.is_main:
-        print(f"digest {digest(loop)} of {backend.describe()}\n", end="", flush=True)
+        print(f"digest {digest(loop)} of {backend}\n", end="", flush=True)
     backend.close()
 
 

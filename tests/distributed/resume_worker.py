@@ -51,7 +51,7 @@ def train(folder, backend=None, resume="auto"):
         "weights": digest(state) if backend.is_main else None,
         "loss": loop.state.metrics["train"]["loss"],
         "consumed": loop.state.consumed_samples,
-        "description": backend.describe(),
+        "description": str(backend),
     }, backend
 
 

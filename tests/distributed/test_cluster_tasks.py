@@ -43,7 +43,7 @@ def test_two_tasks_train_as_one_job(tmp_path, launcher):
     assert job.returncode == 0, job.output[-2000:]
     for rank in range(2):
         talked = json.loads((tmp_path / f"talked_{rank}.json").read_text())
-        assert (talked["name"], talked["world_size"], talked["local_rank"]) == ("accelerate", 2, rank)
+        assert (talked["name"], talked["world_size"], talked["rank"]) == ("accelerate", 2, rank)
         assert [other["rank"] for other in talked["gather"]] == [0, 1]
 
 

@@ -27,7 +27,7 @@ def train(make):
                    metrics_fn=lambda kept: {"rows": len(kept["labels"])}, forward_kwargs={}, generate_kwargs={})
     trainer.train()
     assert trainer.state.metrics["valid"]["rows"] == 6
-    return weights_of(trainer.backend.unwrap()), trainer.backend.describe()
+    return weights_of(trainer.backend.unwrap()), str(trainer.backend)
 
 expected, _ = train(lambda args, *rest, **options: TrainingLoop(args, LocalBackend(), *rest, **options))
 for name, make in {

@@ -103,8 +103,8 @@ def bits(tree: Any) -> str:
 def save_optimizer(backend: Backend, stem: Path) -> Any:
     """Save the state of the optimizer as a checkpoint does, and return the full tree that is read back."""
     tree = backend.state.optimizer_state()
-    ranges = backend.gather(slice_ranges(tree)) if backend.shards_state else None
-    if backend.is_main or backend.shards_state:
+    ranges = backend.gather(slice_ranges(tree)) if backend.state.is_sharded else None
+    if backend.is_main or backend.state.is_sharded:
         save_tree(stem, tree, rank=backend.rank, ranges=ranges)
     backend.gather(None)
     return tree_map_only(SlicedTensor, full, load_tree(stem)) if backend.is_main else None
@@ -135,7 +135,7 @@ def refusal(attempt: Callable[[], Any]) -> str | None:
 def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """AdamW steps with accumulation, clipping and ragged steps; the step BROKEN is broken on one worker."""
     model = setup(backend)
-    result: dict[str, Any] = {"describe": backend.describe(), "wrapped": type(backend.model).__name__, "steps": []}
+    result: dict[str, Any] = {"describe": str(backend), "wrapped": type(backend.model).__name__, "steps": []}
     for step in range(STEPS):
         before = bits([backend.state.model_state(), backend.state.optimizer_state()]) if step == BROKEN else None
         result["steps"].append(train_step(backend, step, broken=step == BROKEN, max_norm=0.5))
@@ -154,10 +154,10 @@ def scenario_resumed(backend: Backend, out: Path, earlier: Path) -> dict[str, An
     """The second half of `trained`, from what an earlier job saved."""
     setup(backend)
     backend.state.load_model_state(load_file(earlier / "saved.safetensors") if backend.is_main else None)
-    tree = load_tree(earlier / "state") if backend.is_main or backend.shards_state else None
+    tree = load_tree(earlier / "state") if backend.is_main or backend.state.is_sharded else None
     backend.state.load_optimizer_state(tree)
     again = save_optimizer(backend, out / "again")
-    if backend.shards_state:  # as from another program's checkpoint, which rank 0 alone reads
+    if backend.state.is_sharded:  # as from another program's checkpoint, which rank 0 alone reads
         backend.state.load_optimizer_state(tree_map_only(SlicedTensor, full, tree) if backend.is_main else None)
         assert bits(save_optimizer(backend, out / "sent")) == bits(again)
     if backend.is_main:
@@ -174,7 +174,6 @@ def scenario_talked(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     kept = torch.tensor([backend.rank + 1, 2**53 + 1], dtype=torch.int64)
     return {
         "rank": backend.rank,
-        "local_rank": backend.local_rank,
         "world_size": backend.world_size,
         "name": backend.name,
         "int64": backend.sum(kept).tolist(),
@@ -215,7 +214,7 @@ def scenario_unfrozen(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     steps += [train_step(backend, step) for step in range(6, 8)]
     steps += [train_step(backend, step, divisor=7.0, max_norm=0.5) for step in range(8, 10)]
     save_weights(backend, out, "unfrozen")
-    return {"steps": steps, "bits": bits(list(model.parameters())) if not backend.shards_model else ""}
+    return {"steps": steps, "bits": bits(list(model.parameters())) if not backend.state.shards_weights else ""}
 
 
 def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:

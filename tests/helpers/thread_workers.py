@@ -37,10 +37,7 @@ class ThreadBackend(Backend):
         return self.gather(value)[0]
 
     def sum(self, values):
-        return torch.stack(self.gather(values)).sum(0)
-
-    def sum_in_place(self, values):
-        values.copy_(self.sum(values.clone()))
+        return torch.stack(self.gather(values.clone())).sum(0)
 
     def broadcast_tensors(self, tensors):
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """Sums of gradients as integers against Python's exact sum of floats, in any order and grouping."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_an_unused_parameter_has_no_gradient():
     [
         ({}, {"fp16": True}, "--fp16"),
         ({}, {"fp16_allreduce": True, "backend": "horovod"}, "rounds them"),
-        ({"shards_state": True}, {}, "--reproducible fixed"),
+        ({"state": SimpleNamespace(is_sharded=True)}, {}, "--reproducible fixed"),
         ({"world_size": 5}, {}, "--virtual_ranks 12 is not a multiple of the 5 workers"),
     ],
 )

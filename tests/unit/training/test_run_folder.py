@@ -57,6 +57,6 @@ def test_a_newer_checkpoint_on_another_machine_is_refused(args):
 
 def test_a_backend_that_shards_needs_a_shared_folder(args):
     backend = OfTwo()
-    backend.shards_state = True
+    backend.state.is_sharded = True
     with pytest.raises(UserError, match=r"is not the folder of that name on lmtb: FSDP and ZeRO .*--model_path"):
         run_folder.claim_for_all(args, backend)
