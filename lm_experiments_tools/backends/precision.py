@@ -80,9 +80,13 @@ class LossScaledFp16(Precision):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, finite: bool) -> None:
-        # The norm can overflow where each gradient is finite, so what `unscale_` found is not enough.
+        # The norm can overflow where each gradient is finite, so what `unscale_` found is not enough: without the mark
+        # `update` would count the skipped step as a good one.
         if finite:
             self.scaler.step(optimizer)
+        else:
+            for found_inf in self.scaler._found_inf_per_device(optimizer).values():
+                found_inf.fill_(1.0)
         self.scaler.update()
         scale = self.scaler.get_scale()
         allowed = min(max(scale, self.min_scale), self.max_scale)

@@ -171,6 +171,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)  # twice T5's eight graphs
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    # DDP would split each block's graph at the bounds of its buckets. Gradients are sent block by block as it is.
+    torch._dynamo.config.optimize_ddp = torch._dynamo.config.optimize_ddp and not blocks
     for module in blocks or [model]:
         module.compile(**options)
 

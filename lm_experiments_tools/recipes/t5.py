@@ -13,7 +13,8 @@ import torch
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.arrangement import LongestFirst
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives.registry import build_objective, pretraining_dataset
+from lm_experiments_tools.data.objectives.objective import build_objective
+from lm_experiments_tools.data.objectives.token_rows import pretraining_dataset
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL

@@ -17,17 +17,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lm_experiments_tools.data.dataset import joined
+from lm_experiments_tools.data.arrangement import MixedSteps
+from lm_experiments_tools.data.dataset import Dataset, joined
 from lm_experiments_tools.data.objectives.objective import Objective, Rows
 from lm_experiments_tools.data.order import epoch_shift, row_generators, stream_key
+from lm_experiments_tools.data.parallel import ParallelDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.names import is_own
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -294,3 +299,41 @@ def check_ids(tokens: np.ndarray, vocab_size: int) -> None:
             f"The token data holds id {worst}, but the vocabulary has ids 0 to {vocab_size - 1}: it was "
             "tokenized with another vocabulary; give that one, or tokenize again."
         )
+
+
+def pretraining_dataset(
+    args: T5PretrainingArgs,
+    objective: Objective,
+    tokens: Sequence[TokenSource | Sequence[TokenSource]],
+    world_size: int = 1,
+    num_workers: int = 0,
+) -> Dataset:
+    """Build the dataset of an objective from one or several data sets, mixed by `--data_weights`.
+
+    Args:
+        tokens: one item per data set of the mixture: a token file, or several that are read as one.
+        world_size: number of workers.
+        num_workers: number of processes that make examples; 0 makes them in this one.
+    """
+    dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())
+    if num_workers:
+        dataset = ParallelDataset(dataset, num_workers)
+    return arranged_by_length(args, dataset, mixed_rows(args, world_size))
+
+
+def arranged_by_length(args: T5PretrainingArgs, dataset: Dataset, step_rows: float, num_before: int = 0) -> Dataset:
+    """Arrange samples by length within each step, if the examples of `--task` differ in length.
+
+    Args:
+        step_rows: rows of a step that come from this dataset, on average.
+        num_before: samples that are read before those of the dataset.
+    """
+    if not args.objective().varies_in_length:
+        return dataset
+    rows = max(1, round(step_rows))
+    return dataset.arranged(MixedSteps(dataset.lengths, len(dataset), rows, args.seed, num_before))
+
+
+def mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
+    """Return the rows that hold all lengths: `--mix_rows`, by default those of a training step over all workers."""
+    return args.mix_rows or args.global_batch_size(world_size)

@@ -35,8 +35,8 @@ from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.data.dataset import Dataset, SampleDataset, joined
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import Mixture, mixing_rates
-from lm_experiments_tools.data.objectives.registry import arranged_by_length, build_objective, mixed_rows
-from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
+from lm_experiments_tools.data.objectives.objective import build_objective
+from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory, arranged_by_length, mixed_rows
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
 from lm_experiments_tools.data.streaming.text import StreamPlan

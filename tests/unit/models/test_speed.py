@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 import modeling_bert
@@ -235,3 +236,25 @@ def test_blocks_that_are_alike_share_one_graph_for_a_shape_and_one_for_all_other
         numbers.append(len(made))
     assert numbers == [graphs, 2 * graphs, 2 * graphs]
     assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]
+
+
+def test_ddp_splits_no_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    torch.compiler.reset()
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        numbers = []
+        for wraps in (False, True):
+            torch.compiler.reset()
+            model, made = MODELS["bert"](), []
+            compile_blocks(model, backend=lambda graph, inputs, made=made: made.append(graph) or graph.forward)
+            # Buckets smaller than a block.
+            model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-3) if wraps else model
+            ids = torch.randint(2, 64, (2, 16))
+            model(input_ids=ids, labels=ids).loss.backward()
+            numbers.append(len(made))
+        assert numbers == [1, 1]
+    finally:
+        torch.distributed.destroy_process_group()

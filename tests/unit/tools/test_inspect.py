@@ -13,9 +13,9 @@ from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.objectives.registry import build_objective, pretraining_dataset
+from lm_experiments_tools.data.objectives.objective import build_objective
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, random_spans_lengths
-from lm_experiments_tools.data.objectives.token_rows import TokenRows
+from lm_experiments_tools.data.objectives.token_rows import TokenRows, pretraining_dataset
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.tokenizer import Tokenizer

@@ -18,11 +18,10 @@ from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.mlm import MaskedLM, mask_tokens
-from lm_experiments_tools.data.objectives.objective import Objective, TokenIds
+from lm_experiments_tools.data.objectives.objective import Objective, TokenIds, build_objective
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
-from lm_experiments_tools.data.objectives.registry import build_objective, pretraining_dataset
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
-from lm_experiments_tools.data.objectives.token_rows import TokenRows
+from lm_experiments_tools.data.objectives.token_rows import TokenRows, pretraining_dataset
 from lm_experiments_tools.data.objectives.ul2 import UL2, build_schedule, mode_ids
 from lm_experiments_tools.data.order import epoch_shift, row_generators
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
