@@ -8,13 +8,11 @@ from typing import Annotated
 
 import pytest
 
-from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import Ignored, harmless_flags, help_groups
 from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.config.objectives import OBJECTIVES, parse_denoisers
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs
+from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 
 
@@ -197,28 +195,6 @@ def test_derived_numbers():
     assert [t5_args(resume=value).resume_path() for value in ("auto", "never", "runs/a")] == [None, None, "runs/a"]
 
 
-def test_precision_options_are_the_precision_groups_fields_without_horovods():
-    options = t5_args(fp16=True, min_loss_scale=2.0).precision_options()
-    assert set(options) == {field.name for field in dataclasses.fields(PrecisionArgs)} - {"fp16_allreduce"}
-    assert options["fp16"] is True and options["min_loss_scale"] == 2.0
-
-
-def test_the_flags_that_a_resumed_run_may_change_are_these():
-    harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
-    assert " ".join(sorted(frozenset.union(*harmless))) == (
-        "allow_partial_checkpoint allow_pickle backend bleu_tokenize branch_from compile "
-        "data_n_workers data_path debug_non_finite do_sample early_stopping_patience epochs eval_batch_size "
-        "id_field inference_dtype init_checkpoint iters keep_checkpoints "
-        "length_penalty log_interval log_to max_bad_lines max_instances_per_eval_task "
-        "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_cfg model_path "
-        "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases positive_label profile profile_after "
-        "repetition_penalty report reset_iteration reset_lr reset_optimizer resume save_best "
-        "save_in_background save_interval show_valid_examples skip_used_data speed stall_timeout temperature "
-        "test_data_path test_samples thresholds tokenizer top_k top_p use_generate_on_valid valid_at_start "
-        "valid_data_path valid_interval valid_mlm_prob valid_samples validate_only vocab vocab_file working_dir"
-    )
-
-
 def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
     of_long_runs = Ignored(lambda args: args.iters < 9, "is of runs of 9, not {iters}: drop --{flag}")
 
@@ -231,12 +207,6 @@ def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
     assert ShortRunArgs(log_interval=5, iters=9) and ShortRunArgs(log_interval=3)
     with pytest.raises(UserError, match=r"^--log_interval is of runs of 9, not 7: drop --log_interval\.$"):
         ShortRunArgs(log_interval=5)
-
-
-def test_hugging_faces_parser_reads_the_arguments():
-    parser = pytest.importorskip("transformers").HfArgumentParser(TrainerArgs)
-    (args,) = parser.parse_args_into_dataclasses(["--iters", "5", "--fp16", "--min_loss_scale", "2"])
-    assert (args.iters, args.fp16, args.min_loss_scale, args.clip_grad_norm) == (5, True, 2.0, None)
 
 
 def test_notes_are_read_where_annotations_are_text():

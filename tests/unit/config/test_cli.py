@@ -1,7 +1,6 @@
 """Command line and YAML: precedence, types, sentences for mistakes, speed of --help."""
 
 import dataclasses
-import os
 import random
 import subprocess
 import sys
@@ -196,35 +195,6 @@ def test_mistake_in_yaml_is_one_sentence_with_file_and_line(write_yaml, text, wo
     assert "run.yaml" in sentence and all(word in sentence for word in words), sentence
 
 
-def test_yaml_in_another_encoding_is_refused(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes("vocab: café".encode("latin-1"))
-    assert "not UTF-8" in refusal("--config", str(path))
-    path.write_bytes(b"vocab: a\x00b")
-    assert "not valid YAML" in refusal("--config", str(path))
-
-
-def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class MixtureArgs:
-        """Mixtures."""
-
-        weights: tuple[float, ...] = ()
-        """Weights."""
-
-    def read(*argv):
-        return cli.parse(MixtureArgs, argv)[0].weights
-
-    assert read("--weights", "1", "1e-2") == (1.0, 0.01)
-    assert read("--config", write_yaml("weights: [1, 1e-2]")) == (1.0, 0.01)
-    assert read("--config", write_yaml("weights: 3")) == (3.0,)
-    assert read("--config", write_yaml("weights: [1, 2]"), "--weights", "5") == (5.0,)
-    with pytest.raises(UserError, match="weights takes a list, each a number, not 'x'"):
-        read("--weights", "1", "x")
-    assert read("--weights", "1", "--weights", "3", "4") == (1.0, 3.0, 4.0), "none of them is dropped"
-    assert read("--config", write_yaml("weights: [1, 2]"), "--weights=5", "--weights=6") == (5.0, 6.0)
-
-
 def test_none_in_yaml_is_a_word_where_a_flag_has_no_null(write_yaml):
     """As on the command line. YAML itself knows ~, null and nothing at all as null (yaml.safe_load)."""
     data = ["--data_path", "d.jsonl", "--from_pretrained", "m"]
@@ -269,17 +239,6 @@ def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):
     again, origins = cli.parse(T5PretrainingArgs, ["--config", write_yaml(printed)])
     assert again == expected and "default" not in origins.values()
     assert set(yaml.safe_load(printed)) == {field.name for field in dataclasses.fields(T5PretrainingArgs)}
-
-
-def test_a_reader_that_leaves_early_is_no_error():
-    program = "from lm_experiments_tools.config import pretraining as args, cli\n"
-    program += "cli.parse(args.T5PretrainingArgs, ['--help'])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    process.stdout.close()
-    assert process.wait() == 0 and process.stderr.read() == ""
-    process.stderr.close()
 
 
 MAIN = """
@@ -380,21 +339,3 @@ def test_random_bytes_as_yaml_never_show_a_traceback(tmp_path):
             parse("--config", str(path))
         except UserError as error:
             assert "\n" not in str(error)
-
-
-@pytest.mark.parametrize("console", [{"PYTHONIOENCODING": "ascii"}, {}])
-def test_an_ascii_console_gets_escapes_and_file_names_stay_themselves(tmp_path, console):
-    code = (
-        "import os, sys; from lm_experiments_tools.config.cli import run_main; "
-        "name = sys.argv[1]; "
-        "run_main(lambda: print('\\u0436', name, os.path.exists(name.encode('utf-8')), sys.stdin.read()))"
-    )
-    (tmp_path / "тест ü").touch()
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "тест ü".encode()], cwd=tmp_path, input="же".encode(), capture_output=True,
-        env={"PATH": os.environ["PATH"], **locale, **console},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, b"")
-    codec = "ascii" if console else "utf-8"
-    assert done.stdout == "ж тест ü True же\n".encode(codec, "backslashreplace")

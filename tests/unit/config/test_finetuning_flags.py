@@ -174,14 +174,6 @@ def test_a_rate_that_nobody_knows_is_asked_for(settings):
     make(**settings, validate_only=True)
 
 
-def test_a_run_can_be_validated_by_its_own_command():
-    make(validate_only=True, epochs=2.0, lr=1e-3, max_train_samples=5, save_best=True, model_path="runs/x")
-
-
-def test_generation_flags_are_for_predict_of_a_fine_tuner_too():
-    FinetuningArgs(from_pretrained="m", num_beams=4)
-
-
 @pytest.mark.parametrize(
     ("placed", "sentence"),
     [
@@ -206,9 +198,3 @@ def test_a_map_of_devices_places_every_weight(tmp_path):
     path.write_text(json.dumps(placed))
     options = loading_options(make(device_map=str(path)), T5ForConditionalGeneration, t5_config())
     assert options == {"device_map": placed}
-
-
-def test_settings_that_a_task_does_not_read_are_not_saved_with_its_weights():
-    saved = make(model_type="encoder", task="classification").task_settings()
-    assert set(saved) == {"model_type", "task", "prefix", "input_seq_len", "positive_label"}
-    assert make(model_type="encoder", task="multi_label", thresholds=(0.3,)).task_settings()["thresholds"] == (0.3,)

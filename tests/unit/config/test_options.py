@@ -1,7 +1,5 @@
 """Settings of optimizers and schedules that have no flag: how they are written, and what is refused."""
 
-import inspect
-
 import pytest
 
 from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
@@ -66,11 +64,3 @@ def test_values_are_made_those_of_the_signature():
     assert checked_options("x", given, parameters_of(function), {}) == {**given, "number": 2.0, "pair": (0.5, 1)}
     assert type(checked_options("x", {"number": 2}, parameters_of(function), {})["number"]) is float
     assert checked_options("x", {"anything": "goes"}, None, {}) == {"anything": "goes"}
-
-
-def test_an_annotation_that_names_nothing_falls_back_to_the_default():
-    def odd(a: "NoSuchType" = 0.5, *more, **others):  # noqa: F821
-        pass
-
-    assert checked_options("x", {"a": 0.1}, parameters_of(odd), {}) == {"a": 0.1}
-    assert list(parameters_of(odd)) == ["a"] and len(inspect.signature(odd).parameters) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 
@@ -11,7 +10,7 @@ import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation.measuring import FACTS, chosen_metrics
+from lm_experiments_tools.evaluation.measuring import chosen_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions
 from lm_experiments_tools.metrics import METRICS, text
 from tests.helpers import ROOT
@@ -87,15 +86,6 @@ def test_labels_come_by_name_and_numbers_as_numbers(decode):
     assert sys.modules["my_metrics"].seen.sides == ([1.0, 2.0], [1.0, 2.5])
 
 
-def test_function_without_a_signature_is_called(decode):
-    with pytest.raises(TypeError, match="'>' not supported"):  # by max itself
-        values_by(decode, "builtins:max")
-
-
-def test_undefined_value_is_nan(decode):
-    assert math.isnan(values_by(decode, "my_metrics:undefined")["undefined"])
-
-
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
@@ -128,32 +118,3 @@ def test_function_that_cannot_be_a_metric_is_refused_before_anything_is_predicte
     with pytest.raises(UserError) as error:
         chosen_metrics(args_of(metrics=(name,)))
     assert sentence in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"metrics": ("rogue",)}, "which has bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls, none"),
-        ({"metrics": ("my_metrics:f",), "optimize_metric": "f"}, "--optimize_metric f is not one of loss"),
-        ({"metrics": ("my_metrics:f", "none")}, "none means the loss alone"),
-        (
-            {"metrics": ("my_metrics:f", "exact_match"), "optimize_metric": "exact_match", "optimize_mode": "min"},
-            "would select the worst",
-        ),
-        (
-            {"metrics": ("my_metrics:f",), "task": "causal_lm", "model_type": "decoder"},
-            "--metrics my_metrics:f is not for --task causal_lm, which has perplexity, none.",
-        ),
-    ],
-)  # fmt: skip
-def test_flags_that_do_not_fit_an_own_metric_are_refused(changes, sentence):
-    with pytest.raises(UserError) as error:
-        args_of(**changes)
-    assert sentence in str(error.value)
-
-
-def test_every_metric_of_the_registry_is_complete():
-    for name, metric in METRICS.items():
-        assert metric.tasks and metric.scale and set(metric.usual_for) <= set(metric.tasks), name
-        assert set(metric.disagrees) <= set(METRICS) and bool(metric.package) == bool(metric.module), name
-    assert set(FACTS) == {"groups", "num_labels", "positive_label", "num_tokens", "bleu_tokenize"}

@@ -13,7 +13,6 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lm_experiments_tools import FineTuner, UserError
 from lm_experiments_tools.models.speed import flushes_denormals
-from lm_experiments_tools.recipes import finetuning_data as data_module
 from tests.helpers import ROOT
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
@@ -118,18 +117,6 @@ def test_an_encoder_predicts_labels_by_name(folder):
     assert tuner.model.config.id2label == {0: "bad", 1: "good"}
 
 
-@pytest.mark.parametrize(
-    "settings, sentence",
-    [
-        ({"learning_rate": 1}, "'learning_rate': here it is called lr"),
-        ({"from_pretrained": "no/such/folder"}, "no such file or folder"),
-    ],
-)
-def test_impossible_settings_are_sentences(folder, settings, sentence):
-    with pytest.raises(UserError, match=sentence):
-        FineTuner(**{"from_pretrained": folder / "t5", **settings})
-
-
 def test_what_needs_data_says_so(folder):
     tuner = FineTuner(folder / "t5")
     with pytest.raises(UserError, match="--data_path is missing"):
@@ -173,14 +160,6 @@ def test_what_the_model_is_made_of_is_no_setting_of_train(folder, sets):
         with pytest.raises(UserError, match=f"{next(iter(settings))}=.* comes too late.*FineTuner\\("):
             tuner.train(**settings)
         assert tuner.args is before
-
-
-def test_other_labels_are_no_setting_of_train(folder):
-    path = str(folder / "labels.tsv")
-    tuner = FineTuner(folder / "bert", model_type="encoder", task="classification", data_path=path, input_seq_len=32)
-    with pytest.raises(UserError, match="has the labels bad, good, this data good, bad"):
-        tuner.train(label_names=("good", "bad"))
-    assert tuner.data.label_names == ("bad", "good")
 
 
 def test_training_goes_on_from_the_present_weights_with_another_pass(folder, sets):
@@ -331,22 +310,6 @@ def test_an_encoder_of_pairs_is_not_asked_about_single_texts(folder, tmp_path):
         assert len(asked.predict([("w1", "w2")])) == 1
         with pytest.raises(UserError, match=r"text 0 .* has 1 parts, not 2"):
             asked.predict(("w1", "w2"))
-
-
-def test_data_is_read_once(folder, monkeypatch):
-    reads = []
-    read = data_module._Reader.read
-    monkeypatch.setattr(data_module._Reader, "read", lambda self: reads.append(1) or read(self))
-    path = str(folder / "labels.tsv")
-    tuner = FineTuner(
-        folder / "bert", model_type="encoder", task="classification", data_path=path, valid_data_path=path,
-        input_seq_len=32,
-    )  # fmt: skip
-    tuner.train(iters=1, log_interval=1, weight_decay=0.1)
-    tuner.evaluate()
-    assert len(reads) == 1
-    tuner.train(iters=1, batch_size=4)
-    assert len(reads) == 2
 
 
 @pytest.mark.parametrize("speed", ["off", "auto"])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -75,11 +74,6 @@ def crash_once(settings, emit):
             emit({"name": name, "ms": 1.0})
 
 
-def never_end(settings, emit):
-    emit({"name": "early", "ms": 1.0})
-    time.sleep(600)
-
-
 @pytest.fixture
 def options(tmp_path):
     (tmp_path / "logs").mkdir()
@@ -92,42 +86,3 @@ def test_a_crash_costs_the_measurement_in_which_it_happened(gpu, options, tmp_pa
     rows = [row for row in rows_of(tmp_path) if "name" in row]
     assert {row["name"] for row in rows} == {"first", "second", "third"}
     assert [row["name"] for row in rows if "error" in row] == ["second"]
-
-
-def test_a_case_cut_short_keeps_its_rows_and_is_begun_again(gpu, options, tmp_path):
-    options.budget_s = gpu.MARGIN + 2.0
-    case = gpu.Case("attention", "case", never_end, {}, 1)
-    started = time.monotonic()
-    left = gpu.run([case], options, gpu.Results(tmp_path / "results.jsonl"))
-    assert left == [case] and time.monotonic() - started < gpu.MARGIN
-    rows = rows_of(tmp_path)
-    assert [row.get("name") or row["status"] for row in rows] == ["started", "early", "interrupted"]
-    with (tmp_path / "results.jsonl").open("a") as file:
-        file.write('{"part": "atten')  # the machine was taken away while it wrote
-    results = gpu.Results(tmp_path / "results.jsonl")
-    assert results.rows == rows and not results.is_finished(case)
-
-
-def test_loops_are_grouped_by_the_memory_of_the_device(gpu):
-    from gpu_cases import T5_LOOPS, groups_of
-    from step import Shape
-
-    shape = Shape("t5-v1_1-base", 128, 512, 114)
-    groups = groups_of(T5_LOOPS, shape, 130_000)
-    assert len(groups) > 1 and all(group[0] == "ours" for group in groups)
-    assert sorted(loop for group in groups for loop in group[1:]) == sorted(T5_LOOPS[1:])
-    assert groups_of(T5_LOOPS, shape, float("inf")) == [T5_LOOPS]
-
-
-def test_parts_whose_packages_are_not_installed_are_skipped_with_the_reason(gpu, monkeypatch):
-    import gpu_cases
-
-    absent = "sentencepiece is not installed"
-    monkeypatch.setattr(gpu_cases, "lacks", lambda *names: absent if "sentencepiece" in names else None)
-    cases = gpu_cases.all_cases({"device": "cpu", "output": "out", "tiny_t5": "tiny.json", "nanot5": None}, tiny=True)
-    found = {case.part: case for case in cases}
-    for part in ("memory", "loop", "launchers"):
-        rows = []
-        found[part].run(found[part].settings, rows.append)
-        assert rows[0]["skipped"] == absent and rows[0]["name"]
-    assert found["attention"].run is not gpu_cases.skipped

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sqlite3
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -82,39 +81,6 @@ def test_trackios_database_holds_what_metrics_jsonl_holds_and_one_run(tmp_path):
     assert len({row[:2] for row in rows}) == 1
     found = [{"step": step, **json.loads(metrics)} for _, _, step, metrics in rows]
     agree([{k: math.nan if v == "NaN" else v for k, v in numbers.items()} for numbers in found], records)
-
-
-def wandb_records(file: Path) -> list:
-    """The protocol buffers of an offline run: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, whole, found = file.read_bytes(), 7, b"", []
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
-            continue
-        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or its last part
-            found.append(Record.FromString(whole))
-            whole = b""
-    return found
-
-
-def test_wandbs_offline_files_hold_what_metrics_jsonl_holds_and_one_run(tmp_path):
-    records = run_with("wandb", tmp_path)
-    found, names = [], set()
-    for file in sorted((tmp_path / "runs/one/wandb").glob("offline-run-*/*.wandb")):
-        for record in wandb_records(file):
-            if record.WhichOneof("record_type") == "run":
-                names.add((record.run.run_id, record.run.project, record.run.display_name))
-            if record.WhichOneof("record_type") == "history":
-                items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
-                found.append({k: json.loads(v) for k, v in items.items() if not k.startswith("_")})
-    assert len(names) == 1 and next(iter(names))[1:] == ("runs", "one")
-    found = [{k: math.nan if v == "NaN" else v for k, v in numbers.items()} for numbers in found]
-    agree(found, records)
 
 
 class Failing:

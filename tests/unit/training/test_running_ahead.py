@@ -424,27 +424,6 @@ def test_skips_learned_of_late_end_the_run_too():
     assert all(torch.equal(before[3][name], tensor) for name, tensor in weights_of(model).items())
 
 
-def test_a_fused_optimizer_goes_on_from_one_that_was_not():
-    def backend_of(**options):
-        model, backend = TinyLabeller(), AheadBackend()
-        backend.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, **options))
-        return model, backend
-
-    def train(backend):
-        batch = RaggedPairs(4).batch([0, 1, 2, 3])
-        backend.backward(backend.model(batch["input_ids"], batch["labels"])["loss"])
-        return backend.clip_and_step(1.0, wait=False).result()
-
-    model, plain = backend_of()
-    train(plain)
-    other, fused = backend_of(fused=True)
-    fused.state.load_model_state(weights_of(model))
-    fused.state.load_optimizer_state(plain.state.optimizer_state())
-    assert train(fused) == pytest.approx(train(plain))
-    for name, tensor in weights_of(model).items():
-        torch.testing.assert_close(weights_of(other)[name], tensor)
-
-
 def test_what_cannot_skip_on_the_device_is_waited_for():
     model, batch = TinyLabeller(), RaggedPairs(4).batch([0, 1, 2, 3])
     for optimizer, precision in [

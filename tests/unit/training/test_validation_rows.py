@@ -119,38 +119,6 @@ def test_rows_that_accelerate_adds_to_a_stream_do_not_count():
         assert rows == list(range(count)), (count, workers, size)
 
 
-def test_rows_that_accelerate_may_add_to_a_stream_of_unknown_length_are_warned_of(caplog):
-    loaders = sharded_by_accelerate(Stream(9), workers=2, size=2)
-    assert rows_counted(loaders)[1] == 12
-    assert "may repeat rows, as the Stream has no length" in caplog.text
-    loop = make_loop(Parity(), None, None, loaders[0])
-    assert loop.state.valid_fingerprint is None
-
-
-def test_rows_of_samples_that_are_several_rows_count_with_their_sample():
-    data = Numbers(5)
-    loaders = [
-        DataLoader(
-            data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False),
-            collate_fn=lambda rows: {"number": torch.stack([row["number"] for row in rows]).repeat_interleave(3)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert rows_counted(loaders)[0] == [number for number in range(5) for _ in range(3)]
-
-
-def test_a_sampler_of_another_order_is_warned_of(caplog):
-    class Halves(DistributedSampler):
-        def __iter__(self):
-            every = torch.arange(self.total_size) % len(self.dataset)
-            return iter(every[self.rank * self.num_samples :][: self.num_samples].tolist())
-
-    data = Numbers(5)
-    loaders = [DataLoader(data, batch_size=2, sampler=Halves(data, num_replicas=2, rank=rank)) for rank in range(2)]
-    assert rows_counted(loaders)[1] == 6
-    assert "1 evaluated samples may be read by another worker too (Halves)" in caplog.text
-
-
 class Parity(torch.nn.Module):
     """Scores a number by its remainders."""
 
