@@ -9,8 +9,8 @@ runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_
 from __future__ import annotations
 
 import contextlib
-import functools
 import fcntl
+import functools
 import importlib.metadata
 import itertools
 import json
