@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lm_experiments_tools import FineTuner, UserError
 from lm_experiments_tools.models.speed import flushes_denormals
-from tests.helpers import ROOT
+from tests.distributed.launch import ROOT, forked
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
 from tests.helpers.runs import words
@@ -46,8 +45,8 @@ def sets(folder):
 
 
 def by_script(path, **flags):
-    command = [sys.executable, ROOT / "run_finetuning.py", *words(**flags, model_path=path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    job = forked([sys.executable], ROOT / "run_finetuning.py", *words(**flags, model_path=path))
+    assert job.returncode == 0, job.output[-3000:]
     return json.loads((path / "metrics.json").read_text())
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.training.non_finite import report_skipped
+from tests.helpers.thread_workers import Workers
 from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, SeekableBatches, weights_of
 from tests.unit.training.test_running_ahead import make_loop
 
@@ -127,3 +129,11 @@ def test_a_run_whose_outputs_are_checked_has_the_bits_of_one_without():
         found.append({**weights_of(loop.backend.unwrap()), "random": torch.get_rng_state()})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_of_two_workers_the_one_that_found_it_is_named_once(caplog):
+    def report(backend):
+        report_skipped(2, [], backend, "wo (Linear)" if backend.rank == 1 else None, is_watched=True)
+
+    Workers(2).run(report)
+    assert caplog.messages == ["step 2, rank 1: first not finite: wo (Linear)"]

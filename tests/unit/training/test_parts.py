@@ -7,12 +7,15 @@ import logging
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.batches import BatchStream
+from lm_experiments_tools.training.checks import check_training_data
 from lm_experiments_tools.training.micro_batches import split_batch
 from lm_experiments_tools.training.validation import generate
 from tests.helpers.loops import make_loop
+from tests.helpers.thread_workers import Workers
 from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, TinyLabeller
 
 
@@ -56,6 +59,18 @@ def test_batches_that_are_not_of_a_step_are_warned_of(rows, caplog):
     caplog.clear()
     made(loader=DataLoader(RaggedPairs(16), batch_size=4), gradient_accumulation_steps=2).train()
     assert "rows a batch" not in caplog.text
+
+
+@pytest.mark.parametrize(("is_split", "warnings"), [(False, 1), (True, 0)])
+def test_workers_that_read_the_same_rows_are_warned_of(is_split, warnings, caplog):
+    data, optimizer = RaggedPairs(8), torch.optim.SGD(TinyLabeller().parameters())
+
+    def work(backend):
+        sampler = DistributedSampler(data, 2, backend.rank) if is_split else None
+        check_training_data(BatchStream(DataLoader(data, 4, sampler=sampler)), optimizer, backend)
+
+    Workers(2).run(work)
+    assert caplog.text.count("each of the 2 workers reads its whole training DataLoader") == warnings
 
 
 def warnings_of(caplog):
