@@ -171,12 +171,9 @@ def test_deepspeed_settings_are_filled_from_the_arguments():
     "config, words",
     [
         (deepspeed(train_micro_batch_size_per_gpu=8), r"_gpu = 8, but --batch_size says 4"),
-        (deepspeed(gradient_accumulation_steps=2), r"= 2, but --gradient_accumulation_steps says 3"),
         (deepspeed(train_batch_size=23), r"= 23, but --batch_size x .* x 2 workers says 24"),
-        (deepspeed(gradient_clipping=1.0), r"= 1.0, but --clip_grad_norm says 0.5"),
         (deepspeed(fp16={"enabled": True}), r"fp16.enabled = True, but --fp16 says False"),
         (deepspeed(optimizer={"type": "Adam"}), r"section 'optimizer'"),
-        (deepspeed(scheduler={"type": "WarmupLR"}), r"section 'scheduler'"),
         ({"zero_optimization": {"stage": 0}}, r"ZeRO stage 0"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
@@ -190,7 +187,6 @@ def test_deepspeed_settings_are_filled_from_the_arguments():
             {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
             r"zero_optimization.zenflow = .*take it out",
         ),
-        (deepspeed(tensor_parallel={"autotp_size": 2}), r"tensor_parallel = .*take it out"),
     ],
 )
 def test_deepspeed_settings_that_disagree_are_refused(config, words):

@@ -24,12 +24,9 @@ def grouped(predictions, references, *, groups): return float(len(groups))
 def undefined(predictions, references): return float("nan")
 def text(predictions, references): return "good"
 def infinite(predictions, references): return {"a": float("inf")}
-def nothing(predictions, references): return {}
-def numbered(predictions, references): return {1: 2.0}
 def loss(predictions, references): return 1.0
 def exact_match(predictions, references): return 1.0
 def alone(predictions): return 1.0
-def needy(predictions, references, *, sources): return 1.0
 """
 
 
@@ -94,8 +91,6 @@ def test_labels_come_by_name_and_numbers_as_numbers(decode):
             "--metrics my_metrics:text returned 'good' of type str as 'text': return a finite number",
         ),
         (("my_metrics:infinite",), "returned inf of type float as 'a': return a finite number"),
-        (("my_metrics:nothing",), "--metrics my_metrics:nothing returned an empty dict"),
-        (("my_metrics:numbered",), "returned 2.0 of type float as 1: return"),
         (("my_metrics:loss",), "--metrics my_metrics:loss returned loss, which there is already"),
         (("exact_match", "my_metrics:exact_match"), "returned exact_match, which there is already"),
     ],
@@ -111,7 +106,6 @@ def test_result_that_is_no_value_is_refused(names, sentence, decode):
     [
         ("no_such_module:f", "--metrics no_such_module:f: module no_such_module cannot be imported"),
         ("my_metrics:alone", "--metrics my_metrics:alone takes (predictions), not (predictions, references)"),
-        ("my_metrics:needy", "missing a required argument: 'sources'"),
     ],
 )
 def test_function_that_cannot_be_a_metric_is_refused_before_anything_is_predicted(name, sentence):

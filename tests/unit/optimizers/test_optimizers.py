@@ -52,8 +52,6 @@ def test_own_names_come_first_and_torchs_stay_reachable():
         ("adamw", "did you mean AdamW"),
         ("Quux", "known are ASGD"),
         ("LBFGS", "re-evaluates the loss"),
-        ("Optimizer", "abstract"),
-        ("torch.optim:AdamWW", "did you mean 'AdamW'"),
         ("torch.nn:Linear", "not a subclass of torch.optim"),
     ],
 )
@@ -119,23 +117,14 @@ def test_weight_decay_reaches_matrices_only_and_zero_means_none(name):
     ("options", "message"),
     [
         ({"name": "AdamW", "scale_parameter": True}, "--scale_parameter has no effect with --optimizer AdamW"),
-        ({"name": "AdamWScale", "relative_step": True, "lr": None}, "--relative_step has no effect"),
         ({"name": "Rprop", "weight_decay": 0.1}, "--weight_decay has no effect with --optimizer Rprop"),
         (
             {"name": "Adafactor", "relative_step": True},
             "settings: lr=0.1 has no effect with relative_step",
         ),
-        (
-            {"name": "Adafactor", "warmup_init": True},
-            "settings: warmup_init=True is a form of relative_step",
-        ),
-        ({"name": "Adafactor", "lr": None}, "needs --lr"),
         ({"name": "AdamW", "lr": None}, "needs --lr"),
-        ({"name": "AdamW", "lr": -1.0}, "AdamW refuses its settings: Invalid learning rate: -1"),
         ({"name": "Adafactor", "lr": -1.0}, "Adafactor refuses its settings: lr=-1.0 must not be negative"),
         ({"name": "AdamW", "extra": {"beta": (0.9, 0.9)}}, "no option 'beta'; did you mean 'betas'"),
-        ({"name": "AdamW", "extra": {"betas": (0.9, 2.0)}}, "AdamW refuses its settings: Invalid beta"),
-        ({"name": "AdamWScale", "extra": {"betas": (0.9, 2.0)}}, "AdamWScale refuses its settings: betas"),
         ({"name": "Muon"}, "--optimizer Muon needs"),
     ],
 )

@@ -105,20 +105,6 @@ def test_an_adapter_on_added_tokens_loads_again(folder, kind, tmp_path):
     assert losses[2] == losses[1] != losses[0]
 
 
-def test_tokens_that_an_adapter_would_lose_are_refused(folder, tmp_path):
-    peft = pytest.importorskip("peft")
-    with pytest.raises(UserError, match="use it without peft"):
-        FineTuner(folder / "encoder-decoder", peft="lora").add_tokens("<date>")
-    with pytest.raises(UserError, match="use it without peft") as refused:
-        FineTuner(folder / "encoder-decoder", peft="new_tokens", num_virtual_tokens=2).add_tokens("<date>")
-    assert "choose peft='new_tokens'" not in str(refused.value)
-    by_hand = FineTuner(folder / "encoder-decoder")
-    by_hand.add_tokens([f"<x{number}>" for number in range(20)])
-    by_hand.model = peft.get_peft_model(by_hand.model, peft.LoraConfig(target_modules=["q"]))
-    with pytest.raises(UserError, match="before an adapter is on it"):
-        by_hand.save(tmp_path / "adapter")
-
-
 @pytest.mark.parametrize(
     "few", [{"inference_dtype": "bf16"}, {"quantize": "int8"}, {"quantize": "nf4", "inference_dtype": "bf16"}]
 )

@@ -108,14 +108,6 @@ def test_held_out_text_changes_nothing(script, folder):
     assert not list(folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize("row", [[5, 6, 7, 60000], [5, 6]])
-def test_ids_beyond_the_model_and_too_few_tokens_are_refused(script, folder, tmp_path, row):
-    prefix = write_tokens(tmp_path / "train", [[row]])
-    with pytest.raises(UserError, match=f"train holds {len(row)} tokens with ids up to {row[-1]}"):
-        make_start(script, folder, str(tmp_path / "start"), prefix)
-    assert not (tmp_path / "start").exists()
-
-
 @pytest.mark.parametrize("made", ["file", "model"])
 def test_what_is_no_start_is_not_written_over(script, folder, tmp_path, made):
     output = tmp_path / "mine"

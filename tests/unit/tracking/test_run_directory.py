@@ -201,16 +201,6 @@ def test_other_configuration_is_refused_unless_asked_for(tmp_path, caplog):
     assert check({**ARGS, "iters": 10**6}, False) == {}
 
 
-@pytest.mark.parametrize("setting", [{"reproducible": "fixed"}, {"virtual_ranks": 4}])
-def test_resuming_is_not_advised_where_it_is_refused_as_well(tmp_path, setting):
-    args = {**ARGS, "reproducible": "elastic", "virtual_ranks": 2}
-    directory = in_use(RunDirectory(tmp_path))
-    directory.write_start(args, ORIGINS, ["run.py"])
-    with pytest.raises(UserError, match="another --model_path, by --init_checkpoint") as error:
-        directory.check_compatible({**args, **setting}, False)
-    assert "--resume" not in str(error.value)
-
-
 def test_another_split_of_the_same_global_batch_is_compatible(tmp_path):
     directory = in_use(RunDirectory(tmp_path))
     directory.write_start(ARGS, ORIGINS, ["run.py"], world_size=2)

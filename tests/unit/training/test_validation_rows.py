@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.training.validation import counted
@@ -85,38 +85,6 @@ def test_rows_that_accelerate_adds_do_not_count(split_batches, even_batches):
             assert rows == list(range(count)), (count, workers, size)
         filled += read - count
     assert (filled > 0) == even_batches
-
-
-class Stream(IterableDataset):
-    """Numbers one after the other, of unknown length."""
-
-    def __init__(self, count):
-        self.rows = Numbers(count)
-
-    def __iter__(self):
-        return (self.rows[number] for number in range(len(self.rows)))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return len(self.rows)
-
-
-def sharded_by_accelerate(stream, workers, size):
-    data_loader = pytest.importorskip("accelerate.data_loader")
-    return [
-        data_loader.prepare_data_loader(
-            DataLoader(stream, batch_size=size), num_processes=workers, process_index=rank, put_on_device=False,
-            dispatch_batches=False,
-        )
-        for rank in range(workers)
-    ]  # fmt: skip
-
-
-def test_rows_that_accelerate_adds_to_a_stream_do_not_count():
-    for count, workers, size in CASES:
-        rows, _ = rows_counted(sharded_by_accelerate(SizedStream(count), workers, size))
-        assert rows == list(range(count)), (count, workers, size)
 
 
 class Parity(torch.nn.Module):
