@@ -118,7 +118,7 @@ test-launchers: env-full horovod-if-possible ## every objective under every laun
 test-cluster: env-full horovod-if-possible ## jobs on two machines made of this one: root, openssh-server, iproute2, slurm-wlm, requirements-clusters.txt
 	@$(BIN)/python -m pytest -q -m cluster tests/cluster $(ARGS)
 
-# ARGS: --workers 1,2,3,4 --reproducible elastic, --launchers horovodrun,accelerate, --run to repeat one run.
+# ARGS: --workers 1,2,3,4 --reproducible elastic, --run to repeat one run.
 chaos: env-full horovod ## kill runs at random moments and compare them with one left alone: N=200 kills of SEED=1, 20 minutes or more
 	@TF_CPP_MIN_LOG_LEVEL=3 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos.program --kills $(N) --seed $(SEED) $(ARGS)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -369,15 +370,13 @@ def _launcher_command() -> list[str] | None:
 
 def describe_environment() -> dict[str, Any]:
     """Return the versions of Python and all packages, the platform, CPU, memory and GPUs."""
-    headers = (distribution.metadata for distribution in importlib.metadata.distributions())  # a file is parsed each
-    packages = {header["Name"]: header["Version"] for header in headers if header["Name"]}
     description = {
         "python": sys.version,
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "gpus": [],
-        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+        "packages": installed_packages(),
     }
     torch = sys.modules.get("torch")  # imported already in a run
     if torch is not None and torch.cuda.is_available():
@@ -385,6 +384,14 @@ def describe_environment() -> dict[str, Any]:
         description["gpus"] = [{"name": p.name, "memory_bytes": p.total_memory} for p in properties]
         description["cuda"] = torch.version.cuda
     return description
+
+
+@functools.cache
+def installed_packages() -> dict[str, str]:
+    """Versions of all installed packages, read once in a process: it takes half a second."""
+    headers = (distribution.metadata for distribution in importlib.metadata.distributions())
+    found = {header["Name"]: header["Version"] for header in headers if header["Name"]}
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def _cpu_model() -> str:

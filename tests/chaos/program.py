@@ -21,8 +21,8 @@ from pathlib import Path
 from random import Random
 
 from lm_experiments_tools.checkpoint.manifest import verify
-from tests.chaos import launched, tiny_run, zygote
-from tests.chaos.moments import PHASES, SIGNALS, Kill, draw
+from tests.chaos import tiny_run, zygote
+from tests.chaos.moments import PHASES, Kill, draw
 from tests.helpers import warm
 
 
@@ -64,7 +64,6 @@ class Harness:
     phased: bool = False
     wholes: dict[tuple, Path] = field(default_factory=dict)
     seconds: float = 5.0
-    pace = 5
 
     @property
     def elastic(self) -> bool:
@@ -89,9 +88,6 @@ class Harness:
         argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, phased=self.phased, **options)
         number = sum(1 for _ in run.glob("start_*"))
         return zygote.start(main, argv, backend, workers, run / f"start_{number:03d}", kill).wait(random)
-
-    def draw(self, random: Random, workers: int, *, begun: bool, tokenized: bool) -> Kill:
-        return draw(random, workers, begun=begun, tokenized=tokenized, seconds=self.seconds)
 
     def begin(self, run: Path) -> Path:
         run.mkdir()
@@ -121,7 +117,8 @@ class Harness:
             backend = random.choice(self.backends) if self.one_way(workers) else backend
             whole = self.whole(backend, workers)
             begun, texts = bool(tiny_run.checkpoints(run)), tiny_run.tokenized(run)
-            kill = self.draw(random, workers, begun=begun, tokenized=texts) if kills else None
+            moment = {"begun": begun, "tokenized": texts, "seconds": self.seconds}
+            kill = draw(random, workers, **moment) if kills else None
             said = f"run {number} start {launched}, {workers} workers of {backend}: {kill or 'left alone'}"
             ended = self.launch(run, backend, workers, kill, random)
             if kill is not None:
@@ -168,23 +165,6 @@ class Harness:
         return True
 
 
-class LaunchedHarness(Harness):
-    """Starts by real launchers, named where backends are; a worker is killed at any time of a start."""
-
-    pace = 15
-
-    def draw(self, random: Random, workers: int, *, begun: bool, tokenized: bool) -> Kill:
-        delay = random.uniform(0, self.seconds)
-        return Kill("any time", random.randrange(workers), 1, delay, random.choice(SIGNALS))
-
-    def launch(
-        self, run: Path, backend: str, workers: int, kill: Kill | None, random: Random, **options: int
-    ) -> zygote.Ended:
-        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, phased=self.phased, **options)
-        number = sum(1 for _ in run.glob("start_*"))
-        return launched.start(backend, workers, argv, run / f"start_{number:03d}", kill)
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="that have to land")
@@ -192,7 +172,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=int, help="repeat this run alone")
     parser.add_argument("--workers", default="2", help="numbers to draw from, such as 1,2,3,4")
     parser.add_argument("--backends", default="horovod,ddp", help="to draw from")
-    parser.add_argument("--launchers", help="real ones instead: horovodrun, accelerate")
     parser.add_argument("--reproducible", choices=("off", "fixed", "elastic"), default="off")
     parser.add_argument("--phases", action="store_true", help="of a run of three phases")
     parser.add_argument("--minutes", type=float, help="begin no run after this time")
@@ -210,12 +189,9 @@ def main(argv: list[str] | None = None) -> int:
     begun, tally = time.monotonic(), Tally()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # of events after a restart, which is what is tested
     workers, backends = [int(n) for n in args.workers.split(",")], args.backends.split(",")
-    if args.launchers:
-        harness = LaunchedHarness(folder, args.seed, [2], args.launchers.split(","), args.reproducible, args.phases)
-    else:
-        warm.preload("run_t5_pretraining", "lm_experiments_tools.recipes.t5_sources")
-        harness = Harness(folder, args.seed, workers, backends, args.reproducible, args.phases)
-    print(f"{args.kills} kills, seed {args.seed}, in {folder}: {harness.pace} s a kill on two idle cores", flush=True)
+    warm.preload("run_t5_pretraining", "lm_experiments_tools.recipes.t5_sources")
+    harness = Harness(folder, args.seed, workers, backends, args.reproducible, args.phases)
+    print(f"{args.kills} kills, seed {args.seed}, in {folder}: 5 s a kill on two idle cores", flush=True)
     faults, number = [], args.run or 0
     while tally.landed.total() < args.kills:
         try:
@@ -245,8 +221,7 @@ def main(argv: list[str] | None = None) -> int:
 def _again(args: argparse.Namespace, number: int) -> str:
     return (
         f"make chaos SEED={args.seed} ARGS='--run {number} --workers {args.workers} --backends {args.backends} "
-        f"--reproducible {args.reproducible}{' --phases' if args.phases else ''}"
-        f"{' --launchers ' + args.launchers if args.launchers else ''}'"
+        f"--reproducible {args.reproducible}{' --phases' if args.phases else ''}'"
     )
 
 

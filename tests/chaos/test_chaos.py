@@ -36,9 +36,3 @@ def test_three_kills_make_no_difference():
 )
 def test_many_kills_make_no_difference(kills, options):
     endured(kills, *options, timeout=7000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_thirty_kills_under_real_launchers_make_no_difference():
-    endured(30, "--launchers", "horovodrun,accelerate", timeout=7000)

@@ -1,19 +1,12 @@
-"""Programs written for t5-experiments train to their end under its two launchers, and leave what they expect.
-
-GENA_LM_CHECKOUT=FOLDER also runs a program of that project as it is, from a clone of AIRI-Institute/GENA_LM.
-"""
+"""Programs written for t5-experiments train to their end under its two launchers, and leave what they expect."""
 
 import json
-import os
-import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, run, skip_without, slow
+from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, skip_without, slow
 
 PROGRAM = ROOT / "tests" / "distributed" / "ancestor_program.py"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -67,34 +60,3 @@ def test_a_program_of_its_style_trains_to_its_end(trainer, tmp_path):
         best = torch.load(left / "model_best.pth", weights_only=False)
         assert best["iteration"] == step - 1 and "classifier.weight" in best["model_state_dict"]
         assert [len(group["params"]) for group in best["optimizer_state_dict"]["param_groups"]] == [23, 2]
-
-
-@pytest.mark.distributed
-def test_gena_lms_program_trains_unmodified(tmp_path):
-    checkout = os.environ.get("GENA_LM_CHECKOUT")
-    if not checkout:
-        pytest.skip("GENA_LM_CHECKOUT names no clone of AIRI-Institute/GENA_LM")
-    skip_without("horovod", "pandas", "sklearn")
-    draw = random.Random(0)
-    for split, count in (("train", 32), ("valid", 9), ("test", 7)):
-        lines = [f"{'TATAAA' * 6 * (n % 2)}{''.join(draw.choices('ACGT', k=150))},{n % 2}" for n in range(count)]
-        (tmp_path / split).mkdir()
-        (tmp_path / split / "rows.csv").write_text("\n".join(["sequence,promoter_presence", *lines]) + "\n")
-    config = json.loads((Path(checkout) / "data" / "configs" / "L12-H768-A12-V32k-preln.json").read_text())
-    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **tiny}))
-    paths = {
-        "data_path": tmp_path / "train", "valid_data_path": tmp_path / "valid", "test_data_path": tmp_path / "test",
-        "model_path": tmp_path / "run", "model_cfg": tmp_path / "config.json",
-        "tokenizer": Path(checkout) / "data" / "tokenizers" / "t2t_1000h_multi_32k",
-    }  # fmt: skip
-    settings = {name: value for name, value in SETTINGS.items() if name not in ("head_lr_multiplier", "save_interval")}
-    settings |= {"optimize_metric": "f1", "body_lr_multiplier": 0.1, "input_seq_len": 64, "data_n_workers": 1}
-    settings["model_cls"] = "transformers:BertForSequenceClassification"
-    program = "downstream_tasks.promoter_prediction.run_promoter_finetuning"
-    search = os.pathsep.join([str(checkout), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    words = [*horovodrun()[:-1], sys.executable, "-m", program]
-    job = run(words, "--save_best", *flags(**paths, **settings), PYTHONPATH=search)
-    assert job.returncode == 0, job.output[-4000:]
-    assert "Runnning validation on test data" in job.output
-    assert '"split": "test"' in (tmp_path / "run" / "metrics.jsonl").read_text()

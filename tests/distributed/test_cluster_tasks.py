@@ -71,21 +71,6 @@ def test_a_step_gives_torch_what_it_reads():
     assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "29500")
 
 
-@pytest.mark.parametrize(
-    "nodes, first",
-    [
-        ("n1", "n1"),
-        ("n[1-2]", "n1"),
-        ("gpu[007,9],m1", "gpu007"),
-        ("a,b", "a"),
-        ("r[2-3]n[04-5]", "r2n04"),
-        ("", None),
-    ],
-)
-def test_first_host_of_a_list(nodes, first):
-    assert cluster.first_host(nodes) == first
-
-
 def test_tasks_of_a_node():
     uneven = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
     counts = [cluster.started_tasks({**uneven, "SLURM_NODEID": str(node)}).local_count for node in range(4)]
@@ -119,13 +104,24 @@ def test_tasks_that_cannot_form_a_job_are_refused(monkeypatch, variables, args, 
         backend_of(monkeypatch, variables, **args)
 
 
-def test_tasks_of_srun_may_be_runs_of_their_own(monkeypatch):
-    assert backend_of(monkeypatch, STEP, backend="local").world_size == 1
-
-
 def test_a_group_smaller_than_the_step_is_refused(monkeypatch):
     """`srun -n2 torchrun` without --nnodes: two groups of one that would each train alone."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     assert wanted_processes({**STEP, **alone}) == (2, "SLURM_STEP_NUM_TASKS")
     with pytest.raises(UserError, match=r"srun started 2 tasks .* torchrun --nnodes N"):
         backend_of(monkeypatch, {**STEP, **alone})
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[007,9],m1", "gpu007"),
+        ("a,b", "a"),
+        ("r[2-3]n[04-5]", "r2n04"),
+        ("", None),
+    ],
+)
+def test_first_host_of_a_list(nodes, first):
+    assert cluster.first_host(nodes) == first

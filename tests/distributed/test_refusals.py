@@ -19,21 +19,12 @@ from lm_experiments_tools.backends.backend import check_whole
 from lm_experiments_tools.backends.launch import check_device, check_parent, wanted_processes, wanted_sharding
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, run, skip_without, torchrun
+from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, skip_without, torchrun
 
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("worker.py")
 MULTI_CPU = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n"
-
-
-def one_refusal(folder: Path, launcher: list[str], **environ: str) -> str:
-    """Run the worker; the job must fail, with one and the same sentence on whatever workers there are. Returns it."""
-    job = run(launcher, WORKER, folder, "-", "talked", **environ)
-    said = {json.loads(file.read_text()) for file in folder.glob("refused_*.json")}
-    assert job.returncode not in (0, None), job.output[-2000:]
-    assert len(said) == 1, f"{said} {job.output[-2000:]}"
-    return said.pop()
 
 
 def no_gpu() -> None:
@@ -50,21 +41,6 @@ def failed(folder: Path, launcher: list[str], source: str, **environ: str) -> st
     return job.output
 
 
-@pytest.mark.slow
-def test_cpu_flag_with_two_processes_is_refused(tmp_path):
-    no_gpu()
-    said = one_refusal(tmp_path, accelerate_launch("--cpu", "--num_processes", "2"))
-    assert "asked for 2 processes (--num_processes)" in said and "torchrun --nproc_per_node 2" in said
-
-
-@pytest.mark.slow
-def test_a_multi_cpu_file_is_refused(tmp_path):
-    no_gpu()
-    (tmp_path / "cpu.yaml").write_text(MULTI_CPU)
-    said = one_refusal(tmp_path, accelerate_launch("--config_file", str(tmp_path / "cpu.yaml")))
-    assert "asked for 2 processes" in said and "cpu.yaml" in said
-
-
 def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
     """Bare Accelerate runs two processes that each believe to be the only one."""
     no_gpu()
@@ -74,22 +50,6 @@ def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
     assert job.returncode == 0, job.output[-2000:]
     for rank in range(2):
         assert json.loads((tmp_path / f"talked_{rank}.json").read_text())["world_size"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, options, environ",
-    [
-        ("FSDP", ("--use_fsdp", "--fsdp_version", "2"), {"ACCELERATE_USE_CPU": "1"}),
-        ("DEEPSPEED", ("--use_deepspeed", "--zero_stage", "2"), {}),
-    ],
-)
-def test_sharding_on_cpus_is_refused(tmp_path, kind, options, environ):
-    no_gpu()
-    skip_without(*(["deepspeed"] if kind == "DEEPSPEED" else []))
-    options += ("--num_processes", "2", "--main_process_port", "0")
-    said = one_refusal(tmp_path, accelerate_launch(*options), **environ)
-    assert f"asked for {kind}" in said and "no GPU" in said
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
@@ -211,12 +171,9 @@ def test_deepspeed_settings_are_filled_from_the_arguments():
     "config, words",
     [
         (deepspeed(train_micro_batch_size_per_gpu=8), r"_gpu = 8, but --batch_size says 4"),
-        (deepspeed(gradient_accumulation_steps=2), r"= 2, but --gradient_accumulation_steps says 3"),
         (deepspeed(train_batch_size=23), r"= 23, but --batch_size x .* x 2 workers says 24"),
-        (deepspeed(gradient_clipping=1.0), r"= 1.0, but --clip_grad_norm says 0.5"),
         (deepspeed(fp16={"enabled": True}), r"fp16.enabled = True, but --fp16 says False"),
         (deepspeed(optimizer={"type": "Adam"}), r"section 'optimizer'"),
-        (deepspeed(scheduler={"type": "WarmupLR"}), r"section 'scheduler'"),
         ({"zero_optimization": {"stage": 0}}, r"ZeRO stage 0"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
@@ -230,20 +187,12 @@ def test_deepspeed_settings_are_filled_from_the_arguments():
             {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
             r"zero_optimization.zenflow = .*take it out",
         ),
-        (deepspeed(tensor_parallel={"autotp_size": 2}), r"tensor_parallel = .*take it out"),
     ],
 )
 def test_deepspeed_settings_that_disagree_are_refused(config, words):
     args = TrainerArgs(batch_size=4, gradient_accumulation_steps=3, clip_grad_norm=0.5)
     with pytest.raises(UserError, match=words):
         deepspeed_config.fill_config(config, args, world_size=2, source="zero2.json")
-
-
-def test_what_deepspeed_itself_refuses_is_a_sentence():
-    config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
-    with pytest.raises(UserError, match="does not take its configuration: bogus: Extra inputs are not permitted"):
-        with deepspeed_config.refusals():
-            config(stage=2, bogus=1)
 
 
 def test_parameters_without_dimensions_are_not_cut_into_slices():

@@ -26,7 +26,6 @@ from tests.distributed.launch import (
     accelerate_launch,
     environment,
     forked,
-    kill_after,
     kill_and_resume,
     run,
     skip_without,
@@ -158,36 +157,3 @@ def test_sigterm_saves_and_exits_143(text, tmp_path):
     assert process.returncode == 143, output[-3000:]
     verify((tmp_path / "last").resolve())
     assert int((tmp_path / "last").resolve().name.removeprefix("step_")) > 10
-
-
-# ---- --streaming
-def streamed(folder, run_dir, batch_size=8, accumulation=1):
-    command = flags(folder, run_dir, batch_size, accumulation)
-    command[command.index("--working_dir") + 1] = run_dir / "work"
-    (run_dir / "work").mkdir()
-    return [SCRIPT, *command, "--streaming", "--streams", 2, "--data_n_workers", 1]
-
-
-@pytest.fixture(scope="module")
-def streamed_alone(text, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("streamed")
-    assert "in 2 streams" in start("alone", *streamed(text, folder))
-    found = losses(folder)
-    assert found[-1][0] == STEPS and found[-1][1] < found[0][1] - 0.5  # it learned
-    return found
-
-
-@pytest.mark.slow
-def test_a_killed_stream_resumed_without_its_cache_ends_with_the_same_losses(text, streamed_alone, tmp_path):
-    command = streamed(text, tmp_path)
-    kill_after("alone", command, tmp_path / "checkpoints" / "step_000010", timeout=120)
-    shutil.rmtree(tmp_path / "work" / ".cache")
-    assert "resumed from" in start("alone", *command)
-    assert losses(tmp_path) == streamed_alone
-
-
-@pytest.mark.slow
-def test_two_workers_that_stream_end_with_the_losses_of_one(text, streamed_alone, tmp_path):
-    start("ddp", *streamed(text, tmp_path, 2, 2), timeout=300)
-    for (step, ours), (_, theirs) in zip(losses(tmp_path), streamed_alone, strict=True):
-        assert ours == pytest.approx(theirs, abs=2e-4), step

@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,20 +232,11 @@ def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
 
 def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """Block-sparse attention: the learned bias of the first layer is used by all of them. Short inputs would take
-    SDPA, so the sparse backend is asked for."""
-    from lm_experiments_tools.attention import huggingface
+    """Block-sparse attention of our T5: the learned bias of the first layer is used by all of them.
 
-    huggingface.block_sparse_attention = partial(huggingface.block_sparse_attention, backend="blocks")
-    biases.SHORT = biases.SHORT_DENSE = 0  # so that layers share the bias's table, as for long inputs
-    model = huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", **SPARSE)
-    setup(backend, model=model)
-    return trained_for(4, backend, out, "sparse")
-
-
-def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """The same with T5 of our own, whose bias is a module's parameter too: with layers sharded one by one, it is gone
-    when the second layer adds it."""
+    It is a module's parameter: with layers sharded one by one, it is gone when the second layer adds it. Short inputs
+    would take SDPA, so the sparse backend is forced.
+    """
     from modeling_t5 import T5Config, T5ForConditionalGeneration
 
     functional.forced = "blocks"
@@ -255,7 +245,7 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     own = T5ForConditionalGeneration(T5Config(**{**model.config.to_dict(), **BIGBIRD}))
     own.load_state_dict(model.state_dict())
     setup(backend, model=own)
-    return trained_for(4, backend, out, "sparse_own")
+    return trained_for(4, backend, out, "sparse")
 
 
 def scenario_compiled(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -275,32 +265,6 @@ def scenario_compiled(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         result[name] = [train_step(backend, step, max_norm=0.5) for step in range(2)]
     frames = counters["frames"]
     return {**result, "frames": frames["total"], "fell_back": frames["total"] - frames["ok"]}
-
-
-def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """BERT of our own, whose one T5 bias is the encoder's and is read in all of its layers, dense and sparse."""
-    from modeling_bert import BertConfig, BertForMaskedLM
-
-    class Unmasked(BertForMaskedLM):
-        """Trained to say its input again, since the batches are T5's."""
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
-            return super().forward(input_ids, attention_mask, labels=input_ids)
-
-    functional.forced = "blocks"
-    result: dict[str, Any] = {"before": {}, "steps": {}}
-    for name, settings in {"dense": {}, "sparse": BIGBIRD}.items():
-        torch.manual_seed(backend.rank)
-        config = BertConfig(
-            vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2,
-            position_embedding_type="relative_attention_bias", **settings,
-        )  # fmt: skip
-        model = Unmasked(config)
-        result["before"][name] = model.bert.encoder.position.weight.tolist()
-        setup(backend, model=model)
-        result["steps"][name] = trained_for(4, backend, out, f"bert_bias_{name}")["steps"]
-    return result
 
 
 def scenario_partial(backend: Backend, out: Path, _: Path) -> dict[str, Any]:

@@ -97,10 +97,9 @@ def preload(*more: str) -> None:
     for name in (*PRELOADED, *more):
         with contextlib.suppress(*([ImportError] if name in OPTIONAL else [])):
             importlib.import_module(name)
-    from lm_experiments_tools.tracking import run_directory
+    from lm_experiments_tools.tracking.run_directory import installed_packages
 
-    environment = run_directory.describe_environment()  # lists all installed packages; the same in each job
-    run_directory.describe_environment = lambda: dict(environment)
+    installed_packages()  # once for all jobs
 
 
 def serve() -> None:

@@ -1,17 +1,9 @@
-"""Metrics of fine-tuning against the programs that people compare with: the same numbers, to the digit.
-
-NATURAL_INSTRUCTIONS_METRICS names a fetched copy of yizhongw/Tk-Instruct src/compute_metrics.py; GOLDEN_INSTRUCTIONS
-holds what it gave for the same predictions.
-"""
+"""Metrics of fine-tuning against the programs that people compare with: the same numbers, to the digit."""
 
 import importlib.util
 import json
-import logging
 import math
-import os
-import random
 import re
-import sys
 import warnings
 from pathlib import Path
 
@@ -42,7 +34,7 @@ TASKS = (
     "task1393_superglue_copa_text_completion",
     "task1728_web_nlg_data_to_text",
 )
-# rougeL, rouge1, exact_match of all and of each task
+# rougeL, rouge1, exact_match of all and of each task, by yizhongw/Tk-Instruct's src/compute_metrics.py.
 GOLDEN_INSTRUCTIONS = {
     "": (66.7537, 67.0523, 39.2982),
     "/task033_winogrande_answer_generation": (56.8182, 56.8182, 34.0909),
@@ -145,20 +137,6 @@ def test_text_of_any_script_is_scored_as_the_same_words_in_latin(script):
         assert metric([line for (line,) in references], references) == 100
 
 
-@pytest.mark.parametrize(
-    ("script", "tokenize"),
-    [("Chinese", "zh"), ("Japanese", "char"), ("Thai", "char"), ("Russian", "13a"), ("Korean", "13a")],
-)
-def test_bleu_takes_a_tokenizer_for_scripts_without_spaces(script, tokenize, caplog):
-    sacrebleu = pytest.importorskip("sacrebleu")
-    caplog.set_level(logging.INFO)
-    text._say_once.cache_clear()
-    predictions, references = SCRIPTS[script]
-    expected = sacrebleu.corpus_bleu(predictions, [references], tokenize=tokenize).score
-    assert text.bleu(predictions, [[line] for line in references]) == expected
-    assert (f"--bleu_tokenize {tokenize}" in caplog.text) == (tokenize != "13a")
-
-
 def test_punctuation_that_a_tokenizer_normalizes_does_not_count_in_other_scripts():
     """SentencePiece's NFKC writes the full-width comma as ASCII."""
     assert text.exact_match(["你好,世界!"], [["你好，世界！"]]) == 100
@@ -194,14 +172,6 @@ def test_scrolls_example_of_its_metric():
         "rouge1": 72.2222, "rouge2": 33.3333, "rougeL": 72.2222, "rouge_geometric_mean": 55.8136, "f1_tokens": 72.2222,
         "exact_match": 33.3333,
     }  # fmt: skip
-
-
-def test_scrolls_does_not_stem():
-    predictions, references = summaries()
-    kinds = ["rouge1", "rouge2", "rougeL"]
-    expected = rouge_by_hand(predictions, references, kinds, stem=False)
-    values = text.scrolls(predictions, references)
-    assert {kind: values[kind] for kind in kinds} == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.fixture(scope="module")
@@ -263,22 +233,6 @@ def test_instructions_give_the_stored_numbers_of_the_projects_script():
     for suffix, expected in GOLDEN_INSTRUCTIONS.items():
         assert tuple(values.pop(name + suffix) for name in ("rougeL", "rouge1", "exact_match")) == expected
     assert not values
-
-
-def test_instructions_equal_the_projects_script(monkeypatch):
-    script = os.environ.get("NATURAL_INSTRUCTIONS_METRICS")
-    if script is None:
-        pytest.skip("NATURAL_INSTRUCTIONS_METRICS does not name Tk-Instruct's compute_metrics.py")
-    predictions, references, groups = instances()
-    monkeypatch.setitem(sys.modules, "rouge", importlib.import_module("rouge_score"))
-    spec = importlib.util.spec_from_file_location("compute_metrics", script)
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
-    expected = theirs.compute_metrics(predictions, references)
-    for name, value in theirs.compute_grouped_metrics(predictions, references, groups).items():
-        expected["/".join(name.split("_for_"))] = value
-    expected = {name: value for name, value in expected.items() if name.split("/")[0] != "f1"}
-    assert rounded(instructions(predictions, references, groups=groups)) == expected
 
 
 # ---- classes
@@ -360,15 +314,6 @@ def test_metrics_of_several_labels_are_scikit_learns(pairs):
     assert several_label_metrics(predictions, references, num_labels=4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_mcc_of_a_large_split_does_not_overflow():
-    generator = random.Random(0)
-    references = [generator.randrange(2) for _ in range(100_000)]
-    predictions = [r if generator.random() < 0.7 else 1 - r for r in references]
-    expected = class_metrics_by_scikit_learn(predictions, references, 2)
-    assert label_metrics(predictions, references, num_labels=2) == pytest.approx(expected, rel=1e-12)
-    assert 0.39 < expected["mcc"] < 0.41
-
-
 # ---- numbers
 NUMBERS = strategies.integers(-800, 800).map(lambda eighths: eighths / 8)
 
@@ -387,15 +332,6 @@ def test_number_metrics_are_scipys_and_scikit_learns(rows):
         }
     ours = {metric.__name__: metric(predictions, references) for metric in (mse, pearson, spearman)}
     assert ours == pytest.approx(expected, rel=1e-12, abs=1e-12, nan_ok=True)
-
-
-def test_correlations_of_ordinary_predictions_to_the_last_digits():
-    stats = pytest.importorskip("scipy.stats")
-    generator = np.random.default_rng(0)
-    references = generator.integers(0, 26, 1500) / 5  # STS-B's scale, with ties
-    predictions = references + generator.normal(size=1500)
-    assert pearson(predictions, references) == pytest.approx(stats.pearsonr(predictions, references)[0], rel=1e-14)
-    assert spearman(predictions, references) == pytest.approx(stats.spearmanr(predictions, references)[0], rel=1e-14)
 
 
 def test_a_constant_side_gives_nan_and_a_warning_as_scipy(caplog):

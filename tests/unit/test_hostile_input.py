@@ -11,9 +11,7 @@ import json
 import os
 import pickle
 import random
-import time
 import traceback
-import typing
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -25,25 +23,17 @@ import transformers as tr
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state
 from lm_experiments_tools.checkpoint.model_config import check_model_config
 from lm_experiments_tools.checkpoint.weights import load_weights
-from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.cli import parse
-from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.text.records import RejectedRecords, rows
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models import build
-from lm_experiments_tools.models.build import build_model, load_model_config, pretrained_config
-from lm_experiments_tools.models.from_args import model_source
-from lm_experiments_tools.models.presets import list_presets, read_model_settings
+from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
-from lm_experiments_tools.recipes import common
 from tests.helpers.checkpoint_toys import random_t5
-from tests.helpers.fuzz import any_value, dumped, edited, edited_object, watching
+from tests.helpers.fuzz import dumped, edited, edited_object, watching
 
 ROWS = [
     {"text": "one two", "label": "a"},
@@ -141,65 +131,6 @@ def test_1000_edited_model_configurations(tmp_path):
     only(outcomes, "refused", "read", "built")
 
 
-# Classes of published models, by their default configurations. Half are transformers', half shipped here.
-PUBLISHED = ["T5ForConditionalGeneration", "BertForMaskedLM", "RobertaForMaskedLM", "ModernBertForMaskedLM"]
-PUBLISHED += ["GPT2LMHeadModel", "LlamaForCausalLM", "BartForConditionalGeneration", "AlbertForMaskedLM"]
-PUBLISHED += ["DebertaV2ForMaskedLM", "MistralForCausalLM", "Gemma2ForCausalLM"]
-EDITS_OF_A_FIELD = (None, True, -1, 0, 1.5, -0.5, 10**3, 10**6, 10**9, 10**18, 10**30, -(10**9), float("nan"))
-EDITS_OF_A_FIELD += (float("inf"), "", "x", "load", "relu", [], ["a"], {}, {"a": 1}, [[]])
-CPU_SECONDS = 5
-
-
-def fields_edited(count, tmp_path, monkeypatch):
-    """One field of a configuration at a time: of another type, size or sign; all ways that read a configuration."""
-    monkeypatch.setattr(build, "total_memory", lambda: 24 << 30)
-    rng, outcomes, path = random.Random("fields"), Counter(), tmp_path / "config.json"
-    for number in range(count):
-        if number % 2:
-            cls = f"transformers:{rng.choice(PUBLISHED)}"
-            values = json.loads(get_cls_by_name(cls).config_class().to_json_string(use_diff=False))
-        else:
-            values = read_model_settings(rng.choice(sorted(list_presets().values())))
-            cls = f"modeling_{values['model_type']}" if values["model_type"] in ("t5", "bert") else "transformers"
-            cls += f":{'T5ForConditionalGeneration' if 't5' in cls else 'BertForMaskedLM'}"
-            cls = "transformers:ModernBertForMaskedLM" if values["model_type"] == "modernbert" else cls
-        name = rng.choice(sorted(values))
-        values[name] = rng.choice(EDITS_OF_A_FIELD)
-        path.write_text(dumped(values))
-        began, what = time.process_time(), "built"
-        found = get_cls_by_name(cls)
-        try:
-            if number % 3:
-                config = load_model_config(path, found.config_class, trusted=number % 3 == 1)
-            else:
-                config = pretrained_config(str(tmp_path), found.config_class)
-            build.check_size(found, config)
-            with torch.device("meta"):
-                build_model(found, config, seed=0)
-        except UserError as error:
-            sentence(error)
-            what = "refused"
-            took = time.process_time() - began
-            assert took < CPU_SECONDS, f"{took:.1f} s: {cls} {name} {values[name]!r}"
-        except Exception as error:  # anything else, which is what this looks for
-            what = f"{where_raised(error)}: {cls} {name} {values[name]!r}"
-        outcomes[what] += 1
-    return outcomes
-
-
-def test_an_edited_field_of_a_published_configuration_is_refused_in_a_sentence_or_builds(tmp_path, monkeypatch):
-    outcomes = fields_edited(60, tmp_path, monkeypatch)
-    only(outcomes, "refused", "built")
-    assert outcomes["refused"] > 20 and outcomes["built"] > 5, outcomes
-
-
-@FULL
-def test_600_edited_fields_of_published_configurations(tmp_path, monkeypatch):
-    outcomes = fields_edited(600, tmp_path, monkeypatch)
-    print(outcomes)
-    only(outcomes, "refused", "built")
-
-
 def test_configurations_of_transformers_pass_the_check():
     """The defaults of all its classes, which are published models."""
     refused = []
@@ -222,58 +153,6 @@ def test_a_model_beyond_the_memory_is_refused_with_both_numbers(monkeypatch):
         build_model(tr.BertForMaskedLM, config, seed=0)
     monkeypatch.setattr(build, "total_memory", lambda: 4 * 109_514_298)
     build.check_size(tr.BertForMaskedLM, config)
-
-
-RUN = {"lr": ["1e-3"], "iters": ["20"], "model_cfg": ["model.json"]}
-REQUIRED = {
-    T5PretrainingArgs: {**RUN, "data_path": ["text.jsonl"]},
-    BertPretrainingArgs: {**RUN, "data_path": ["text"], "vocab_file": ["vocab.txt"]},
-    FinetuningArgs: {**RUN, "data_path": ["rows.jsonl"], "tokenizer": ["folder"]},
-}
-
-
-def combinations(count, tmp_path, monkeypatch):
-    """Flags and YAML files up to where a run would look for its data."""
-    monkeypatch.chdir(tmp_path)
-    rng, outcomes = random.Random("flags"), Counter()
-    for number in range(count):
-        args_class = list(REQUIRED)[number % 3]
-        Path("model.json").write_text(dumped(BERT if args_class is BertPretrainingArgs else T5))
-        fields = typing.get_type_hints(args_class)
-        chosen = rng.sample(sorted(fields.keys() - {"working_dir"}), rng.choice((1, 1, 2, 3)))
-        given = {name: words for name, words in REQUIRED[args_class].items() if name in fields}
-        given |= {name: any_value(rng, fields[name]) for name in chosen}
-        argv = [word for name, words in given.items() for word in (f"--{name}", *words)]
-        if number % 2:
-            lists = {name: words if len(words) > 1 else words[0] for name, words in given.items()}
-            Path("run.yaml").write_text(dumped(lists))  # which is YAML
-            argv = ["--config", "run.yaml"]
-        try:
-            args, _ = parse(args_class, argv)
-            outcomes["parsed"] += 1
-            common._check_optimization(args)
-            if args_class is not FinetuningArgs:
-                model_source(args, LocalBackend())
-            outcomes["taken"] += 1
-        except (UserError, RunError) as error:
-            sentence(error)
-            outcomes["refused"] += 1
-        except Exception as error:
-            outcomes[f"{where_raised(error)}: {given}"] += 1
-    return outcomes
-
-
-def test_any_combination_of_flags_is_taken_or_refused_in_a_sentence(tmp_path, monkeypatch):
-    outcomes = combinations(90, tmp_path, monkeypatch)
-    only(outcomes, "parsed", "taken", "refused")
-    assert outcomes["refused"] > 30 and outcomes["taken"] > 9, outcomes
-
-
-@FULL
-def test_500_combinations_of_flags(tmp_path, monkeypatch):
-    outcomes = combinations(500, tmp_path, monkeypatch)
-    print(outcomes)
-    only(outcomes, "parsed", "taken", "refused")
 
 
 # ---- what is read from elsewhere ------------------------------------------------------------------------------------

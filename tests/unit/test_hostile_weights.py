@@ -8,12 +8,8 @@ import sys
 import time
 
 import pytest
-import torch
-from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from lm_experiments_tools.checkpoint.source import find_source
-from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.models.saved import open_saved
@@ -161,19 +157,6 @@ def test_an_index_that_leads_out_of_the_folder_is_not_followed(bad, capsys, comm
     assert code == 2 and "outside its directory" in said
 
 
-@pytest.mark.parametrize("command", ["generate", "finetune", "export"])
-def test_an_index_that_the_configuration_names_is_not_followed_out_of_the_folder(bad, capsys, command):
-    """transformers reads the weights that `transformers_weights` names, and checks only where the index lies."""
-    (bad / "model.safetensors").rename(bad.parent / "outside.safetensors")
-    names = load_file(bad.parent / "outside.safetensors")
-    (bad / "inner").mkdir()
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
-    (bad / "inner" / "w.safetensors.index.json").write_text(json.dumps(index))
-    edit(bad / "config.json", transformers_weights="inner/w.safetensors.index.json")
-    code, said = run(COMMANDS[command], capsys)
-    assert code == 2 and "outside its directory" in said
-
-
 def test_the_model_outside_would_have_been_read(bad):
     """Control of the test above: the same file inside the folder loads."""
     (bad / "model.safetensors").rename(bad / "part.safetensors")
@@ -183,32 +166,11 @@ def test_the_model_outside_would_have_been_read(bad):
     assert open_saved("bad").model.shared.weight.shape == names["shared.weight"].shape
 
 
-def test_an_index_in_the_cache_of_the_hub_that_leads_out_is_not_followed(bad, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bad.parent / "hub"))
-    repository = bad.parent / "hub" / "models--someone--tiny"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("abc")
-    (repository / "snapshots").mkdir()
-    (bad / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../../../../x"}}))
-    bad.rename(repository / "snapshots" / "abc")
-    with pytest.raises(UserError, match="outside its directory"):
-        find_source("someone/tiny")
-
-
 @pytest.mark.parametrize("command", ["generate", "finetune", "export"])
 def test_a_tokenizer_runs_no_code_of_its_folder(bad, capsys, command):
     edit(bad / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]}, tokenizer_class="Evil")
     code, _ = run(COMMANDS[command], capsys)
     assert code in (0, 2)
-
-
-def test_a_tokenizer_named_by_itself_runs_no_code_of_its_folder(bad, capsys):
-    edit(bad / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]}, tokenizer_class="Evil")
-    (bad / "config.json").unlink()
-    run(("finetune", "--from_pretrained", "good", "--tokenizer", "bad", *TRAIN, *SHORT), capsys)
-    preset = ("--model_cfg", "t5-small", "--data_path", "rows.jsonl", "--text_key", "source", "--vocab", "bad")
-    code, said = run(("inspect", "t5", *preset, "--lr", "1e-3", "--iters", "1"), capsys)
-    assert code in (0, 2), said
 
 
 def test_the_base_of_an_adapter_and_the_adapter_run_no_code(bad, capsys):
@@ -235,17 +197,6 @@ def test_the_modules_of_an_encoder_of_sentence_transformers_run_no_code(bad, cap
     )
     code, said = run(("evaluate", "bad", "--suite", "sts", "--tasks", "pairs.jsonl"), capsys)
     assert code == 2 and "Importing it executes third-party code" in said
-
-
-def test_a_run_folder_of_a_stranger_imports_no_class(bad, capsys):
-    checkpoint = bad.parent / "run" / "checkpoints" / "step_000001"
-    checkpoint.parent.mkdir(parents=True)
-    bad.rename(checkpoint)
-    edit(checkpoint / "config.json", architectures=["Model"])
-    (checkpoint / "manifest.json").write_text("{}")
-    (bad.parent / "run" / "config.json").write_text(json.dumps({"model_cls": "evil:Model"}))
-    with pytest.raises(UserError):
-        open_saved(str(checkpoint))
 
 
 def test_the_library_runs_no_code_of_a_folder(bad):
@@ -287,11 +238,3 @@ def test_each_call_of_from_pretrained_says_that_remote_code_is_not_trusted():
             if node.func.attr in ("from_pretrained", "from_config") and not given and owner not in concrete:
                 missing.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert missing == []
-
-
-def test_a_shard_outside_is_refused_by_the_reader_of_weights(bad):
-    state = T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=16))
-    save_file({"a": torch.zeros(1)}, bad.parent / "outside.safetensors")
-    (bad / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
-    with pytest.raises(UserError, match="outside its directory"):
-        load_weights(state, bad)

@@ -15,7 +15,6 @@ from lm_experiments_tools.ancestor import notice as notices
 from lm_experiments_tools.ancestor.arguments import settings_of
 from lm_experiments_tools.config import training as today
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name
 from tests.helpers.toys import RaggedPairs, TinyLabeller
 
 # Of t5-experiments 0.9.1's TrainerArgs, read off its --help.
@@ -117,13 +116,6 @@ def test_one_warning_a_process_names_the_way_of_today(caplog, monkeypatch):
     caplog.clear()
     settings_of(SimpleNamespace())
     assert not caplog.records
-
-
-@pytest.mark.parametrize("name", ["transformers:BertConfig", "transformers:BertTokenizerFast", "torch.nn:Linear"])
-def test_classes_of_every_kind_are_found_by_name(name):
-    from lm_experiments_tools import utils
-
-    assert utils.get_cls_by_name(name) is lm_experiments_tools.get_cls_by_name(name) is resolve_name(name)
 
 
 def test_the_ancestors_names_are_where_its_programs_look(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.exact_sum import ExactSum
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.metrics import MetricSums
 from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 
@@ -128,12 +127,6 @@ def test_more_micro_batches_than_there_is_room_for_are_refused():
         part.add()
 
 
-def test_parameters_on_two_devices_are_refused():
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
-    with pytest.raises(UserError, match="cpu and meta"):
-        ExactSum(parameters, 2, LocalBackend())
-
-
 def test_running_means_are_refused_where_the_number_of_workers_may_change():
     """Of training alone: the same model may be evaluated, and be trained by workers of one number."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -143,21 +136,6 @@ def test_running_means_are_refused_where_the_number_of_workers_may_change():
         backend.setup(model, optimizer)
     with pytest.raises(UserError, match="does not work with 1, which keeps running means"):
         backend.setup(model, torch.optim.SGD(model.parameters()))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308])
-def test_a_metric_that_cannot_be_rounded_is_kept(value):
-    sums = MetricSums(exact=True)
-    sums.add({"mean": value}, 1)
-    [total] = sums.reduce(LocalBackend()).values()
-    assert total == value or (math.isnan(value) and math.isnan(total))
-
-
-def test_an_evaluation_alone_sums_exactly_too():
-    backend = LocalBackend()
-    backend.reproduce(TrainerArgs(reproducible="elastic"))
-    backend.setup(nn.Linear(2, 2), None)
-    assert backend.reduction.is_exact and not LocalBackend().reduction.is_exact
 
 
 def test_an_unused_parameter_has_no_gradient():

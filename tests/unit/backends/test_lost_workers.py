@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lm_experiments_tools.backends.process_groups import end_suspended, lost_worker
 from lm_experiments_tools.errors import LostWorkerError, RunError
-from tests.distributed.launch import ROOT
+from tests.distributed.launch import forked
 from tests.helpers.loops import make_loop
 from tests.helpers.toys import RaggedPairs
 
@@ -98,9 +98,9 @@ dist.destroy_process_group()
 
 
 def test_workers_wait_a_day_until_limited_and_a_users_accelerator_keeps_its_timeouts(tmp_path):
-    command = [sys.executable, "-c", LIMITS, str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[99.0, 86400.0, 20.0, 86400.0]"
+    (tmp_path / "limits.py").write_text(LIMITS)
+    job = forked([sys.executable], tmp_path / "limits.py", tmp_path / "store")
+    assert job.output.splitlines()[-1] == "[99.0, 86400.0, 20.0, 86400.0]"
 
 
 @pytest.mark.parametrize("validate_only", [False, True])

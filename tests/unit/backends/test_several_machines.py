@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 
 import pytest
 
 from lm_experiments_tools.backends import cluster, collective
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.config import cli, launchers
+from lm_experiments_tools.config import launchers
 from lm_experiments_tools.errors import RunError, UserError
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -74,12 +73,3 @@ def test_a_refusal_before_the_workers_have_met_is_kept_until_all_can_be_told(mon
     kept = cluster.attempt(refuse)
     with pytest.raises(UserError, match="no such file"):
         kept()
-
-
-def test_a_refusal_that_nobody_else_heard_of_names_its_machine(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    for name, value in TWO_MACHINES.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        cli.run_main(refuse)
-    assert capsys.readouterr().err == f"error: on {platform.node()}: there is no such file\n"

@@ -269,14 +269,6 @@ def test_going_back_sets_later_checkpoints_aside(tmp_path, caplog):
     assert os.readlink(tmp_path / "last") == "step_000250" and not (tmp_path / "best").exists()
 
 
-def test_stale_temporaries_are_cleared(tmp_path, caplog):
-    stale = CheckpointWriter(tmp_path, None).begin(3)
-    (stale / "half").write_text("x")
-    assert find_newest_valid(tmp_path) is None and not caplog.messages
-    directory = CheckpointWriter(tmp_path, None).begin(4)
-    assert not stale.exists() and directory.exists()
-
-
 def test_real_write_errors_of_safetensors_become_one_sentence(tmp_path):
     """A file size limit makes the kernel itself refuse (EFBIG), inside safetensors and inside save_pretrained."""
     write(tmp_path, 1)

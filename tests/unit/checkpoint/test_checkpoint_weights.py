@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import json
-import sys
 
 import pytest
 import torch
@@ -33,22 +31,6 @@ def test_saved_model_loads_with_from_pretrained_without_difference(tmp_path, tie
     other = random_t5(tied=tied, seed=1)
     report = load_weights(other, tmp_path)
     assert not report.missing and not report.unexpected and (logits(other) - logits(model)).abs().max() == 0
-
-
-def test_saving_does_not_import_deepspeed(tmp_path, monkeypatch):
-    """accelerate, which save_pretrained asks, would: 2 s, and a warning where there is no GPU."""
-    pytest.importorskip("accelerate")
-    model, original, imported = random_t5(), builtins.__import__, []
-
-    def note(name, *args, **more):
-        imported.append(name)
-        return original(name, *args, **more)
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", note)
-    save_model(tmp_path, model)
-    assert imported and not [name for name in imported if name.startswith("deepspeed")]
 
 
 def test_tokenizer_is_stored(tmp_path):

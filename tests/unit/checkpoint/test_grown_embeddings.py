@@ -1,7 +1,5 @@
 """Embeddings with more rows than the file keep those of the file; no flag loads a model without its embeddings."""
 
-import shutil
-
 import pytest
 import torch
 import transformers as tr
@@ -12,7 +10,7 @@ from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
-from tests.helpers.pretrained_toys import ROWS, WORDS, save_toy, t5_config, toy_args, toy_model, toy_tokenizer
+from tests.helpers.pretrained_toys import WORDS, save_toy, toy_args, toy_model, toy_tokenizer
 
 BODY = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 T5 = dict(d_model=16, d_ff=40, d_kv=8, num_layers=1, num_heads=2)
@@ -86,12 +84,3 @@ def test_tokens_added_to_the_tokenizer_get_rows_in_fine_tuning(tmp_path, kind):
     args = toy_args(tmp_path / "base", kind, tokenizer=str(tmp_path / "more"), peft="lora")
     with pytest.raises(UserError, match=r"has 92 tokens, the embedding 90 rows: .* only without --peft"):
         pretrained_model(args, load_tokenizer(args), ("no", "yes"))
-
-
-def test_a_fine_tuned_model_is_not_loaded_without_its_embeddings(tmp_path):
-    folder = save_toy("encoder-decoder", tmp_path / "model")
-    shutil.copytree(folder, tmp_path / "edited")
-    t5_config(vocab_size=ROWS + 8).save_pretrained(tmp_path / "edited")
-    args = toy_args(tmp_path / "edited", allow_partial_checkpoint=True)
-    with pytest.raises(UserError, match="is never dropped"):
-        pretrained_model(args, load_tokenizer(args))

@@ -6,9 +6,7 @@ import os
 import stat
 
 import pytest
-import torch
 
-from lm_experiments_tools.checkpoint.weights import save_model
 from tests.helpers.loops import make_loop
 from tests.helpers.token_toys import write_tokens
 from tests.helpers.toys import tiny_t5
@@ -31,16 +29,6 @@ def test_a_colleague_can_read_every_file_of_a_run(tmp_path, mode):
     found = modes(tmp_path)
     assert {"model.safetensors", "optimizer.safetensors", "trainer_state.safetensors", "manifest.json"} <= found.keys()
     assert set(found.values()) == {mode}, found
-
-
-def test_a_colleague_can_read_a_saved_adapter_and_a_model_without_save_pretrained(tmp_path, mode):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=["q"])
-    for name, model in {"adapter": peft.get_peft_model(tiny_t5(), config), "plain": torch.nn.Linear(2, 2)}.items():
-        (tmp_path / name).mkdir()
-        save_model(tmp_path / name, model)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
-    assert set(modes(tmp_path).values()) == {mode}
 
 
 def test_a_colleague_can_read_token_files(tmp_path, mode):

@@ -9,7 +9,6 @@ import signal
 import threading
 
 import pytest
-import torch
 
 from lm_experiments_tools.checkpoint import saving, tree, writer
 from lm_experiments_tools.checkpoint.manifest import read_manifest, verify
@@ -94,19 +93,6 @@ def test_the_last_step_is_saved_once_with_all_that_ends_a_run(tmp_path, saved, s
     assert len(saved) == count, "a finished run has nothing to save"
 
 
-def test_a_run_that_stops_early_saves_its_last_step_once(tmp_path, saved):
-    torch.manual_seed(0)
-    options = {"iters": 40, "valid_interval": 1, "early_stopping_patience": 2, "save_best": True, "log_interval": 7}
-    model = TinyLabeller()
-
-    def worsen(module, _):
-        module.head.weight.data.mul_(1.5)
-
-    model.register_forward_pre_hook(worsen)
-    loop = train(tmp_path, model=model, save_interval=1, **options)
-    assert loop.state.step < 40 and saved.count(loop.state.step) == 1
-
-
 def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     original, ended = tree.save_file, []
 
@@ -126,16 +112,6 @@ def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, m
     assert steps(tmp_path) == [2] and (tmp_path / "last").resolve().name == "step_000002"
     verify((tmp_path / "last").resolve())
     assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
-
-
-def test_a_full_disk_at_the_last_checkpoint_is_no_success(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        tree,
-        "save_file",
-        lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
-    )
-    with pytest.raises(RunError, match="the checkpoint of step 3 was not written"):
-        train(tmp_path, iters=3, save_interval=None)
 
 
 def test_older_checkpoints_and_links_stay_until_the_new_one_is_complete(tmp_path, held_writes):

@@ -8,13 +8,11 @@ from typing import Annotated
 
 import pytest
 
-from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import Ignored, harmless_flags, help_groups
 from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.config.objectives import OBJECTIVES, parse_denoisers
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs
+from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 
 
@@ -29,38 +27,26 @@ CONFLICTS = [
     ({"fp16": True, "bf16": True}, ["--fp16", "--bf16"]),
     ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, ["--clip_grad_norm", "--clip_grad_value"]),
     ({"use_lr_drop": True, "lr_scheduler": "linear"} | VALID, ["--use_lr_drop", "--lr_scheduler"]),
-    ({"use_lr_drop": True}, ["--use_lr_drop", "--valid_data_path"]),
     ({"save_best": True} | RUN, ["--save_best", "--valid_data_path"]),
-    ({"early_stopping_patience": 3}, ["--early_stopping_patience", "--valid_data_path"]),
-    ({"valid_interval": 5}, ["--valid_interval", "--valid_data_path"]),
     ({"validate_only": True}, ["--validate_only", "--valid_data_path"]),
-    ({"use_generate_on_valid": True}, ["--use_generate_on_valid", "--valid_data_path"]),
     ({"show_valid_examples": 2}, ["--show_valid_examples", "validation data"]),
     ({"show_valid_examples": 2, "task": "causal_lm"} | VALID, ["--show_valid_examples", "has none of its own"]),
     ({"apex_opt_lvl": "O1"}, ["--apex_opt_lvl", "--fp16"]),
-    ({"min_loss_scale": 1.0}, ["--min_loss_scale", "--fp16"]),
-    ({"max_loss_scale": 2.0}, ["--max_loss_scale", "--fp16"]),
     ({"fp16": True, "min_loss_scale": 8.0, "max_loss_scale": 4.0}, ["--min_loss_scale 8", "--max_loss_scale 4"]),
     ({"optimizer": "Adafactor", "warmup_init": True}, ["--warmup_init", "--relative_step"]),
-    ({"optimizer": "Adafactor", "relative_step": True}, ["--relative_step", "--lr"]),
     ({"optimizer": "Adafactor", "relative_step": True, "lr": None, "lr_scheduler": "linear"}, ["--lr_scheduler"]),
-    ({"relative_step": True, "lr": None}, ["--relative_step", "Adafactor", "AdamW"]),
     ({"scale_parameter": True}, ["--scale_parameter", "Adafactor"]),
     ({"resume": "runs/b", "init_checkpoint": "runs/c"}, ["--resume runs/b", "--init_checkpoint runs/c"]),
     ({"reset_lr": True}, ["--reset_lr", "--init_checkpoint"]),
-    ({"resume": "runs/b", "reset_optimizer": True}, ["--reset_optimizer", "--init_checkpoint"]),
     ({"skip_used_data": True}, ["--skip_used_data", "--init_checkpoint"]),
     ({"num_warmup_steps": 5}, ["--num_warmup_steps", "--lr_scheduler"]),
-    ({"lr_min_ratio": 0.1}, ["--lr_min_ratio", "--lr_scheduler"]),
     (
         {"lr_scheduler": "linear", "num_warmup_steps": 9, "num_training_steps": 8},
         ["--num_warmup_steps 9", "--num_training_steps 8"],
     ),
     ({"lr_drop_factor": 0.5}, ["--lr_drop_factor", "--use_lr_drop"]),
     ({"fp16_allreduce": True, "backend": "local"}, ["--fp16_allreduce", "--backend"]),
-    ({"optimize_mode": "max"}, ["--optimize_mode", "--optimize_metric"]),
     ({"save_interval": 10}, ["--save_interval", "--model_path"]),
-    ({"report": True}, ["--report", "--model_path"]),
     ({"model_cfg": None}, ["--model_cfg", "--base_model"]),
     ({"base_model": "t5-base"}, ["--model_cfg", "--base_model"]),
     ({"model_cls": "T5ForConditionalGeneration"}, ["--model_cls", "module:Class"]),
@@ -68,20 +54,14 @@ CONFLICTS = [
     ({"task": "ul3"}, ["--task ul3", "span_corruption"]),
     # what the objective does not read
     ({"task": "mlm", "target_seq_len": 64}, ["--target_seq_len", "--task mlm"]),
-    ({"task": "causal_lm", "target_seq_len": 64}, ["--target_seq_len", "--task causal_lm"]),
     ({"task": "prefix_lm", "noise_density": 0.3}, ["--noise_density", "--task prefix_lm"]),
-    ({"task": "ul2", "mean_noise_span_length": 8.0}, ["--mean_noise_span_length", "--task ul2"]),
     ({"denoisers": ("R:3:0.15",)}, ["--denoisers", "--task span_corruption", "ul2"]),
-    ({"task": "prefix_lm", "mode_tokens": False}, ["--mode_tokens", "ul2"]),
-    ({"mlm_probability": 0.3}, ["--mlm_probability", "mlm"]),
     ({"data_weights": (2.0,)}, ["--data_weights", "--data_path"]),
-    ({"data_blending": "megatron"}, ["--data_blending", "--data_path"]),
     ({"task": "causal_lm", "mix_rows": 8}, ["--mix_rows", "prefix_lm, ul2"]),
     ({"append_eos": False}, ["--append_eos", "--task span_corruption"]),
     ({"task": "prefix_lm", "data_pipeline": "seqio", "mix_rows": 8}, ["--mix_rows", "--data_pipeline native"]),
     ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),
     # denoisers
-    ({"task": "ul2", "denoisers": ()}, ["--denoisers", "empty"]),
     *[
         ({"task": "ul2", "denoisers": (text,)}, ["--denoisers", repr(text)])
         for text in ("Q:3:0.15", "R:3", "S:3:0.25", "R:3:-1", "R:3:0.15@", "R,3,0.15", "R:nan:0.1")
@@ -197,28 +177,6 @@ def test_derived_numbers():
     assert [t5_args(resume=value).resume_path() for value in ("auto", "never", "runs/a")] == [None, None, "runs/a"]
 
 
-def test_precision_options_are_the_precision_groups_fields_without_horovods():
-    options = t5_args(fp16=True, min_loss_scale=2.0).precision_options()
-    assert set(options) == {field.name for field in dataclasses.fields(PrecisionArgs)} - {"fp16_allreduce"}
-    assert options["fp16"] is True and options["min_loss_scale"] == 2.0
-
-
-def test_the_flags_that_a_resumed_run_may_change_are_these():
-    harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
-    assert " ".join(sorted(frozenset.union(*harmless))) == (
-        "allow_partial_checkpoint allow_pickle backend bleu_tokenize branch_from compile "
-        "data_n_workers data_path debug_non_finite do_sample early_stopping_patience epochs eval_batch_size "
-        "id_field inference_dtype init_checkpoint iters keep_checkpoints "
-        "length_penalty log_interval log_to max_bad_lines max_instances_per_eval_task "
-        "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_cfg model_path "
-        "no_repeat_ngram_size num_beams num_training_steps peak_tflops phases positive_label profile profile_after "
-        "repetition_penalty report reset_iteration reset_lr reset_optimizer resume save_best "
-        "save_in_background save_interval show_valid_examples skip_used_data speed stall_timeout temperature "
-        "test_data_path test_samples thresholds tokenizer top_k top_p use_generate_on_valid valid_at_start "
-        "valid_data_path valid_interval valid_mlm_prob valid_samples validate_only vocab vocab_file working_dir"
-    )
-
-
 def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
     of_long_runs = Ignored(lambda args: args.iters < 9, "is of runs of 9, not {iters}: drop --{flag}")
 
@@ -231,12 +189,6 @@ def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
     assert ShortRunArgs(log_interval=5, iters=9) and ShortRunArgs(log_interval=3)
     with pytest.raises(UserError, match=r"^--log_interval is of runs of 9, not 7: drop --log_interval\.$"):
         ShortRunArgs(log_interval=5)
-
-
-def test_hugging_faces_parser_reads_the_arguments():
-    parser = pytest.importorskip("transformers").HfArgumentParser(TrainerArgs)
-    (args,) = parser.parse_args_into_dataclasses(["--iters", "5", "--fp16", "--min_loss_scale", "2"])
-    assert (args.iters, args.fp16, args.min_loss_scale, args.clip_grad_norm) == (5, True, 2.0, None)
 
 
 def test_notes_are_read_where_annotations_are_text():

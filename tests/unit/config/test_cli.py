@@ -1,7 +1,6 @@
 """Command line and YAML: precedence, types, sentences for mistakes, speed of --help."""
 
 import dataclasses
-import os
 import random
 import subprocess
 import sys
@@ -92,23 +91,15 @@ def test_command_line_turns_off_what_yaml_turned_on(write_yaml):
     ("text", "name", "value"),
     [
         ("weight_decay: 1e-4", "weight_decay", 1e-4),
-        ("weight_decay: 3", "weight_decay", 3.0),
         ("iters: 1_000", "iters", 1000),
         ("fp16: true", "fp16", True),
-        ("fp16: 'false'", "fp16", False),
         ("compile: yes", "compile", True),
-        ("compile: Off", "compile", False),
         ("clip_grad_norm: null", "clip_grad_norm", None),
-        ("clip_grad_norm: ~", "clip_grad_norm", None),
-        ("clip_grad_norm:", "clip_grad_norm", None),
         ("valid_data_path: 2024", "valid_data_path", "2024"),
         ("valid_data_path: 'null'", "valid_data_path", "null"),
-        ("valid_data_path: true", "valid_data_path", "true"),
-        ("valid_data_path: 'a b # c'", "valid_data_path", "a b # c"),
         ("valid_data_path: --odd", "valid_data_path", "--odd"),
         ("text-key: body", "text_key", "body"),
         ("max_loss_scale: 1.6777216e+07", "max_loss_scale", 2.0**24),
-        ("early_stopping_patience: -1", "early_stopping_patience", -1),
         ("---\nseed: 5 # five\n", "seed", 5),
         ("", "seed", 42),
     ],
@@ -139,29 +130,17 @@ def test_flag_forms():
     ("argv", "words"),
     [
         (["--itres", "5"], ["--itres", "did you mean --iters?"]),
-        (["--grad_acc", "5"], ["did you mean --gradient_accumulation_steps?"]),
         (["--iter", "5"], ["unknown flag --iter:", "did you mean --iters?"]),
         (["--learning_rate", "5"], ["--learning_rate", "--lr"]),
-        (["--no_iters", "5"], ["unknown flag --no_iters"]),
-        (["-lr", "5"], ["-lr", "--lr"]),
         (["5"], ["'5'", "belongs to no flag"]),
-        (["--seed", "5", "6"], ["'6'", "belongs to no flag"]),
         (["--fp16", "maybe"], ["--fp16", "true or false", "'maybe'"]),
         (["--iters", "many"], ["--iters takes a whole number, not 'many'"]),
-        (["--iters", "1.5"], ["--iters takes a whole number, not '1.5'"]),
         (["--clip_grad_norm", "big"], ["--clip_grad_norm takes a number or none, not 'big'"]),
-        (["--iters", "none"], ["--iters takes a whole number, not 'none'"]),
         (["--backend", "mpi"], ["--backend takes one of auto, horovod, accelerate, local, not 'mpi'"]),
         (["--iters"], ["--iters needs a value"]),
         (["--iters", "--fp16"], ["--iters needs a value"]),
         (["--iters="], ["--iters needs a value"]),
-        (["--init_checkpoint", ""], ["--init_checkpoint needs a value"]),
-        (["--valid_interval", ""], ["--valid_interval needs a value"]),
-        (["--vocab", "a b", "--well-known fact"], ["unknown flag --well-known"]),
-        (["--"], ["'--'"]),
         (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
-        (["--config", "."], ["--config .", "directory"]),
-        (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
     ],
 )
 def test_mistake_on_the_command_line_is_one_sentence(argv, words):
@@ -174,55 +153,19 @@ def test_mistake_on_the_command_line_is_one_sentence(argv, words):
     [
         ("seed: 1\nitres: 5", ["run.yaml line 2", "'itres'", "did you mean iters?"]),
         ("iters: many", ["run.yaml line 1: iters takes a whole number, not 'many'"]),
-        ("iters: null", ["run.yaml line 1: iters has no value"]),
         ("iters: [1, 2]", ["line 1: iters takes a whole number"]),
         ("model:\n  lr: 1", ["line 1", "'model'"]),
-        ("vocab: {a: b}", ["line 1: vocab takes text or none"]),
         ("fp16: maybe", ["fp16", "true or false", "run.yaml line 1"]),
         ("lr: 1\nlr: 2", ["line 2: lr is set a second time", "line 1"]),
         ("- lr", ["must hold lines of `name: value`"]),
-        ("lr", ["must hold lines of `name: value`"]),
         ("lr: [1", ["is not valid YAML"]),
-        ("a: 1\nb: - c: d", ["is not valid YAML", "line 2"]),
-        ("[a, b]: 1", ["line 1: unknown setting"]),
         ("config: other.yaml", ["unknown setting 'config'"]),
         ("fp16: true\nbf16: true", ["fp16 is set in", "line 1", "bf16 is set in", "line 2"]),
-        ("iters: 0", ["--iters is 0", "iters is set in"]),
-        ("no_fp16: true", ["unknown setting 'no_fp16'"]),
     ],
 )
 def test_mistake_in_yaml_is_one_sentence_with_file_and_line(write_yaml, text, words):
     sentence = refusal("--config", write_yaml(text))
     assert "run.yaml" in sentence and all(word in sentence for word in words), sentence
-
-
-def test_yaml_in_another_encoding_is_refused(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes("vocab: café".encode("latin-1"))
-    assert "not UTF-8" in refusal("--config", str(path))
-    path.write_bytes(b"vocab: a\x00b")
-    assert "not valid YAML" in refusal("--config", str(path))
-
-
-def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class MixtureArgs:
-        """Mixtures."""
-
-        weights: tuple[float, ...] = ()
-        """Weights."""
-
-    def read(*argv):
-        return cli.parse(MixtureArgs, argv)[0].weights
-
-    assert read("--weights", "1", "1e-2") == (1.0, 0.01)
-    assert read("--config", write_yaml("weights: [1, 1e-2]")) == (1.0, 0.01)
-    assert read("--config", write_yaml("weights: 3")) == (3.0,)
-    assert read("--config", write_yaml("weights: [1, 2]"), "--weights", "5") == (5.0,)
-    with pytest.raises(UserError, match="weights takes a list, each a number, not 'x'"):
-        read("--weights", "1", "x")
-    assert read("--weights", "1", "--weights", "3", "4") == (1.0, 3.0, 4.0), "none of them is dropped"
-    assert read("--config", write_yaml("weights: [1, 2]"), "--weights=5", "--weights=6") == (5.0, 6.0)
 
 
 def test_none_in_yaml_is_a_word_where_a_flag_has_no_null(write_yaml):
@@ -269,17 +212,6 @@ def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):
     again, origins = cli.parse(T5PretrainingArgs, ["--config", write_yaml(printed)])
     assert again == expected and "default" not in origins.values()
     assert set(yaml.safe_load(printed)) == {field.name for field in dataclasses.fields(T5PretrainingArgs)}
-
-
-def test_a_reader_that_leaves_early_is_no_error():
-    program = "from lm_experiments_tools.config import pretraining as args, cli\n"
-    program += "cli.parse(args.T5PretrainingArgs, ['--help'])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    process.stdout.close()
-    assert process.wait() == 0 and process.stderr.read() == ""
-    process.stderr.close()
 
 
 MAIN = """
@@ -380,21 +312,3 @@ def test_random_bytes_as_yaml_never_show_a_traceback(tmp_path):
             parse("--config", str(path))
         except UserError as error:
             assert "\n" not in str(error)
-
-
-@pytest.mark.parametrize("console", [{"PYTHONIOENCODING": "ascii"}, {}])
-def test_an_ascii_console_gets_escapes_and_file_names_stay_themselves(tmp_path, console):
-    code = (
-        "import os, sys; from lm_experiments_tools.config.cli import run_main; "
-        "name = sys.argv[1]; "
-        "run_main(lambda: print('\\u0436', name, os.path.exists(name.encode('utf-8')), sys.stdin.read()))"
-    )
-    (tmp_path / "тест ü").touch()
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "тест ü".encode()], cwd=tmp_path, input="же".encode(), capture_output=True,
-        env={"PATH": os.environ["PATH"], **locale, **console},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, b"")
-    codec = "ascii" if console else "utf-8"
-    assert done.stdout == "ж тест ü True же\n".encode(codec, "backslashreplace")

@@ -2,14 +2,12 @@
 
 import functools
 import logging
-import subprocess
 import sys
 
 import pytest
 
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.errors import RunError, UserError
-from tests.helpers import ROOT
 
 
 def test_the_log_file_of_a_rank_ends_with_the_sentence_of_its_failure(tmp_path, monkeypatch, capsys):
@@ -39,20 +37,3 @@ def test_the_log_file_of_a_rank_ends_with_the_sentence_of_its_failure(tmp_path, 
     assert last.endswith("step 7: ZeroDivisionError: a deliberate failure")
     assert capsys.readouterr().err.count("a deliberate failure") == 2
     handler.close()
-
-
-def test_a_launcher_that_has_ended_takes_no_sentence_from_the_log(tmp_path):
-    """horovodrun ends before the workers that it asks to; their console is a pipe that nobody reads."""
-    program = (
-        "import logging, sys, time; from lm_experiments_tools.config.cli import run_main; "
-        "from lm_experiments_tools.errors import RunError\n"
-        f"logging.getLogger().addHandler(logging.FileHandler({str(tmp_path / 'rank0.log')!r}))\n"
-        "def main():\n    sys.stdin.read()\n    raise RunError('lost rank 1')\n"
-        "run_main(main)\n"
-    )
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "cwd": ROOT}
-    with subprocess.Popen([sys.executable, "-c", program], **options) as process:
-        process.stderr.close()
-        process.stdin.close()
-        assert process.wait(timeout=60) != 0
-    assert (tmp_path / "rank0.log").read_text().endswith("error: rank 0: lost rank 1\n")

@@ -6,16 +6,14 @@ import inspect
 import subprocess
 import sys
 import typing
-from itertools import pairwise
 
 import pytest
 
-import run_t5_pretraining
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import help_groups
-from lm_experiments_tools.config.help import ESSENTIAL, UNITS, help_topic, wrapped
+from lm_experiments_tools.config.help import ESSENTIAL, UNITS
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import ModelArgs
 from lm_experiments_tools.errors import UserError
@@ -26,7 +24,6 @@ SCRIPTS = {
     "run_bert_pretraining": BertPretrainingArgs,
     "run_finetuning": FinetuningArgs,
 }
-REQUIRED = ["--data_path", "tokens", "--model_cfg", "t5-small", "--lr", "1e-3"]
 HELP = """
 import sys
 calls = 0
@@ -101,11 +98,6 @@ def test_help_about_what_does_not_exist(topic, sentence):
         cli.parse(T5PretrainingArgs, ["--help", topic])
 
 
-def test_where_help_is_asked_for():
-    assert help_topic(["--lr", "1", "-h", "all"]) == "all" and help_topic(["--help=run"]) == "run"
-    assert help_topic(["--help", "--lr", "1"]) == "" and help_topic(["--lr", "1"]) is None
-
-
 @pytest.mark.parametrize("args_class", SCRIPTS.values())
 def test_every_flag_is_in_one_group_with_a_sentence_and_every_number_has_a_unit(args_class, capsys, monkeypatch):
     names = [name for group in help_groups(args_class) for name in inspect.get_annotations(group)]
@@ -129,51 +121,3 @@ def test_evaluate_shows_its_own_flags_and_what_matters(capsys, monkeypatch):
     assert "--lora_alpha" not in text and len(text.splitlines()) < 220
     assert lmtools(["evaluate", "--help", "chekpoints"]) == 2
     assert "did you mean --help checkpoints?" in capsys.readouterr().err
-
-
-def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypatch):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class MoreArgs:
-        """More."""
-
-        odd: int = dataclasses.field(default=5, metadata={"help": "As argparse and HfArgumentParser have it."})
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ChangedArgs(FinetuningArgs, MoreArgs):
-        num_beams: int = 4
-
-    words = shown(ChangedArgs, capsys, monkeypatch, "all")
-    assert "--model_cls STR Model class, as module:Class. None: transformers' class for --model_type" in words
-    assert "--optimize_metric is better. None: as the metric is. (default: None)" in words
-    assert "down to a multiple of this. None: never. (default: 8)" in words
-    assert "--num_beams BEAMS Beams of a beam search; 1 decodes greedily. (default: 4)" in words
-    assert "--odd INT As argparse and HfArgumentParser have it. (default: 5)" in words
-
-
-def test_help_fills_its_lines(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.parse(T5PretrainingArgs, ["--help", "all"], description=run_t5_pretraining.__doc__)
-    text = capsys.readouterr().out
-    above, options = text.split("usage:")
-    assert "    horovodrun --gloo -np 2 python\n    torchrun --nproc_per_node 2\n" in above and "::" not in above
-    assert "objective (--task)." in above and "\n\n\n" not in above
-    lines = options.splitlines()
-    for line, following in pairwise(lines):
-        indent = len(line) - len(line.lstrip())
-        if indent == len(following) - len(following.lstrip()) > 2 and not following.lstrip().startswith(("--", "(")):
-            assert len(line) + 1 + len(following.split()[0]) > 78, (line, following)  # the next word had no room
-
-
-def test_a_docstring_is_filled_but_for_its_examples():
-    text = """First line
-    of a paragraph::
-
-        an example   of
-        two lines
-
-    2. (with brackets)
-    `and` quotes.
-    """
-    example = "    an example   of\n    two lines"
-    assert wrapped(text, 80) == f"First line of a paragraph:\n\n{example}\n\n2. (with brackets) `and` quotes."

@@ -13,9 +13,9 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import LabelWords, number_in
-from lm_experiments_tools.evaluation.predictions import PIECE_BYTES, Predictions, TextDecoder
+from lm_experiments_tools.evaluation.predictions import PIECE_BYTES, Predictions
 from lm_experiments_tools.metrics.labels import UNKNOWN, label_metrics
-from tests.helpers.evaluation_toys import END, TEXTS, args_of, generated, indices, lines_of, sentences
+from tests.helpers.evaluation_toys import TEXTS, args_of, generated, indices, lines_of, sentences
 
 
 # ---- text
@@ -45,22 +45,6 @@ def test_an_example_without_prediction_is_not_passed_over(decode):
         collector.reduce(LocalBackend())
 
 
-def test_a_later_evaluation_replaces_the_file(tmp_path, decode):
-    for answer in ("dogs", "cats"):
-        collector = Predictions(args_of(metrics=("exact_match",)), "test", TEXTS[2:], decode, (), tmp_path)
-        collector.add(indices(0), generated(answer))
-        collector.reduce(LocalBackend())
-    assert [line["prediction"] for line in lines_of(tmp_path / "test.jsonl")] == ["cats"]
-
-
-def test_without_a_folder_there_are_metrics_and_no_files(tmp_path, decode, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    collector = Predictions(args_of(metrics=("f1_tokens",)), "valid", TEXTS[2:], decode)
-    collector.add(indices(0), generated("cats run"))
-    assert collector.reduce(LocalBackend()) == {"f1_tokens": pytest.approx(200 / 3)}
-    assert not list(tmp_path.iterdir())
-
-
 def test_padding_of_any_kind_never_reaches_the_tokenizer(decode):
     """Rust's tokenizers fail on negative numbers."""
     outputs = generated("cats sleep", "dogs", filler=-100)["generation_outputs"]
@@ -68,13 +52,6 @@ def test_padding_of_any_kind_never_reaches_the_tokenizer(decode):
         decode.tokenizer.batch_decode(outputs)
     assert decode(outputs) == ["cats sleep", "dogs"]
     assert decode.lengths(outputs) == [3, 2]
-
-
-def test_a_tokenizer_without_padding_is_padded_with_its_end(decode):
-    class Gpt:
-        pad_token_id, eos_token_id = None, END
-
-    assert TextDecoder(Gpt()).lengths(torch.tensor([[5, 6, END, END], [5, 5, 5, END]])) == [2, 3]
 
 
 def test_instructions_are_measured_for_each_task(tmp_path, decode):
@@ -85,20 +62,6 @@ def test_instructions_are_measured_for_each_task(tmp_path, decode):
     values = collector.reduce(LocalBackend())
     assert (values["rougeL"], values["rougeL/task0"], values["exact_match/task1"]) == (75.0, 100.0, 50.0)
     assert lines_of(tmp_path / "test.jsonl")[3]["group"] == "task1"
-
-
-def test_memory_does_not_grow_with_the_number_of_examples(decode):
-    """200 batches of logits of 4 MB each: neither they nor the lines may stay in memory."""
-    examples = [TEXTS[0]] * 20_000
-    collector = Predictions(args_of(metrics=("exact_match",)), "valid", examples, decode)
-    outputs = generated(*["cats sleep run"] * 100) | {"logits": torch.zeros(100, 10_000)}
-    peaks = []
-    tracemalloc.start()
-    for batch in range(200):
-        collector.add({"example": torch.arange(100) + 100 * batch}, outputs)
-        peaks.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert peaks[-1] - peaks[20] < 20_000  # 18,000 lines have been added, of 24 bytes and more
 
 
 def test_texts_stay_on_disk_at_the_end_too(decode, tmp_path):
@@ -221,17 +184,6 @@ def test_a_missing_package_is_named_before_anything_is_generated(metric, module,
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"--metrics {metric} is computed by {package}.*: pip install {package}"):
         Predictions(args_of(metrics=(metric,)), "valid", TEXTS, decode)
-
-
-def test_a_tokenizer_that_needs_a_package_is_named_before_anything_is_generated(decode, monkeypatch):
-    sacrebleu = pytest.importorskip("sacrebleu")
-
-    def without_mecab(tokenize):
-        raise RuntimeError("Japanese tokenization requires extra dependencies")
-
-    monkeypatch.setattr(sacrebleu, "BLEU", without_mecab)
-    with pytest.raises(UserError, match=r"--bleu_tokenize ja-mecab needs .*: pip install 'sacrebleu\[ja\]', or"):
-        Predictions(args_of(metrics=("bleu",), bleu_tokenize="ja-mecab"), "valid", TEXTS, decode)
 
 
 # ---- for people

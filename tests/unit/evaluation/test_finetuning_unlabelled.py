@@ -1,7 +1,6 @@
 """Test data without labels or targets: it is predicted as if it had them, and only what needs none is measured."""
 
 import json
-import logging
 import math
 from dataclasses import replace
 
@@ -147,17 +146,6 @@ def test_a_run_with_unlabelled_test_data_trains_ends_and_is_read_again(folder, t
     assert again["test"] == {} and predictions(tmp_path / "again") == predictions(run)
 
 
-def test_from_python_too(folder, tmp_path, caplog):
-    path = tmp_path / "test.jsonl"
-    path.write_text(jsonl())
-    flags = settings(folder, "encoder-decoder", "text.jsonl", test_data_path=path, metrics="exact_match")
-    tuner = FineTuner(**flags, backend="local")
-    metrics = tuner.train(iters=2, lr=1e-2, model_path=str(tmp_path / "run"))
-    assert metrics["test"] == {} == tuner.evaluate("test")
-    assert [line["prediction"] for line in predictions(tmp_path / "run")] == tuner.predict(SENTENCES)
-    assert caplog.text.count(PREDICTED) == 1
-
-
 def test_scrolls_predictions_are_written(folder, tmp_path):
     pytest.importorskip("rouge_score")
     rows = [{"id": f"q{n}", "pid": f"q{n}_0", "input": s, "output": None} for n, s in enumerate(SENTENCES)]
@@ -167,14 +155,6 @@ def test_scrolls_predictions_are_written(folder, tmp_path):
     answers = {line["id"]: line["prediction"] for line in predictions(tmp_path / "run")}
     assert list(answers) == [f"q{n}" for n in range(11)]
     assert json.loads((tmp_path / "run" / "predictions" / "test.json").read_text()) == answers
-
-
-def test_predictions_by_id_need_ids_that_differ(folder, tmp_path):
-    pytest.importorskip("rouge_score")
-    path = write_json(tmp_path / "test.jsonl", [{"id": "doc", "input": s, "output": "w1"} for s in SENTENCES])
-    tuner = FineTuner(**settings(folder, "encoder-decoder", "text.jsonl", metrics="scrolls"))
-    with pytest.raises(UserError, match="the test data have the id doc: name another field by --id_field"):
-        evaluated(tuner, tmp_path / "run", path)
 
 
 GLUE = {  # the columns of train.tsv, those of test.tsv as GLUE hands it out, and where the sentences stand
@@ -277,39 +257,6 @@ def test_labels_are_missing_in_test_data_as_a_whole_or_not_at_all(flags, text, r
     assert [(e.label, e.targets) for e in examples] == [(None, ())] * 2
 
 
-@pytest.mark.parametrize("text", ['{"source": "w3", "target": {}}', "[]"])
-def test_a_row_that_is_bad_is_not_unlabelled(text, tmp_path):
-    with pytest.raises(UserError, match=r"other\.jsonl:1: "):
-        split_of(tmp_path, "test", text, **TEXT)
-
-
-def test_minus_one_is_a_label_where_it_is_named_and_a_number_beside_others(tmp_path):
-    flags = {**CLASS, "data_path": '{"text": "w1", "label": 1}\n{"text": "w1", "label": -1}'}
-    flags["label_names"] = ("-1", "1")
-    row = '{"text": "w3", "label": %s}'
-    for value in ("-1", '"-1"', "-1.0"):
-        assert [e.label for e in split_of(tmp_path, "test", row % value, **flags).splits["test"].examples] == [0]
-    numbers = split_of(tmp_path, "test", f"{row % -1.0}\n{row % 0.5}", **NUMBER).splits["test"].examples
-    assert [e.label for e in numbers] == [-1.0, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({**TEXT, "target_id": "target"}, "a target (target)"),
-        ({**CLASS, "label_field": "label"}, "a label (label; -1"),
-    ],
-)
-def test_a_named_field_that_no_row_has_is_in_the_warning(flags, named, tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    row = '{"source": "w3", "text": "w3", "summary": "w1", "score": 1}'
-    split_of(tmp_path, "test", row, **flags)
-    (record,) = [r for r in caplog.records if PREDICTED in r.getMessage()]
-    assert record.levelname == "WARNING" and named in record.getMessage()
-    with pytest.raises(UserError, match="and --metrics none predicts nothing"):
-        split_of(tmp_path, "test", row, **flags, metrics=("none",))
-
-
 @pytest.mark.parametrize(
     ("kind", "filled_by"), [("encoder-decoder", "loop"), ("decoder", "loader"), ("encoder", "loader")]
 )
@@ -340,13 +287,6 @@ def test_two_workers_predict_each_example_once_as_one_does(folder, tmp_path, kin
     assert [two[rank] for rank in range(2)] == [(one[0][0], 3), (one[0][0], 3 - (filled_by == "loop"))]
     assert set(one[0][0]) == (set() if encoder else {"gen_len"})
     assert predictions(tmp_path / "two") == predictions(tmp_path / "one")
-
-
-def test_data_without_a_batch_is_still_refused(folder, tmp_path):
-    path = write_json(tmp_path / "test.jsonl", [{"source": "w1"}])
-    tuner = FineTuner(**settings(folder, "decoder", "text.jsonl", metrics="gen_len"))
-    with pytest.raises(UserError, match="the test data gave no batch to evaluate"):
-        evaluated(tuner, tmp_path / "run", path, keep=lambda batch: False)
 
 
 def test_a_mean_over_no_label_is_absent_from_the_metrics():

@@ -1,12 +1,9 @@
 """Targets with tokens of one's own: a model that generates exactly its labels scores 100, as its text is shown."""
 
-import json
-import logging
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.evaluation.predictions import TextDecoder
@@ -91,28 +88,3 @@ def test_label_words_may_be_tokens_of_ones_own(tmp_path):
     make_perfect(tuner, {f"sentence: w{n}": TOKENS[n % 2] for n in range(4)})
     make_perfect(tuner, {example.source: TOKENS[example.label] for example in tuner.data.splits["valid"].examples})
     assert tuner.evaluate().items() >= {"accuracy": 1.0, "unknown_answers": 0.0}.items()
-
-
-def test_frame_of_a_target_is_no_text(tmp_path):
-    """Padding, end and unknown vanish, before and after the end."""
-    decode = TextDecoder(AutoTokenizer.from_pretrained(save_base("decoder", tmp_path, True)))
-    name = decode.tokenizer.convert_tokens_to_ids("<name>")
-    assert decode(torch.tensor([[0, name, 9, 2, 1, 0, -100], [0, 1, 0, 0, 0, 0, 0]])) == ["<name> w5", ""]
-
-
-def test_inherited_settings_of_generation_are_logged(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    folder = save_base("encoder-decoder", tmp_path, True)
-    file = folder / "generation_config.json"
-    rules = {"min_length": 7, "length_penalty": 2.0, "forced_bos_token_id": 0, "top_k": 5, "max_length": 99}
-    file.write_text(json.dumps(json.loads(file.read_text()) | rules))
-    FineTuner(folder, valid_data_path=ROWS, speed="off")
-    (line,) = [line for line in caplog.messages if line.startswith("generation_config.json")]
-    assert all(setting in line for setting in ("min_length 7", "length_penalty 2.0", "forced_bos_token_id 0"))
-    assert "top_k" not in line and "max_length" not in line and "pad_token_id" not in line
-    caplog.clear()
-    FineTuner(folder, valid_data_path=ROWS, length_penalty=1.0, num_beams=2, speed="off")
-    assert "min_length 7" in caplog.text and "length_penalty 2.0" not in caplog.text
-    caplog.clear()
-    FineTuner(save_toy("encoder-decoder", tmp_path / "plain"), valid_data_path=ROWS, speed="off")
-    assert "generation_config.json" not in caplog.text

@@ -52,8 +52,6 @@ def test_own_names_come_first_and_torchs_stay_reachable():
         ("adamw", "did you mean AdamW"),
         ("Quux", "known are ASGD"),
         ("LBFGS", "re-evaluates the loss"),
-        ("Optimizer", "abstract"),
-        ("torch.optim:AdamWW", "did you mean 'AdamW'"),
         ("torch.nn:Linear", "not a subclass of torch.optim"),
     ],
 )
@@ -119,23 +117,14 @@ def test_weight_decay_reaches_matrices_only_and_zero_means_none(name):
     ("options", "message"),
     [
         ({"name": "AdamW", "scale_parameter": True}, "--scale_parameter has no effect with --optimizer AdamW"),
-        ({"name": "AdamWScale", "relative_step": True, "lr": None}, "--relative_step has no effect"),
         ({"name": "Rprop", "weight_decay": 0.1}, "--weight_decay has no effect with --optimizer Rprop"),
         (
             {"name": "Adafactor", "relative_step": True},
             "settings: lr=0.1 has no effect with relative_step",
         ),
-        (
-            {"name": "Adafactor", "warmup_init": True},
-            "settings: warmup_init=True is a form of relative_step",
-        ),
-        ({"name": "Adafactor", "lr": None}, "needs --lr"),
         ({"name": "AdamW", "lr": None}, "needs --lr"),
-        ({"name": "AdamW", "lr": -1.0}, "AdamW refuses its settings: Invalid learning rate: -1"),
         ({"name": "Adafactor", "lr": -1.0}, "Adafactor refuses its settings: lr=-1.0 must not be negative"),
         ({"name": "AdamW", "extra": {"beta": (0.9, 0.9)}}, "no option 'beta'; did you mean 'betas'"),
-        ({"name": "AdamW", "extra": {"betas": (0.9, 2.0)}}, "AdamW refuses its settings: Invalid beta"),
-        ({"name": "AdamWScale", "extra": {"betas": (0.9, 2.0)}}, "AdamWScale refuses its settings: betas"),
         ({"name": "Muon"}, "--optimizer Muon needs"),
     ],
 )
@@ -161,20 +150,6 @@ def test_scaled_lr_is_the_mean_step_size_of_the_group():
     assert relative.param_groups[0]["scaled_lr"] == pytest.approx(1e-2)
 
 
-def test_a_changed_learning_rate_is_used_at_the_next_step():
-    """The loop sets group['lr'] = lr * multiplier before each step; 0 (first step of a warm-up) moves nothing."""
-    for name in ("Adafactor", "AdamWScale"):
-        model = Toy().set_gradients()
-        optimizer = build_optimizer(model, name=name, lr=0.1, weight_decay=0.1)
-        before = model.proj.weight.detach().clone()
-        optimizer.param_groups[0]["lr"] = 0.0
-        optimizer.step()
-        assert torch.equal(model.proj.weight, before)
-        optimizer.param_groups[0]["lr"] = 0.1
-        optimizer.step()
-        assert not torch.equal(model.proj.weight, before)
-
-
 @pytest.mark.parametrize("name", ["AdamWScale", "Adafactor", "AdamW"])
 def test_state_dict_is_tensors_and_json(name):
     model = Toy().set_gradients()
@@ -191,28 +166,6 @@ def test_state_dict_is_tensors_and_json(name):
 
 def _scaled(name):
     return {"scale_parameter": True} if name == "Adafactor" else {}
-
-
-@pytest.mark.parametrize("cls", [Adafactor, AdamWScale])
-def test_closure_is_evaluated_with_gradients(cls):
-    weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = cls([weight])
-
-    def closure():
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 4.0
-    assert weight.max() < 1.0
-
-
-@pytest.mark.parametrize("cls", [Adafactor, AdamWScale])
-def test_sparse_gradient_is_refused(cls):
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse"):
-        cls(table.parameters()).step()
 
 
 class Stack(nn.Module):

@@ -11,12 +11,9 @@ from transformers import (
 )
 
 from lm_experiments_tools import FineTuner
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.data.text.records import RejectedRecords
 from lm_experiments_tools.data.text.records import rows as read_rows
-from lm_experiments_tools.data.text.sources import PythonRows
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.metrics import AccumulatedOutputs
 from tests.helpers.pretrained_toys import ROWS as VOCABULARY
 from tests.helpers.pretrained_toys import save_toy, toy_tokenizer
 
@@ -79,13 +76,6 @@ def test_a_table_is_read_as_its_rows(library, tmp_path):
         assert [row.value for row in read_rows(source, RejectedRecords(0))] == ROWS[:1]
 
 
-def test_missing_cells_of_a_pandas_table_are_none():
-    pandas = pytest.importorskip("pandas")
-    table = pandas.DataFrame({"label": [1, None], "text": ["a", None]})
-    found = [row.value for row in read_rows(PythonRows("table", table), RejectedRecords(0))]
-    assert found == [{"label": 1, "text": "a"}, {"label": None, "text": None}]
-
-
 def test_the_advice_for_a_decoder_that_classifies_works(tmp_path):
     folder = save_toy("decoder", tmp_path / "gpt")
     with pytest.raises(UserError, match=r"give --model_cls transformers:GPT2ForSequenceClassification too"):
@@ -115,13 +105,3 @@ def test_lora_takes_all_linear_layers_where_peft_names_none(tmp_path):
     again = FineTuner(tmp_path / "adapter", speed="off")
     assert again.predict(TEXTS, return_probabilities=True) == tuner.predict(TEXTS, return_probabilities=True)
     assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").peft_type == "LORA"
-
-
-def test_a_metrics_function_is_not_called_without_outputs():
-    """As in a training interval where generated text, of which there is none, is selected."""
-    outputs = AccumulatedOutputs(lambda batch, outputs: outputs, lambda data: {"mean": data["x"].mean()})
-    outputs.add({}, {})
-    assert outputs.reduce(LocalBackend()) == {}
-    outputs.add({}, {"x": torch.tensor([1.0, 3.0])})
-    assert outputs.reduce(LocalBackend()) == {"mean": 2.0}
-    assert outputs.reduce(LocalBackend()) == {}

@@ -9,7 +9,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lm_experiments_tools import FineTuner, UserError
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.models import speed
-from lm_experiments_tools.recipes import common
 from lm_experiments_tools.tools.main import main as lmtools
 from run_finetuning import main
 from tests.helpers.pretrained_toys import save_toy
@@ -104,30 +103,6 @@ def test_an_adapter_on_added_tokens_loads_again(folder, kind, tmp_path):
         assert torch.equal(tuner.tokenizer("<x3> w1 <x19>", return_tensors="pt")["input_ids"], ids[:, :3])
         losses.append(tuner.model.eval()(input_ids=ids, labels=ids[:, :2]).loss.item())
     assert losses[2] == losses[1] != losses[0]
-
-
-def test_tokens_that_an_adapter_would_lose_are_refused(folder, tmp_path):
-    peft = pytest.importorskip("peft")
-    with pytest.raises(UserError, match="use it without peft"):
-        FineTuner(folder / "encoder-decoder", peft="lora").add_tokens("<date>")
-    with pytest.raises(UserError, match="use it without peft") as refused:
-        FineTuner(folder / "encoder-decoder", peft="new_tokens", num_virtual_tokens=2).add_tokens("<date>")
-    assert "choose peft='new_tokens'" not in str(refused.value)
-    by_hand = FineTuner(folder / "encoder-decoder")
-    by_hand.add_tokens([f"<x{number}>" for number in range(20)])
-    by_hand.model = peft.get_peft_model(by_hand.model, peft.LoraConfig(target_modules=["q"]))
-    with pytest.raises(UserError, match="before an adapter is on it"):
-        by_hand.save(tmp_path / "adapter")
-
-
-def test_the_log_names_what_weights_are_held_in():
-    def said(**flags):
-        return common._precision(FinetuningArgs(from_pretrained="x", valid_data_path="y", **flags))
-
-    assert (said(), said(bf16=True)) == ("fp32", "bf16")
-    assert said(validate_only=True, inference_dtype="bf16") == "bf16, weights held in bf16"
-    assert said(validate_only=True, quantize="nf4", inference_dtype="fp16") == "fp16, weights held in nf4 and fp16"
-    assert said(peft="lora", quantize="int8") == "fp32, weights held in int8"
 
 
 @pytest.mark.parametrize(

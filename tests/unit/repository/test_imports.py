@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-import lm_experiments_tools
 from tests.helpers import ROOT
 
 
@@ -61,9 +60,3 @@ def test_every_public_name_resolves(package):
     for name in module.__all__:
         assert getattr(module, name) is not None
         assert name in dir(module)
-
-
-def test_an_unknown_public_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="Trianer"):
-        _ = lm_experiments_tools.Trianer
-    assert lm_experiments_tools.Trainer is importlib.import_module("lm_experiments_tools.trainer").Trainer

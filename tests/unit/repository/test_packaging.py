@@ -108,25 +108,6 @@ def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
     assert "lmtools pretrain-t5 --data_path" in (tmp_path / "run" / "cmd.sh").read_text()
 
 
-def test_installed_wheel_works_away_from_the_sources(site, tmp_path):
-    question = (
-        "names = 'megatron.preprocess_data', 'megatron.core'; "
-        "import lm_experiments_tools, lm_experiments_tools.models.presets as m; "
-        "print(lm_experiments_tools.__file__, 't5-small' in m.list_presets());"
-        # found, not imported: megatron.core loads thousands of modules
-        "import importlib.util as u; [print(s.origin) for s in map(u.find_spec, names) if s]"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    answer = subprocess.run(
-        [sys.executable, "-c", question], env=environment, cwd=tmp_path, text=True, capture_output=True, check=True
-    )
-    where, has_presets, bert_data, *others = answer.stdout.split()
-    assert Path(where).is_relative_to(site) and has_presets == "True"
-    assert Path(bert_data).is_relative_to(site)
-    assert all("site-packages" in Path(path).parts for path in others)  # NVIDIA's, where it is installed
-    assert (site / "bin" / "lmtools").exists()
-
-
 def requirements(name: str) -> dict[str, Requirement]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     found = [Requirement(line) for line in lines if line and not line.startswith("-")]
@@ -169,19 +150,6 @@ def test_an_installation_without_extras_has_what_the_metrics_of_a_default_fine_t
         assert {METRICS[name].package for name in usual_metrics(task)} - {""} <= core, task
 
 
-def test_the_horovod_extra_and_core_are_all_that_the_script_asks_for(script, monkeypatch):
-    """Compared with the requirements that an installed Horovod declares."""
-    names = {requirement.name.lower() for extra in ("", "horovod") for requirement in setup_requirements()[extra]}
-    if importlib.util.find_spec("horovod") is not None:
-        declared = [Requirement(line) for line in importlib.metadata.requires("horovod")]
-        assert {r.name.lower() for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})} <= names
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else name)
-    monkeypatch.setattr(script, "installed_torch", lambda: "2.13.0")
-    monkeypatch.setattr(script, "find_features", lambda: pytest.fail("the build begins", pytrace=False))
-    with pytest.raises(script.CannotBuild, match=r"cloudpickle is missing: pip install '.*\[horovod\]'"):
-        script.find_or_build_wheel(rebuild=False)
-
-
 def test_requirements_name_nothing_that_pip_cannot_install_or_that_is_another_program():
     assert not {"apex", "horovod", "nvidia-apex"} & set(requirements("requirements.txt"))
     large = {"bitsandbytes", "deepspeed", "seqio", "t5", "tensorflow"}
@@ -212,15 +180,6 @@ def test_make_help_lists_every_target():
         assert re.search(rf"^  make {target} ", listed, flags=re.M)
 
 
-def test_make_refuses_an_old_python_in_one_sentence(tmp_path):
-    old = tmp_path / "python3"
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
-    result = make("env", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}")
-    assert result.returncode != 0 and "is not Python 3.10 or newer" in result.stderr
-    assert not (tmp_path / "venv").exists()
-
-
 def test_make_pretrain_builds_data_before_it_trains_and_survives_a_failing_horovod(tmp_path):
     plan = make("-n", "pretrain", f"VENV={tmp_path / 'venv'}", f"DATA={tmp_path / 'data'}", "ARGS=--iters 3").stdout
     order = [plan.index(words) for words in ("-m venv", "install -r", "build_horovod", "corpus --output")]
@@ -230,12 +189,6 @@ def test_make_pretrain_builds_data_before_it_trains_and_survives_a_failing_horov
     order += [plan.index("--config examples/pretrain_cpu.yaml --iters 3")]
     assert order == sorted(order)
     assert re.search(r"build_horovod.*\|\| echo", plan.replace("\\\n", ""))
-
-
-def test_args_of_make_finetune_do_not_reach_the_pretraining_before_it(tmp_path):
-    folders = f"VENV={tmp_path / 'venv'}", f"DATA={tmp_path / 'data'}"
-    plan = make("-nB", "runs/pretrain_cpu/last", *folders, "ARGS=--epochs 1").stdout
-    assert "--config examples/pretrain_cpu.yaml" in plan and "--epochs" not in plan
 
 
 def test_ci_runs_the_tests_last():
@@ -321,24 +274,6 @@ def test_build_with_an_unfit_cmake_says_what_it_found(script, tools, capsys, mon
     assert words in sentence and "pip install 'cmake<4'" in sentence
 
 
-def test_build_prefers_a_fit_cmake_to_an_unfit_one(script, tools, monkeypatch, tmp_path):
-    tools("cmake", "echo cmake version 4.0.0")
-    fit = tmp_path / "elsewhere" / "cmake"
-    fit.parent.mkdir()
-    fit.write_text("#!/bin/bash\necho cmake version 3.31.10\n")
-    fit.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fit.parent / "python"))
-    assert script.find_cmake() == str(fit)
-
-
-def test_build_without_a_network_says_so(script, monkeypatch, tmp_path):
-    no_network = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
-    environment = {**os.environ, "CXX": "g++", **no_network}
-    with pytest.raises(script.CannotBuild, match="could not be downloaded"):
-        script.build(tmp_path, environment, tmp_path / "build.log")
-    assert "No matching distribution" in (tmp_path / "build.log").read_text()
-
-
 def test_failed_compilation_shows_its_first_error_and_the_log(script, monkeypatch, tmp_path):
     def compiler_output(command, environment, log):
         print("a.cc:3: error: no matching function\nb.cc:4: error: another", file=log, flush=True)
@@ -347,23 +282,6 @@ def test_failed_compilation_shows_its_first_error_and_the_log(script, monkeypatc
     monkeypatch.setattr(script, "run_logged", compiler_output)
     first_error = r"did not compile, first error: a.cc:3: error: no matching.*build.log"
     with pytest.raises(script.CannotBuild, match=first_error):
-        script.build(tmp_path, {"CXX": "g++"}, tmp_path / "build.log")
-
-
-def test_build_folder_that_horovods_cmake_files_trip_over_is_refused(script, tmp_path):
-    scratch = tmp_path / "torch2.13.0+cpu"
-    scratch.mkdir()
-    with pytest.raises(script.CannotBuild, match="set TMPDIR"):
-        script.build(scratch, {"CXX": "g++"}, tmp_path / "build.log")
-
-
-def test_wheel_without_the_library_for_torch_is_not_taken(script, monkeypatch, tmp_path):
-    def pip_that_builds_an_empty_wheel(command, environment, log):
-        zipfile.ZipFile(tmp_path / "horovod-0.28.1-any.whl", "w").close()
-        return 0
-
-    monkeypatch.setattr(script, "run_logged", pip_that_builds_an_empty_wheel)
-    with pytest.raises(script.CannotBuild, match="left out the library for torch"):
         script.build(tmp_path, {"CXX": "g++"}, tmp_path / "build.log")
 
 
@@ -388,25 +306,6 @@ def test_cached_wheel_is_used_unless_torch_or_features_differ(script, monkeypatc
         monkeypatch.setattr(script, "find_features", lambda features=features: features)
         with pytest.raises(pytest.fail.Exception, match="built"):
             script.find_or_build_wheel(rebuild=False)
-
-
-def test_damaged_cached_wheel_says_how_to_build_anew(script, capsys, tmp_path):
-    damaged = tmp_path / f"horovod-0.28.1-cp{sys.version_info.major}{sys.version_info.minor}-none-any.whl"
-    damaged.write_bytes(b"not a zip")
-    with pytest.raises(script.CannotBuild, match="--rebuild"):
-        script.install(damaged)
-
-
-def test_mpi_is_built_where_mpicxx_is(script, tools):
-    assert script.find_features() == ["gloo"]
-    tools("mpicxx", "exit 0")
-    assert script.find_features() == ["gloo", "mpi"]
-
-
-def test_check_without_horovod_says_what_builds_it(script, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["build_horovod.py", "--check"])
-    assert "scripts/build_horovod.py builds it" in run_main(script, capsys)
 
 
 @pytest.mark.slow

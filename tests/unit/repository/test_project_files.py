@@ -38,13 +38,6 @@ def test_containers_are_built_by_make():
         assert make_targets(command) <= TARGETS
 
 
-def test_citation_names_what_the_project_builds_on():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    titles = " ".join(reference["title"] for reference in citation["references"])
-    for name in ("t5-experiments", "nanoT5", "Text-to-Text Transformer", "DeepSpeed Sparse Attention"):
-        assert name in titles
-
-
 def test_links_of_pages_lead_somewhere():
     pages = [page for folder in ("", "docs", "benchmarks", ".github") for page in (ROOT / folder).glob("*.md")]
     assert len(pages) > 40

@@ -99,9 +99,3 @@ def test_python_of_fine_tuning_runs_with_what_make_pretrain_installs(run, folder
 def test_lora_runs_with_what_make_pretrain_installs(run):
     flags = "--from_pretrained runs/mine --data_path train.jsonl --peft lora --epochs 1 --batch_size 4"
     run(ROOT / "run_finetuning.py", *flags.split())
-
-
-def test_readme_says_which_command_installs_the_rest():
-    (paragraph,) = (text for text in README.split("\n\n") if "`make env-full`" in text)
-    for words in ("DeepSpeed", "seqio", "quantization", "notebooks"):
-        assert words in paragraph

@@ -42,12 +42,6 @@ def opens_wrongly(docstring: str) -> bool:
     return docstring.split()[0].strip(",.:;`") in WRONG_OPENINGS
 
 
-def test_there_is_something_to_check():
-    assert {"run_t5_pretraining.py", "tests/unit/repository/test_style.py"} <= {
-        path.relative_to(ROOT).as_posix() for path in python_files()
-    }
-
-
 def test_functions_are_short_and_calls_written_out():
     assert [
         f"{path.relative_to(ROOT)}:{line}: {rule}"
@@ -75,13 +69,7 @@ def test_each_rule_can_be_broken(source, rule):
     assert [found for _, found in violations(source)] == [rule]
 
 
-@pytest.mark.parametrize("source", ["\n" * 500, "def f():\n" + "    pass\n" * 59, "f(*values)", "x = [*(1, 2)]"])
-def test_rules_allow_what_they_should(source):
-    assert violations(source) == []
-
-
-def test_a_docstring_that_opens_wrongly_is_found_wherever_it_stands():
-    source = '"""What a."""\nclass A:\n    """Whether b."""\n    async def f(self):\n        """Those, of c."""\n'
-    texts = docstrings(source)
-    assert len(texts) == 3 and all(map(opens_wrongly, texts))
-    assert not any(map(opens_wrongly, ["Whatever.", "Names of `What`.", "Thatched roofs."]))
+def test_there_is_something_to_check():
+    assert {"run_t5_pretraining.py", "tests/unit/repository/test_style.py"} <= {
+        path.relative_to(ROOT).as_posix() for path in python_files()
+    }

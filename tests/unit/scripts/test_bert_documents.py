@@ -184,19 +184,11 @@ def test_a_run_is_continued_from_its_best_checkpoint_and_resumes_after_that_has_
     [
         ({"use_nsp": 1}, "--packing documents has no pairs of sentences: leave --use_nsp out"),
         ({"max_ngram": 2}, "--max_ngram is about Megatron's samples, not --packing documents"),
-        ({"packing": "sentences", "use_nsp": 0, "mask_replace": (1, 0, 0)}, "--mask_replace needs --packing"),
-        ({"packing": "stream", "min_document_length": 5}, "--min_document_length needs --packing documents or none"),
         ({"mask_replace": (0.8, 0.1)}, "--mask_replace 0.8 0.1 must be three parts that sum to 1"),
-        ({"mask_replace": (1.2, -0.1, -0.1)}, "must be three parts that sum to 1"),
         ({"mlm_prob_end": 0.1}, "--mlm_prob_end needs --mlm_prob_samples"),
-        ({"mlm_prob_samples": 9}, "--mlm_prob_samples needs --mlm_prob_end"),
-        ({"valid_mlm_prob": 0.15}, "--valid_mlm_prob needs validation data"),
-        ({"base_model": "other"}, "--from_pretrained and --base_model exclude each other"),
-        ({"init_checkpoint": "other"}, "--from_pretrained and --init_checkpoint exclude each other"),
         ({"from_pretrained": "./nowhere"}, "--from_pretrained ./nowhere: there is no such file or folder"),
         ({"packing": None, "use_nsp": 0}, "train.jsonl is text; give --packing documents"),
         ({"min_document_length": 10**6}, r"no document of 1000000 tokens or more \(30 shorter than 1000000\)"),
-        ({"data_path": "missing.jsonl"}, "missing.jsonl"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(data, work, flags, sentence):
@@ -215,13 +207,6 @@ def test_a_class_that_cannot_isolate_documents_trains_on_one_document_a_row(data
     shutil.rmtree("run")
     start(data, packing=None, config="run.yaml", **flags)
     assert json.loads(Path("run/config.json").read_text())["packing"] == "none"
-
-
-def test_inspection_shows_rows_of_text(data, work, capsys):
-    flags = words(from_pretrained=data / "modern", data_path=data / "train.jsonl", packing="documents")
-    assert lmtools(["inspect", "pretrain-bert", *flags, "--input_seq_len", "32", "--samples", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "packed rows of 32 tokens" in shown and "documents  30" in shown and "[CLS]" in shown
 
 
 MODEL = "transformers:ModernBertForMaskedLM"

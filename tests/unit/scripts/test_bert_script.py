@@ -186,18 +186,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"data_impl": "lazy"}, "--data_impl lazy does not exist any more"),
         ({"vocab_file": None}, "no tokenizer is named: .*--vocab_file"),
         ({"tokenizer": "here"}, "--tokenizer and --vocab_file exclude each other"),
-        (
-            {"vocab_file": None, "tokenizer": "t", "lower_case": False},
-            "--no_lower_case is about --vocab_file",
-        ),
-        ({"use_nsp": 0, "nsp": "random"}, "--nsp needs --use_nsp"),
-        ({"mlm_prob": 15}, "--mlm_prob is 15"),
-        ({"short_seq_prob": -0.1}, "--short_seq_prob is -0.1"),
-        ({"input_seq_len": 4}, "--input_seq_len is 4"),
-        ({"max_sentence_length": 0}, "--max_sentence_length is 0: it must be at least 1"),
-        ({"max_unread": 75}, "--max_unread is 75.0"),
-        ({"report": True}, "--report .*--valid_data_path"),
-        ({"use_generate_on_valid": True}, "--use_generate_on_valid is for models that write text"),
         ({"model_cfg": None}, "no model is named: give --model_cfg"),
         # what only the files tell
         ({"lower_case": False}, r"other case .--no_lower_case"),
@@ -208,15 +196,9 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"input_seq_len": 65}, "--input_seq_len 65 is more than the 64 positions of the model"),
         ({"model_cls": "transformers:BertForMaskedLM"}, "next_sentence_label.*--use_nsp 0"),
         (
-            {"model_cls": "transformers:BertModel", "use_nsp": 0},
-            "takes no labels: choose.*transformers:BertForPreTraining",
-        ),
-        (
             {"model_cfg": "bert_base_uncased-4L_preln_rel", "speed": "off"},
             "'pre_layer_norm', which --model_cls modeling_bert",
         ),
-        ({"data_path": "nowhere"}, "nowhere"),
-        ({"vocab_file": "nowhere.txt"}, "nowhere.txt does not exist"),
     ],
 )
 def test_bad_input_is_one_sentence(data, work, changed, sentence):
@@ -288,20 +270,6 @@ def test_data_that_is_text_or_lacks_a_file_names_what_makes_it(data, work):
     refused(data, "there is no own.idx, but own_text_sentence: give the whole prefix", data_path="own")
     copy.bin_path.unlink()
     refused(data, "own_text_sentence.bin is missing next to own_text_sentence.idx", data_path="own_text_sentence.idx")
-
-
-def test_data_made_cased_and_read_uncased_says_which_flag_is_wanted(data, work):
-    tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=data / "vocab.txt")
-    writer = IndexedDatasetWriter("cased", np.uint16)
-    writer.add_sequence([5])
-    writer.end_document()
-    writer.finalize({"vocab_sha256": tokenizer.fingerprint})
-    refused(data, r"other case .--no_lower_case", data_path="cased")
-
-
-def test_other_settings_of_the_same_run_are_refused(data, work):
-    start(data, iters=1)
-    refused(data, "holds a run with other settings: .*mlm_prob", mlm_prob=0.3)
 
 
 def test_accuracy_of_masked_tokens_from_logits_of_these_alone():

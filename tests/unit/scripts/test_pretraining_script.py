@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes.report import PredictedExamples
 from lm_experiments_tools.tools.main import main as lmtools
-from lm_experiments_tools.tracking.tracker import Tracker
 from run_t5_pretraining import main
-from tests.distributed.launch import ROOT, environment
 from tests.helpers import runs
 from tests.helpers.runs import BERT, T5_RUN, TINY, losses, scored_tokens, words, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -223,13 +220,6 @@ def test_the_report_shows_what_the_model_makes_of_held_out_text(work, vocab, obj
             assert (source + target).replace(" ", "") in documents and source not in prediction
 
 
-def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
-    start(vocab, **OBJECTIVES["prefix_lm"], gradient_accumulation_steps=2)
-    flags = {**OBJECTIVES["prefix_lm"], "batch_size": 16, "iters": 4}
-    refused(vocab, "--mix_rows 8 and this run's by --mix_rows 16, .* --mix_rows 8", **flags, resume="run/last")
-    start(vocab, **flags, mix_rows=8, resume="run/last")
-
-
 def test_several_sources_are_mixed(work, vocab, caplog):
     caplog.set_level("INFO")
     (work / "other.jsonl").write_text((work / "text.jsonl").read_text().replace("token", "number"))
@@ -296,14 +286,10 @@ REFUSED = [
     ({"data_path": "empty.jsonl"}, "empty.jsonl"),
     ({"data_path": "nowhere/at_all.jsonl"}, "nowhere"),
     ({"vocab": None}, "--vocab is missing"),
-    ({"target_seq_len": 4}, "targets"),
-    ({"init_checkpoint": "nothing.pth"}, "nothing.pth"),
     ({"model_cls": "transformers:T5Model"}, "takes no labels"),
     ({**VALID, "validate_only": True}, "weights would be random"),
-    ({"working_dir": "nowhere"}, "--working_dir"),
     ({**CAUSAL, "model_cls": "transformers:BertLMHeadModel", "model_cfg": "bert.json"}, "sees the tokens it is to"),
     ({**CAUSAL, "task": "prefix_lm"}, "prefix_lm is for encoder-decoders, .*GPT2LMHeadModel is of kind decoder"),
-    ({**MASKED, "task": "ul2"}, "ul2 is for encoder-decoders, .*BertForMaskedLM is of kind encoder"),
     ({**CAUSAL, "input_seq_len": 65}, "--input_seq_len 65 is more than the 64 positions"),
 ]
 
@@ -312,25 +298,6 @@ REFUSED = [
 def test_bad_input_is_one_sentence(work, vocab, flags, sentence):
     (work / "empty.jsonl").write_text("")
     refused(flags.get("vocab", vocab), sentence, **{name: flags[name] for name in flags.keys() - {"vocab"}})
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"lr_scheduler": "liner", "num_warmup_steps": 1}, "did you mean linear"),
-        ({"optimizer": "my_optimizers:Nothing"}, "my_optimizers"),
-        ({"lr_scheduler": "my_schedules:nothing"}, "my_schedules"),
-        ({"optimizer_options": "betas=0.9,1.98"}, "AdamW refuses its settings: Invalid beta"),
-        ({"lr_scheduler": "linear", "num_warmup_steps": 3}, "--num_warmup_steps 3 is more than the 2 updates"),
-        (
-            {"lr_scheduler": "linear", "num_warmup_steps": 1, "lr_scheduler_options": "num_warmup_steps=3"},
-            "num_warmup_steps is no option but has a flag of its own",
-        ),
-    ],
-)
-def test_an_optimizer_or_schedule_that_cannot_be_is_refused_before_tokenizing(work, vocab, flags, sentence):
-    refused(vocab, sentence, **flags)
-    assert not list(work.glob("**/*.idx")) and not list(work.glob("**/*.bin"))
 
 
 def test_options_reach_optimizer_and_schedule_and_are_part_of_the_run(work, vocab):
@@ -351,33 +318,3 @@ def test_options_reach_optimizer_and_schedule_and_are_part_of_the_run(work, voca
     optimizer = json.loads((work / "run/checkpoints/step_000006/optimizer.json").read_text())
     assert "0.9" in json.dumps(optimizer) and "0.75" not in json.dumps(optimizer)
     assert "1e-08" in json.dumps(optimizer) and "1e-07" not in json.dumps(optimizer)  # as without the flag
-
-
-def test_each_thing_is_said_once_and_validation_alone_tells_nothing_of_training(work, vocab, caplog, monkeypatch):
-    told = []
-    monkeypatch.setattr(Tracker, "hparams", lambda self, values: told.append(values))
-    caplog.set_level(logging.INFO)
-    (work / "more.jsonl").write_text((work / "text.jsonl").read_text())
-    start(vocab, data_path=("text.jsonl", "more.jsonl"), valid_data_path="text.jsonl")
-    assert "span corruption, 34 tokens -> 32 inputs + 8 targets" in caplog.text
-    assert "updates, " in caplog.text and "AdamW, lr 0.001, schedule constant" in caplog.text
-    first = ["lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed"]
-    (settings,) = told
-    assert list(settings)[:7] == first and settings["input_seq_len"] == 32
-    assert "resume" not in settings and "bf16" not in settings and len(settings) < 25
-    caplog.clear()
-    start(vocab, data_path=("text.jsonl", "more.jsonl"), valid_data_path="text.jsonl", validate_only=True)
-    assert "4 rows x 1 worker(s), validated once" in caplog.text
-    assert "updates, " not in caplog.text and "AdamW" not in caplog.text
-
-
-def test_the_first_words_come_before_torch_is_loaded(work, vocab):
-    flags = ["--data_path", "nowhere.jsonl", "--vocab", vocab, "--model_cfg", "tiny.json", "--lr", "1"]
-    command = [sys.executable, "-X", "importtime", str(ROOT / "run_t5_pretraining.py"), *map(str, flags)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    ended = subprocess.run(command, env=environment(), text=True, **streams)
-    assert ended.returncode == 2 and "Traceback" not in ended.stdout
-    lines = ended.stdout.splitlines()
-    said = next(i for i, line in enumerate(lines) if line.startswith("settings are read"))
-    imported = {line.split("|")[-1].strip() for line in lines[:said]}
-    assert "yaml" in imported and not imported & {"torch", "numpy", "transformers"}

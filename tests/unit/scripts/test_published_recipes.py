@@ -2,14 +2,13 @@
 
 import json
 import math
-import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import MegatronBertConfig, MegatronBertForPreTraining
 
 import run_bert_pretraining
@@ -21,23 +20,18 @@ from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models import inherited
 from lm_experiments_tools.models.build import build_model, load_model_config
-from lm_experiments_tools.models.from_args import model_source
+from lm_experiments_tools.models.from_args import make_optimizer, model_source
 from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.optimizers import parameter_groups
-from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.distributed.launch import slow
+from lm_experiments_tools.training.schedules import LearningRate
 from tests.helpers import ROOT
 from tests.helpers.bert_toys import TINY as SMALL_BERT
-from tests.helpers.bert_toys import documents, make_bert_data
+from tests.helpers.bert_toys import make_bert_data
 from tests.helpers.runs import TINY as SMALL_T5
 from tests.helpers.runs import records
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 FOLDER = ROOT / "examples" / "published"
-GEMMA = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8,
-}  # fmt: skip
 # Parameters as published: T5 1.1's 248 million, BERT's and Megatron's 110 and 336 with the heads of pre-training.
 PARAMETERS = {"t5-v1_1-base": 247_577_856, "bert_base_uncased": 110_106_428, "bert_large_uncased": 336_226_108}
 WORKERS = {"ancestor_t5_small": 2, "ancestor_t5_base_cdq": 4}
@@ -81,7 +75,7 @@ def bert_data(tmp_path_factory):
 
 
 def test_every_published_budget_is_there():
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted([*BUDGETS, *TOYS])
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted([*BUDGETS, *PUBLISHED])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -169,7 +163,7 @@ def growing(*rows):
 
 
 BETAS = (0.9, 0.98)
-TOYS = {
+PUBLISHED = {
     "modernbert_base": Published(8, 22, 12, "StableAdamW", BETAS, 1e-6, 1e-5, [
         *growing(768, 1536, 2304, 3072, 3840), Part(1669e9, 4608, 1024, 0.3, 8e-4),
         Part(250e9, 576, 8192, 0.3, 3e-4), Part(50e9, 576, 8192, 0.3, 3e-4, ("1-sqrt", 0.001))]),
@@ -196,17 +190,15 @@ TOYS = {
         Part(2e12, 512, 8192, None, 1e-4, ("cosine", 0.1))]),
 }  # fmt: skip
 ALL_MASK = {"neobert", "eurobert_210m"}
-TEXT = (640, 0)  # vocabulary and [PAD] of the toy tokenizer
-WARM = 2  # updates of warm-up of a toy
 
 
 def phase_args(name: str) -> list:
-    return timeline(settings(FOLDER / f"{name}.yaml"), TOYS[name].workers)
+    return timeline(settings(FOLDER / f"{name}.yaml"), PUBLISHED[name].workers)
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_phases_are_as_long_and_as_large_as_published(name):
-    published, end = TOYS[name], 0
+    published, end = PUBLISHED[name], 0
     for part, args in zip(published.parts, phase_args(name), strict=True):
         is_in_tokens = part.updates > 2e6
         end += math.ceil(part.updates / (part.rows * part.length)) if is_in_tokens else int(part.updates)
@@ -214,7 +206,9 @@ def test_phases_are_as_long_and_as_large_as_published(name):
         assert args.input_seq_len == part.length
 
 
-@pytest.mark.parametrize("name", [name for name in TOYS if name != "t5gemma_2b"])  # its configuration is made first
+@pytest.mark.parametrize(
+    "name", [name for name in PUBLISHED if name != "t5gemma_2b"]
+)  # its configuration is made first
 def test_model_is_the_published_one(name):
     source = model_source(settings(FOLDER / f"{name}.yaml"), LocalBackend())
     with torch.device("meta"):
@@ -222,173 +216,42 @@ def test_model_is_the_published_one(name):
     check_decay(name, settings(FOLDER / f"{name}.yaml"), model)
     encoder = model.encoder if hasattr(model, "encoder") else model.bert.encoder
     layers = encoder.block if hasattr(encoder, "block") else encoder.layer
-    assert (len(layers), model.config.num_attention_heads) == (TOYS[name].layers, TOYS[name].heads)
+    assert (len(layers), model.config.num_attention_heads) == (PUBLISHED[name].layers, PUBLISHED[name].heads)
     sizes = {"modernbert_base": 149e6, "ettin_150m": 149e6, "mmbert_base_decay": 307e6, "mosaicbert_base": 137e6}
     sizes |= {"eurobert_210m": 309e6, "roberta_base": 124.7e6, "babylm_strict_small": 124.7e6, "fat5_small": 147e6}
     if name in sizes:
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(sizes[name], rel=0.01)
 
 
-def toy_length(part: Part) -> int:
-    return 16 + part.length // 64
-
-
-def write_toy(name: str, folder: Path, bert_data: Path, run: str = "run") -> tuple[list[str], int]:
-    """The command line of a recipe in small sizes, and the updates of each of its phases."""
-    args, published = settings(FOLDER / f"{name}.yaml"), TOYS[name]
-    steps = math.ceil(20 / len(published.parts))
-    options = [
-        o for o in args.model_options if o.startswith(("rotary", "local", "gated", "position", "feed", "dense"))
-    ]
-    changes = {
-        "base": str(FOLDER / f"{name}.yaml"), "model_cfg": str(folder / "small.json"), "model_path": str(folder / run),
-        "init_checkpoint": None, "reset_iteration": False, "reset_lr": False, "log_interval": 1, "save_interval": 100,
-        "log_to": [], "data_n_workers": 1, "peak_tflops": 1, "model_options": options, "bf16": False,
-    }  # fmt: skip
-    if published.parts[0].masked is None:
-        sizes = {"base": args.model_cfg, "vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
-        sizes |= {"num_decoder_layers": 1, "num_heads": 2}
-        if name == "t5gemma_2b":
-            side = {**GEMMA, "vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-            sizes = {"model_type": "t5gemma", "vocab_size": 384, "encoder": side, "decoder": side}
-        text = write_jsonl(folder / "text.jsonl", make_texts(200))
-        changes |= {"vocab": "bytes", "data_pipeline": "native", "base_model": None, "target_seq_len": 24}
-    else:
-        sizes = {**SMALL_BERT, "base": args.model_cfg, "vocab_size": TEXT[0], "pad_token_id": TEXT[1]}
-        sizes |= {"max_position_embeddings": 256}
-        if args.model_cfg == "modernbert-base":
-            sizes |= {"layer_types": ["full_attention", "sliding_attention"], "local_attention": 8}
-        pages = [" ".join(sentences) for sentences in documents()]
-        text = write_jsonl(folder / "text.jsonl", pages)
-        changes |= {"tokenizer": None, "vocab_file": str(bert_data / "vocab.txt"), "text_key": "text"}
-    (folder / "small.json").write_text(json.dumps(sizes))
-    written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    parts = [toy_phase(part, phase, steps) for part, phase in zip(published.parts, phase_args(name), strict=True)]
-    if "phases" in written:
-        changes |= {"data_path": text, "phases": [
-            {**original, **part, "iters": steps} | ({"data_path": text} if "data_path" in original else {})
-            for original, part in zip(written["phases"], parts, strict=True)
-        ]}  # fmt: skip
-        for phase in changes["phases"]:
-            phase.pop("tokens", None)
-    else:
-        changes |= {"data_path": text, **parts[0], "iters": steps}
-    (folder / f"{run}.yaml").write_text(yaml.safe_dump(changes))
-    return ["--config", str(folder / f"{run}.yaml"), "--speed", "off", "--backend", "local"], steps
-
-
-def toy_phase(part: Part, args, steps: int) -> dict:
-    """A phase's flags in small: lengths and updates only."""
-    small = {"input_seq_len": toy_length(part), "batch_size": 2}
-    small["gradient_accumulation_steps"] = min(args.gradient_accumulation_steps, 3)
-    if args.lr_scheduler and args.num_warmup_steps:
-        small["num_warmup_steps"] = WARM
-    if args.num_training_steps:
-        small["num_training_steps"] = steps - 2
-    if options := [o for o in args.lr_scheduler_options if not o.startswith("num_decay")]:
-        decays = len(options) < len(args.lr_scheduler_options)
-        small["lr_scheduler_options"] = [*options, *([f"num_decay_steps={steps}"] if decays else [])]
-    return small | ({"min_document_length": 40} if getattr(args, "min_document_length", 1) > 1 else {})
-
-
-def factor(schedule: tuple[str, float], step: int, steps: int, args) -> float:
-    """The closed form of a schedule: the part of the rate at an update."""
-    kind, floor = schedule
-    warm = WARM if args.lr_scheduler and args.num_warmup_steps else 0
+def factor(part: Part, step: int, steps: int, args) -> float:
+    """The closed form of a schedule: the part of the rate at an update of the phase."""
+    (kind, floor), warm = part.schedule, args.num_warmup_steps or 0
     if kind == "inverse square root":
         return max(step, warm) ** -0.5
     if step < warm:
         return 0.5 + step / warm / 2 if kind == "cosine from half" else step / warm
-    done = min(1.0, (step - warm) / ((steps - 2 if args.num_training_steps else steps) - warm))
+    done = min(1.0, (step - warm) / ((args.num_training_steps or steps) - warm))
     left = {"linear": 1 - done, "1-sqrt": 1 - done**0.5}.get(kind, (1 + math.cos(math.pi * done)) / 2)
     return 1.0 if kind in ("constant", "warm-up") else floor + (1 - floor) * left
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """Filled with (batch, groups of the optimizer, its class) of each update."""
-    noted, step = [], TrainingLoop.train_step
-
-    def note(self, batch, seconds=0.0):
-        info = step(self, batch, seconds)
-        optimizer = self.backend.optimizer
-        noted.append((batch, [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
-                      type(optimizer).__name__))  # fmt: skip
-        return info
-
-    monkeypatch.setattr(TrainingLoop, "train_step", note)
-    return noted
-
-
-@pytest.mark.parametrize("name", slow(TOYS, "modernbert_base", "ettin_150m"))
-def test_every_number_arrives_in_a_run(name, tmp_path, monkeypatch, bert_data, seen):
-    monkeypatch.chdir(tmp_path)
-    line, steps = write_toy(name, tmp_path, bert_data)
-    published = TOYS[name]
-    script_of(FOLDER / name).main(line)
-    assert len(seen) == steps * len(published.parts) >= 20
-    for number, (part, args) in enumerate(zip(published.parts, phase_args(name), strict=True)):
-        batches = seen[number * steps : (number + 1) * steps]
-        for step, (batch, groups, optimizer) in enumerate(batches):
-            assert optimizer == published.optimizer
-            assert len(batch["labels"]) == 2 * min(args.gradient_accumulation_steps, 3)
-            assert groups[0]["lr"] == pytest.approx(part.lr * factor(part.schedule, step, steps, args), abs=1e-12)
-            if published.betas:
-                assert all((tuple(g["betas"]), g["eps"]) == (published.betas, published.eps) for g in groups)
-            decays = {group["weight_decay"] for group in groups if group["weight_decay"]}
-            follows = part.lr / published.parts[0].lr if optimizer == "AdamW" else 1  # torch's falls with the rate
-            expected = [published.decay * follows] if published.decay else []
-            assert [decay * part.lr for decay in decays] == pytest.approx(expected)
-            if part.masked:
-                assert batch["input_ids"].shape[1] == toy_length(part)
-            else:
-                assert max(batch["input_ids"].shape[1], batch["labels"].shape[1]) <= toy_length(part)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_optimizer_rates_and_masks_of_each_phase_are_those_that_were_published(name):
+    published, begin = PUBLISHED[name], 0
+    for part, args in zip(published.parts, phase_args(name), strict=True):
+        steps, begin = args.iters - begin, args.iters
+        matrix = [("layer.0.weight", torch.nn.Parameter(torch.zeros(2, 2)))]
+        optimizer = make_optimizer(args, matrix, args.group_rules())
+        group = optimizer.param_groups[0]
+        assert type(optimizer).__name__ == published.optimizer
+        assert published.betas is None or (tuple(group["betas"]), group["eps"]) == (published.betas, published.eps)
+        # torch's decay falls with the rate.
+        follows = part.lr / published.parts[0].lr if published.optimizer == "AdamW" else 1
+        assert group["weight_decay"] * part.lr == pytest.approx(published.decay * follows)
+        rate = LearningRate(replace(args, iters=steps), optimizer)
+        for step in (0, 1, 500, steps // 2, steps - 1):
+            rate.set(optimizer, step)
+            assert group["lr"] == pytest.approx(part.lr * factor(part, step, steps, args), rel=1e-6, abs=1e-12)
         if part.masked:
-            check_masks([batch for batch, *_ in batches], part.masked, 1.0 if name in ALL_MASK else 0.8)
-
-
-def check_masks(batches, rate: float, masks: float) -> None:
-    """Tokens chosen, and [MASK] among them, within 5 standard deviations of the binomial distribution."""
-    ids, labels = (torch.cat([batch[key].flatten() for batch in batches]) for key in ("input_ids", "labels"))
-    chosen = labels != -100
-    tokens = torch.where(chosen, labels, ids)
-    total, number, masked = int((tokens > 4).sum()), int(chosen.sum()), int((ids[chosen] == 4).sum())
-    assert total > 150 and abs(number - total * rate) <= 5 * (total * rate * (1 - rate)) ** 0.5
-    assert abs(masked - number * masks) <= 5 * (number * masks * (1 - masks)) ** 0.5
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem == "eurobert_210m" else pytest.mark.slow)
-        for path in sorted(FOLDER.glob("*.yaml"))
-    ],
-)
-def test_a_recipe_that_is_stopped_in_the_middle_and_at_a_border_ends_with_the_same_bits(
-    path, tmp_path, monkeypatch, bert_data
-):
-    monkeypatch.chdir(tmp_path)
-    if path.stem in TOYS:
-        (line, steps), (whole, _) = (write_toy(path.stem, tmp_path, bert_data, run) for run in ("run", "whole"))
-        stops = [steps // 2, steps][: len(TOYS[path.stem].parts)]
-    else:
-        line, whole = (write_override(path, tmp_path, bert_data, run, iters=4) for run in ("run", "whole"))
-        stops = [2]
-    script_of(path).main(whole)
-    step = TrainingLoop.train_step
-
-    def stop(self, batch, seconds=0.0):
-        if self.state.step == stops[0]:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self, batch, seconds)
-
-    while stops:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(TrainingLoop, "train_step", stop)
-            script_of(path).main(line)
-        assert (tmp_path / "run/last").resolve().name == f"step_{stops.pop(0):06d}"
-    script_of(path).main(line)
-    for file in ("model", "optimizer"):
-        ours, theirs = (load_file(f"{run}/last/{file}.safetensors") for run in ("run", "whole"))
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    assert [line["loss"] for line in records("run")] == [line["loss"] for line in records("whole")]
+            masks = (1, 0, 0) if name in ALL_MASK else (0.8, 0.1, 0.1)
+            assert (args.mlm_prob, args.mask_replace) == (part.masked, masks)

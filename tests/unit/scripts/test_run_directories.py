@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training import run_folder
 from run_t5_pretraining import main
-from tests.distributed.launch import ROOT, environment
+from tests.distributed.launch import ROOT, forked
 from tests.helpers.runs import T5_RUN, refused, words, write_toys
 from tests.helpers.thread_workers import Workers
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -98,13 +97,12 @@ def test_a_stopped_run_says_how_to_go_on(work):
         "TrainingLoop.train_step = lambda *args: (os.kill(os.getpid(), signal.SIGINT), step(*args))[1]\n"
         "run_main(main)\n"
     )
-    command = [sys.executable, "-c", program, *words(**{**T5_RUN, "vocab": "vocab.model"})]
-    env = {name: value for name, value in environment().items() if name != "LMTOOLS_RUNS"}
-    ended = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True)
+    (work / "stopped.py").write_text(program)
+    ended = forked([sys.executable], work / "stopped.py", *words(**{**T5_RUN, "vocab": "vocab.model"}))
     (folder,) = (work / "runs").iterdir()
-    assert ended.returncode == 130, ended.stderr[-2000:]
+    assert ended.returncode == 130, ended.output[-2000:]
     path = folder.relative_to(work)
-    last = ended.stderr.splitlines()[-1]
+    last = ended.output.splitlines()[-1]
     assert last == f"run directory: {path}; the same command with --model_path {path} continues it"
 
 

@@ -108,22 +108,6 @@ def test_held_out_text_changes_nothing(script, folder):
     assert not list(folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize("row", [[5, 6, 7, 60000], [5, 6]])
-def test_ids_beyond_the_model_and_too_few_tokens_are_refused(script, folder, tmp_path, row):
-    prefix = write_tokens(tmp_path / "train", [[row]])
-    with pytest.raises(UserError, match=f"train holds {len(row)} tokens with ids up to {row[-1]}"):
-        make_start(script, folder, str(tmp_path / "start"), prefix)
-    assert not (tmp_path / "start").exists()
-
-
-def test_tokens_of_another_vocabulary_are_refused(script, folder, tmp_path):
-    prefix = write_tokens(tmp_path / "train", [[row] for row in grammar(10)])
-    record = {"vocab_file": "other.model", "vocab_sha256": "0" * 64, "vocab_size": 8}
-    Path(f"{prefix}.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"were made with the vocabulary other\.model"):
-        make_start(script, folder, str(tmp_path / "start"), prefix)
-
-
 @pytest.mark.parametrize("made", ["file", "model"])
 def test_what_is_no_start_is_not_written_over(script, folder, tmp_path, made):
     output = tmp_path / "mine"
@@ -136,17 +120,3 @@ def test_what_is_no_start_is_not_written_over(script, folder, tmp_path, made):
     with pytest.raises(UserError, match="mine is there and is no start"):
         make_start(script, folder, str(output))
     assert made == "file" or (output / "model.safetensors").read_text() == "trained"
-
-
-def test_the_folder_may_be_the_one_that_one_is_in(script, folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_start(script, folder, ".")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_buckets_that_neighbours_share_are_refused(script, folder, tmp_path):
-    values = json.loads((folder / "tiny.json").read_text()) | {"relative_attention_num_buckets": 8}
-    (tmp_path / "few.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match="set at least 16"):
-        flags = ["--data", folder / "train", "--vocab", folder / "vocab.model", "--model_cfg", tmp_path / "few.json"]
-        script.main([*map(str, flags), "--output", str(tmp_path / "start")])

@@ -2,15 +2,9 @@
 
 import importlib.machinery
 import importlib.util
-import json
 import logging
-import math
-import os
 import re
 import shutil
-import sqlite3
-import struct
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,98 +17,6 @@ from lm_experiments_tools.tracking import services
 from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.tracking.run_directory import claim_run
 from lm_experiments_tools.tracking.tracker import Tracker
-from tests.helpers import ROOT
-
-# a run that is killed after step 3, and goes on from step 2
-RUN = """
-import sys
-from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.tracking.run_directory import claim_run
-from lm_experiments_tools.tracking.tracker import Tracker
-
-args = TrainerArgs(iters=5, lr_scheduler=None, model_path="runs/one", log_to=(sys.argv[1],))
-claim_run(args, 1)
-for start, stop in ((-1, 3), (2, 5)):
-    with Tracker(args.model_path, rank=0, start_step=start) as tracker:
-        for step in range(max(start, 0) + 1, stop + 1):
-            numbers = {"param_groups": [{"lr": 0.1 / step}, {"lr": 0.2}], "memory_mib": 7.5}
-            tracker.log("train", step, 8 * step, 800 * step, {"loss": 1 / step}, extra=numbers)
-            tracker.log("valid", step, 8 * step, 800 * step, {"loss": float("nan") if step == 4 else 2 / step})
-"""
-NOT_OURS = {"split", "metrics", "time", "lr_param_groups"}
-
-
-def run_with(service: str, folder: Path) -> list[dict]:
-    """Track a run in a process of its own; every record it ever wrote, in order."""
-    pytest.importorskip(service, reason=f"{service} is not installed: pip install {service}")
-    environment = {**os.environ, "TRACKIO_DIR": str(folder / "trackio"), "WANDB_MODE": "offline"}
-    path = [str(ROOT), *sys.path]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, service], cwd=folder, env=environment, text=True, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gets no more" not in done.stderr
-    lines = (folder / "runs/one/metrics.jsonl").read_text().splitlines()
-    superseded = (folder / "runs/one/metrics.superseded.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in [*lines[:4], *superseded, *lines[4:]]]
-
-
-def agree(found: list[dict], records: list[dict]) -> None:
-    """Names of metrics end in their split; null is NaN; everything else is as in metrics.jsonl, to the last digit."""
-    assert len(found) == len(records)
-    for numbers, record in zip(found, records, strict=True):
-        expected = {
-            f"{name}/{record['split']}" if name in record["metrics"] else name: math.nan if value is None else value
-            for name, value in record.items()
-            if name not in NOT_OURS
-        }
-        groups = record.get("lr_param_groups", [])
-        expected |= {f"lr_param_groups/{place}": lr for place, lr in enumerate(groups)}
-        assert numbers == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
-
-
-def test_trackios_database_holds_what_metrics_jsonl_holds_and_one_run(tmp_path):
-    records = run_with("trackio", tmp_path)
-    (file,) = (tmp_path / "trackio").glob("*.db")
-    with sqlite3.connect(file) as database:
-        rows = database.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
-    assert len({row[:2] for row in rows}) == 1
-    found = [{"step": step, **json.loads(metrics)} for _, _, step, metrics in rows]
-    agree([{k: math.nan if v == "NaN" else v for k, v in numbers.items()} for numbers in found], records)
-
-
-def wandb_records(file: Path) -> list:
-    """The protocol buffers of an offline run: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, whole, found = file.read_bytes(), 7, b"", []
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
-            continue
-        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or its last part
-            found.append(Record.FromString(whole))
-            whole = b""
-    return found
-
-
-def test_wandbs_offline_files_hold_what_metrics_jsonl_holds_and_one_run(tmp_path):
-    records = run_with("wandb", tmp_path)
-    found, names = [], set()
-    for file in sorted((tmp_path / "runs/one/wandb").glob("offline-run-*/*.wandb")):
-        for record in wandb_records(file):
-            if record.WhichOneof("record_type") == "run":
-                names.add((record.run.run_id, record.run.project, record.run.display_name))
-            if record.WhichOneof("record_type") == "history":
-                items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
-                found.append({k: json.loads(v) for k, v in items.items() if not k.startswith("_")})
-    assert len(names) == 1 and next(iter(names))[1:] == ("runs", "one")
-    found = [{k: math.nan if v == "NaN" else v for k, v in numbers.items()} for numbers in found]
-    agree(found, records)
 
 
 class Failing:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import logging
 import math
-import os
 import subprocess
 import sys
 import types
@@ -16,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.errors import UserError, os_sentence
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
-from lm_experiments_tools.tracking import tracker as tracker_module
-from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, progress_bar, save_metrics
+from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
 
 # tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
 sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
@@ -156,21 +152,6 @@ def test_other_ranks_and_no_directory_write_nothing(tmp_path, caplog):
     assert "step 1 | loss 1.000" in caplog.text
 
 
-def test_clashing_and_reserved_names_are_refused(tmp_path):
-    with Tracker(tmp_path, rank=0) as tracker:
-        for metrics, extra in (({"loss": 1}, {"loss": 2}), ({"step": 1}, {}), ({}, {"time": 1})):
-            with pytest.raises(ValueError, match=r"twice|reserved"):
-                tracker.log("train", 1, 1, 1, metrics, extra=extra)
-
-
-def test_odd_metrics_are_kept(tmp_path):
-    with Tracker(tmp_path, rank=0) as tracker:
-        tracker.log("valid", 1, 1, 1, {"a b": torch.tensor(2.0), "per_class": np.ones(2), "np": np.float32(0.5)})
-    (record,) = strict_lines(tmp_path / "metrics.jsonl")
-    assert (record["a b"], record["per_class"], record["np"]) == (2.0, [1.0, 1.0], 0.5)
-    assert "a_b/iterations/valid" in scalars(tmp_path) and "per_class/iterations/valid" not in scalars(tmp_path)
-
-
 def test_text_and_hparams_reach_their_tabs(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -206,21 +187,6 @@ print([name for name in ("tensorflow", "horovod", "accelerate", "transformers", 
     assert result.stdout == "[]\n"
 
 
-def test_missing_tensorboard_is_one_sentence(tmp_path, monkeypatch, caplog):
-    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with Tracker(tmp_path, rank=0) as tracker:
-        log_step(tracker, 1)
-    assert "pip install tensorboard" in caplog.text and len(strict_lines(tmp_path / "metrics.jsonl")) == 1
-    assert not list(tmp_path.glob("events*"))
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_console_line():
     line = ConsoleLine(65536)
     numbers = {"lr": 9.8e-3, "gradients_global_norm": 0.61, "tokens_per_second": 41234.0, "memory_mib": 61.2 * 1024}
@@ -230,40 +196,6 @@ def test_console_line():
     )
     assert line.format("valid", 3, {"loss": math.nan, "f1": 1e-5}, {}) == "step 3/65536 valid | loss nan | f1 1e-05"
     assert "skipped 2" in line.format("train", 1, {}, {"skipped_updates": 2})
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(5, "5s"), (65, "1m05s"), (3600, "1h00m"), (90000, "1d01h"), (math.inf, "unknown")]
-)
-def test_eta(seconds, text):
-    line = ConsoleLine(2).format("train", 1, {}, {"seconds_per_step": seconds})
-    assert line.endswith(f"eta {text}")
-
-
-def test_eta_counts_what_passes_between_steps_too(monkeypatch):
-    console, clock = ConsoleLine(100), iter((50.0, 80.0))
-    monkeypatch.setattr(tracker_module, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    lines = [console.format("train", step, {}, {"seconds_per_step": 1.0}) for step in (10, 20)]
-    assert [line.rpartition("eta ")[2] for line in lines] == ["1m30s", "4m00s"]  # 10 steps in 30 s: a validation
-
-
-def test_bar_only_on_a_terminal_and_no_colour_when_asked(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    plain, terminal, colourless, dumb = io.StringIO(), Terminal(), Terminal(), Terminal()
-    for stream, name, value in (
-        (plain, "A", ""),
-        (terminal, "A", ""),
-        (colourless, "NO_COLOR", "1"),
-        (dumb, "TERM", "dumb"),
-    ):
-        monkeypatch.setenv(name, value)
-        if (bar := progress_bar(10, 4, stream)) is not None:
-            bar.update(2)
-            bar.close()
-    assert plain.getvalue() == "" and dumb.getvalue() == ""
-    assert "6/10" in terminal.getvalue() and "\x1b[32m" in terminal.getvalue()
-    assert "6/10" in colourless.getvalue() and "\x1b[32m" not in colourless.getvalue()
 
 
 def test_save_metrics_is_always_valid_json(tmp_path):
@@ -304,14 +236,3 @@ def test_curve_is_drawn_from_the_record(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         plot_curve(tmp_path / "metrics.jsonl", png)
-
-
-def test_a_full_disk_names_the_file_that_was_written(tmp_path):
-    with Tracker(tmp_path, rank=0) as tracker:
-        full = types.SimpleNamespace(name=tracker._jsonl.name, write=lambda text: None)
-        full.flush = lambda: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        own, tracker._jsonl = tracker._jsonl, full
-        with pytest.raises(OSError) as error:
-            log_step(tracker, 1)
-        tracker._jsonl = own
-    assert os_sentence(error.value).startswith(f"{tmp_path / 'metrics.jsonl'}: No space left on device: free some")

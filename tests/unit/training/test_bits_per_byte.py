@@ -115,9 +115,3 @@ def test_a_loss_with_other_terms_has_no_bits_per_byte(config):
     model.config = T5Config(**config)
     assert with_bytes(MODEL_LOSS, BYTES, model) is MODEL_LOSS
     assert with_bytes(MODEL_LOSS, None, gpt2()) is MODEL_LOSS
-
-
-def test_a_batch_without_text_has_no_bits_per_byte():
-    model, batch = gpt2(), rows([""])
-    values = loop(model, batch, with_bytes(MODEL_LOSS, BYTES, model)).validate([batch])
-    assert "bits_per_byte" not in values and "loss" in values

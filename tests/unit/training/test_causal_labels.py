@@ -157,31 +157,3 @@ def test_the_first_label_of_a_document_in_packed_rows_counts_as_little_as_that_o
             changed[row, column] = 1 + changed[row, column] % 30
             read[row, column] = model(input_ids=ids, labels=changed, segment_ids=segments).loss != whole
     assert torch.equal(targets_of(model).valid(labels, None, segments), read) and read.sum() == 10
-
-
-def test_labels_of_several_classes_a_token_count_once_under_a_mask():
-    """As in splice site prediction: labels [rows, tokens, 3], mask [rows, tokens], the loss a mean over tokens."""
-
-    class Sites(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding, self.head = torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, 3)
-
-        def forward(self, input_ids, labels=None, labels_mask=None):
-            logits = self.head(self.embedding(input_ids))
-            losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-            return {"loss": (losses * labels_mask[..., None]).sum() / labels_mask.sum(), "logits": logits}
-
-    generator = torch.Generator().manual_seed(3)
-    rows = [
-        {
-            "input_ids": torch.randint(VOCABULARY, (6,), generator=generator),
-            "labels": torch.randint(2, (6, 3), generator=generator).float(),
-            "labels_mask": (torch.arange(6) < length).float(),
-        }
-        for length in (1, 6, 2, 5)
-    ]
-    expected = Sites()(**torch.utils.data.default_collate(rows))["loss"].item()
-    loop = make_loop(Sites(), None, None, batch_size=1)
-    assert loop.validate(DataLoader(rows, batch_size=2))["loss"] == pytest.approx(expected, rel=1e-6)

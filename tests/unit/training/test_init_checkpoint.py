@@ -10,7 +10,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.data import DataLoader
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training import resume
 from lm_experiments_tools.training.schedules import get_schedule
 from tests.helpers import loops
 from tests.helpers.toys import RaggedPairs, tiny_t5, weights_of
@@ -57,15 +56,6 @@ def test_drops_of_the_learning_rate_go_on_from_this_runs_own(tmp_path, flags, ex
     assert first.learning_rate.plateau.multiplier == 1 / 8
     loop = make_loop(init_checkpoint=str(tmp_path / "last"), lr=3e-3, iters=6, **DROPS, **flags)
     assert rate(loop) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_resumed_run_with_another_rate_keeps_its_drops_too(tmp_path):
-    make_loop(model_path=str(tmp_path), **DROPS).train()
-    named = str(tmp_path / "last")
-    assert rate(make_loop(model_path=str(tmp_path), resume=named, lr=3e-3, iters=6, **DROPS)) == pytest.approx(
-        3e-3 / 8, rel=1e-12
-    )
-    assert rate(make_loop(model_path=str(tmp_path), iters=6, **DROPS)) == 1e-2 / 8
 
 
 def test_counting_from_0_does_not_start_the_schedule_again(tmp_path):
@@ -135,19 +125,3 @@ def test_the_state_is_taken_by_a_model_that_recomputes_activations_and_back(tmp_
     make_loop(recomputing(), model_path=str(tmp_path)).train()
     make_loop(tiny_t5(), model_path=str(tmp_path), iters=6).train()
     assert make_loop(recomputing(), model_path=str(tmp_path), iters=8).state.step == 6
-
-
-def test_a_start_from_the_last_of_a_run_that_goes_on_reads_one_step(tmp_path, monkeypatch):
-    make_loop(model_path=str(tmp_path), save_interval=2).train()
-    last, load = tmp_path / "last", resume.load_weights_for_all
-    last.unlink()
-    last.symlink_to("checkpoints/step_000002")
-
-    def load_and_go_on(*args, **options):
-        report = load(*args, **options)
-        last.unlink()
-        last.symlink_to("checkpoints/step_000004")
-        return report
-
-    monkeypatch.setattr(resume, "load_weights_for_all", load_and_go_on)
-    assert make_loop(init_checkpoint=str(last), iters=6).state.step == 2

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.training.non_finite import names_line
-from lm_experiments_tools.training.trainer import TrainingDiverged
-from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, SeekableBatches, tiny_t5, weights_of
+from lm_experiments_tools.training.non_finite import report_skipped
+from tests.helpers.thread_workers import Workers
+from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, SeekableBatches, weights_of
 from tests.unit.training.test_running_ahead import make_loop
 
 
@@ -103,11 +103,6 @@ def test_a_gradient_that_overflows_in_the_sum_is_named_alone(is_ahead, caplog):
     assert loop.state.skipped_updates == 1
 
 
-def test_of_many_names_the_first_are_listed():
-    assert names_line(["a", "b"]) == "a, b"
-    assert names_line([str(number) for number in range(9)]) == "0, 1, 2, 3, 4 and 4 more"
-
-
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize(
     ("kind", "expected"),
@@ -136,14 +131,9 @@ def test_a_run_whose_outputs_are_checked_has_the_bits_of_one_without():
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-def test_a_module_of_a_t5_with_infinite_weights_is_named_before_the_run_gives_up(caplog):
-    model = tiny_t5()
-    with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wi.weight[3, 5] = torch.inf
-    args = {"iters": 6, "log_interval": 6, "max_skipped_updates": 2, "debug_non_finite": True}
-    loop = make_loop(args, model)
-    with pytest.raises(TrainingDiverged):
-        loop.train()
-    lines = [message for message in caplog.messages if "first not finite" in message]
-    assert len(lines) == 2
-    assert "encoder.block.1.layer.1.DenseReluDense.wi (Linear): its output, float32 " in lines[0]
+def test_of_two_workers_the_one_that_found_it_is_named_once(caplog):
+    def report(backend):
+        report_skipped(2, [], backend, "wo (Linear)" if backend.rank == 1 else None, is_watched=True)
+
+    Workers(2).run(report)
+    assert caplog.messages == ["step 2, rank 1: first not finite: wo (Linear)"]

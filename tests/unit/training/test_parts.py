@@ -7,14 +7,16 @@ import logging
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.batches import BatchStream
+from lm_experiments_tools.training.checks import check_training_data
 from lm_experiments_tools.training.micro_batches import split_batch
 from lm_experiments_tools.training.validation import generate
 from tests.helpers.loops import make_loop
-from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, TinyLabeller, tiny_t5
+from tests.helpers.thread_workers import Workers
+from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, TinyLabeller
 
 
 def made(model=None, optimizer=torch.optim.SGD, loader="pairs", valid=None, transform=None, **args):
@@ -38,12 +40,9 @@ class SparseLabeller(TinyLabeller):
         ),
         ({"loader": [{"input_ids": [[1, 2]] * 2, "labels": [[1]] * 2}]}, "tensors, but input_ids is a list"),
         ({"loader": None}, "made without train_dataloader, so it can only validate"),
-        ({"optimizer": None}, "made without optimizer, so it can only validate"),
         ({"optimizer": torch.optim.SGD(TinyLabeller().parameters())}, "has none of the 3 trained parameters"),
         ({"model": SparseLabeller()}, "embedding has sparse gradients"),
         ({"save_best": True, "model_path": "run"}, "no validation data for save_best: give valid_dataloader"),
-        ({"early_stopping_patience": 2}, "no validation data for early_stopping_patience"),
-        ({"use_lr_drop": True}, "no validation data for use_lr_drop"),
     ],
 )
 def test_what_cannot_train_is_refused_in_a_sentence(options, sentence, tmp_path, monkeypatch):
@@ -53,44 +52,6 @@ def test_what_cannot_train_is_refused_in_a_sentence(options, sentence, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_loss_of_several_numbers_is_refused():
-    class Unreduced(TinyLabeller):
-        def forward(self, input_ids, labels):
-            return {"loss": super().forward(input_ids, labels)["loss"].repeat(2)}
-
-    with pytest.raises(UserError, match=r"loss has the shape \[2\], but must be one number"):
-        made(Unreduced()).train()
-
-
-def test_a_layer_that_replaced_one_the_optimizer_holds_is_warned_of(caplog):
-    model = TinyLabeller()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made(model, optimizer)
-    assert not warnings_of(caplog)
-    model.head = torch.nn.Linear(16, VOCABULARY_SIZE)
-    made(model, optimizer)
-    assert "2 of the 3 parameters of the optimizer are not the model's, and 2 of the model's 3 trained" in caplog.text
-
-
-def test_a_compiled_model_is_refused_in_a_sentence():
-    compiled = torch.compile(tiny_t5(), backend="eager")
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    with pytest.raises(UserError, match=r"compiled by torch\.compile, which renames its weights"):
-        made(compiled, optimizer)
-
-
-def test_tuples_train_where_a_transform_names_them():
-    rows = RaggedPairs(8).batch(list(range(8)))
-    loader = DataLoader(TensorDataset(rows["input_ids"], rows["labels"]), batch_size=2)
-    losses = []
-    for options in ({"loader": loader, "transform": lambda t: {"input_ids": t[0], "labels": t[1]}}, {}):
-        torch.manual_seed(0)
-        loop = made(**options)
-        loop.train()
-        losses.append(loop.state.metrics["train"]["loss"])
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 def test_batches_that_are_not_of_a_step_are_warned_of(rows, caplog):
     made(loader=DataLoader(RaggedPairs(15), batch_size=rows), gradient_accumulation_steps=2).train()
@@ -98,6 +59,18 @@ def test_batches_that_are_not_of_a_step_are_warned_of(rows, caplog):
     caplog.clear()
     made(loader=DataLoader(RaggedPairs(16), batch_size=4), gradient_accumulation_steps=2).train()
     assert "rows a batch" not in caplog.text
+
+
+@pytest.mark.parametrize(("is_split", "warnings"), [(False, 1), (True, 0)])
+def test_workers_that_read_the_same_rows_are_warned_of(is_split, warnings, caplog):
+    data, optimizer = RaggedPairs(8), torch.optim.SGD(TinyLabeller().parameters())
+
+    def work(backend):
+        sampler = DistributedSampler(data, 2, backend.rank) if is_split else None
+        check_training_data(BatchStream(DataLoader(data, 4, sampler=sampler)), optimizer, backend)
+
+    Workers(2).run(work)
+    assert caplog.text.count("each of the 2 workers reads its whole training DataLoader") == warnings
 
 
 def warnings_of(caplog):
@@ -154,27 +127,6 @@ def test_an_entry_that_forward_does_not_take_is_named_once(caplog):
     assert "TakesNone.forward does not take, and that only metrics functions see: pos_weight" in warning
 
 
-def columns_first(rows):
-    """Collate by pad_sequence(...).T, whose rows are not contiguous."""
-    padding = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return {name: pad_sequence([row[name] for row in rows], padding_value=value).T for name, value in padding.items()}
-
-
-def test_labels_that_are_not_contiguous_train_and_validate():
-    """The last batches of validation have no label at all, so that one is set for the pass to give a number."""
-    rows = [dict(row) for row in RaggedPairs(8).rows]
-    for row in rows[4:]:
-        row["labels"] = torch.full((8,), -100)
-    assert not columns_first(rows)["labels"].is_contiguous()
-    metrics = []
-    for collate in (None, columns_first):
-        torch.manual_seed(0)
-        loop = made(loader=DataLoader(rows, 2, collate_fn=collate), valid=DataLoader(rows, 2, collate_fn=collate))
-        loop.train()
-        metrics.append({split: values["loss"] for split, values in loop.state.metrics.items()})
-    assert metrics[0] == metrics[1] and set(metrics[0]) == {"train", "valid"}
-
-
 def test_a_prompt_beside_the_input_is_what_is_generated_after():
     import transformers
 
@@ -211,35 +163,6 @@ def test_a_run_whose_first_steps_have_nothing_to_predict_ends():
     )
     loop.train()
     assert loop.state.step == 30
-
-
-class Wraps(torch.nn.Module):
-    """A model inside another that hands on what it is given, as users' wrappers do."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input_ids, labels=None, **kwargs):
-        return self.inner(input_ids=input_ids, labels=labels, **kwargs)
-
-
-class TakesAll(Wraps):
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
-@pytest.mark.parametrize("wrap", [Wraps, TakesAll, lambda inner: TakesAll(Wraps(inner))])
-def test_what_a_wrapper_hands_on_reaches_the_model(wrap):
-    """The mask hides half of the tokens; the prompt of generation is for no forward pass."""
-    model = tiny_t5().eval()
-    rows = [dict(row) for row in RaggedPairs(6).rows]
-    for number, row in enumerate(rows):
-        row["attention_mask"] = (torch.arange(10) < 5 + number % 2).long()
-        row["input_ids_generate"], row["name"] = row["input_ids"], f"row {number}"
-    batch = {k: torch.stack([row[k] for row in rows]) for k in ("input_ids", "attention_mask", "labels")}
-    loop = make_loop(wrap(model), None, None, batch_size=6)
-    assert loop.validate(DataLoader(rows, 6))["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-6)
 
 
 class Tempered(TinyLabeller):
@@ -292,13 +215,6 @@ def test_any_attention_mask_counts_the_tokens_that_are_attended_to(mask):
     batch = {"input_ids": torch.ones(4, 6, dtype=torch.long), "attention_mask": mask}
     parts = split_batch(batch, 2, set(batch), torch.device("cpu"))
     assert sum(part.tokens for part in parts) == LENGTHS.sum() and [part.rows for part in parts] == [2, 2]
-
-
-def test_a_mask_that_allows_all_counts_all():
-    batch = {"input_ids": torch.ones(4, 6, dtype=torch.long)}
-    for mask in (torch.zeros(4, 1, 6, 6), torch.ones(4, 6, 6), None):
-        parts = split_batch({**batch, "attention_mask": mask}, 2, set(batch), torch.device("cpu"))
-        assert [part.tokens for part in parts] == [12, 12]
 
 
 def test_masks_that_are_added_lose_no_token_to_trimming():

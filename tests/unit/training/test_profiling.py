@@ -62,9 +62,7 @@ def test_a_resumed_run_is_traced_after_its_own_start_or_says_that_it_is_not(tmp_
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"profile": 0}, "--profile is 0: it must be at least 1"),
         ({"profile": 8}, "--profile 8, begun after update 1, is not over by --iters 8"),
-        ({"profile": 51}, "at most 50"), ({"profile_after": 6}, "--profile 3, begun after update 6"),
         ({"profile": 1, "model_path": ""}, "--profile needs --model_path"),
     ],
 )  # fmt: skip

@@ -11,12 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.data.dataset import Dataset
-from lm_experiments_tools.data.examples import packing
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.mlm import MaskedLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
@@ -24,7 +22,7 @@ from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.loops import At, make_loop
-from tests.helpers.toys import RaggedPairs, TinyLabeller, tiny_t5
+from tests.helpers.toys import RaggedPairs, tiny_t5
 
 CLASSES = """
 import torch
@@ -83,18 +81,6 @@ def test_an_edited_model_configuration_is_refused_by_name(tmp_path):
     model.config.layer_norm_epsilon = 0.01
     with pytest.raises(UserError, match=r"model_config.layer_norm_epsilon \(1e-06 then, 0.01 now\)"):
         start(tmp_path, model, iters=6)
-
-
-def test_another_dropout_of_a_model_without_configuration_is_refused(tmp_path):
-    def dropping(p):
-        model = TinyLabeller()
-        model.head = nn.Sequential(nn.Dropout(p), model.head)
-        return model
-
-    start(tmp_path, dropping(0.1))[0].train()
-    start(tmp_path, dropping(0.1), iters=4)[0].train()
-    with pytest.raises(UserError, match="modules of the model"):
-        start(tmp_path, dropping(0.4), iters=6)
 
 
 @pytest.mark.parametrize("name", ["Scaled", "Plain"])
@@ -253,11 +239,3 @@ def test_used_data_is_skipped_under_another_mask_rate_and_refused_for_other_leng
     shown = (text != 5) & (masked != 5)
     kept = (text == masked) | ~shown  # a tenth of the masked tokens are random ones
     assert kept.float().mean() > 0.8, "the same rows, masked otherwise"
-
-
-def test_packings_of_two_versions_have_two_fingerprints(monkeypatch):
-    packed = object.__new__(packing.PackedRows)
-    packed.dataset = Tokens()
-    now = packed.fingerprint
-    monkeypatch.setattr(packing, "_VERSION", packing._VERSION + 1)
-    assert packed.fingerprint != now

@@ -164,12 +164,6 @@ def test_a_restart_reads_on_where_the_run_stopped(tmp_path, name):
     assert read(tmp_path, LOADERS[name], [3, 6, 8, STEPS]) == whole  # within, and at the end of, an epoch
 
 
-def test_a_checkpoint_of_a_plain_loader_goes_on_with_one_that_has_a_state(tmp_path):
-    loaders = iter([LOADERS["the global generator"], FastForward])
-    whole = read(tmp_path, LOADERS["the global generator"], [STEPS])
-    assert read(tmp_path, lambda data: next(loaders)(data), [6, STEPS]) == whole
-
-
 def noisy(batch):
     return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.1, 1, batch["input_ids"])}
 
@@ -193,28 +187,6 @@ def test_a_step_whose_batch_was_read_is_finished_after_a_signal(tmp_path, name, 
     assert checkpoints == [f"step_{at + 1:06d}"]
     seen, continued = run(tmp_path / "parts", make_loader, 8, noisy, wrap=wrap)
     assert seen == whole[at + 1 :]
-    assert all(torch.equal(weights[n], continued[n]) for n in weights)
-
-
-def test_a_signal_stops_before_the_forward_pass_where_the_loader_seeks(tmp_path):
-    def train(path, callbacks=()):
-        torch.manual_seed(7)
-        model = tiny_t5(dropout=0.3)
-        make_loop(model, iters=5, log_interval=50, model_path=path, callbacks=callbacks).train()
-        return weights_of(model)
-
-    passes = []
-
-    def kill(loop):
-        os.kill(os.getpid(), signal.SIGTERM)
-        loop.backend.model.register_forward_pre_hook(lambda *_: passes.append(1))
-
-    weights = train(tmp_path / "whole")
-    with pytest.raises(SystemExit):
-        train(tmp_path / "parts", [At(2, kill)])
-    assert passes == []
-    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step_000002"]
-    continued = train(tmp_path / "parts")
     assert all(torch.equal(weights[n], continued[n]) for n in weights)
 
 

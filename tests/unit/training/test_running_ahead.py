@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import math
 import signal
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -62,7 +58,7 @@ def queued(monkeypatch):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
-QUEUE = torch.device("cpu", 0)  # stands for a device: tensors are copied to it from "cpu", and marked by `Queue`
+QUEUE = torch.device("cpu", 0)  # stands for a device
 
 
 class AheadBackend(LocalBackend):
@@ -71,79 +67,6 @@ class AheadBackend(LocalBackend):
     def __init__(self) -> None:
         super().__init__(device=QUEUE)
         self._runs_ahead = True
-
-
-class Queue(TorchDispatchMode):
-    """Knows which tensors a device would hold, and notes calls that would have the host wait for one.
-
-    A device holds what is copied or made there, and what is computed from it. Reading what was copied to the host
-    without waiting is no wait: when that may be done, another test below says.
-    """
-
-    READS = (
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "equal",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: set[StorageWeakRef] = set()
-        self.waits: list[str] = []
-        self.counting = False
-
-    def hold(self, values: Any) -> None:
-        tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor)]
-        self.held |= {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and StorageWeakRef(value.untyped_storage()) in self.held
-
-    def note(self, name: str) -> None:
-        if self.counting:
-            self.waits.append(name + "\n" + "".join(traceback.format_stack(limit=14)[:-2]))
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name, there = function.overloadpacket.__name__, any(map(self.holds, tree_leaves((args, kwargs))))
-        by_mask = name == "index" and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-        if there and (name in self.READS or by_mask):
-            self.note(name)
-        result = function(*args, **kwargs)
-        if there or kwargs.get("device") == QUEUE:
-            self.hold(result)
-        return result
-
-
-class Reads(TorchFunctionMode):
-    """Notes reads that torch answers without a call that `Queue` would see, because the memory is the CPU's anyway.
-
-    The device of a tensor that is held is "cpu" too: to copy to that of another one is no wait, to copy to "cpu" is.
-    Its `is_cpu` is False, as on the device that is simulated.
-    """
-
-    NAMES = ("cpu", "tolist", "numpy", "__array__")
-
-    def __init__(self, queue: Queue) -> None:
-        super().__init__()
-        self.queue = queue
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        if function == Tensor.is_cpu.__get__ and self.queue.holds(args[0]):
-            return False
-        if args and name in (*self.NAMES, "to") and self.queue.holds(args[0]):
-            if name != "to":
-                self.queue.note(name)
-            elif "cpu" in [a for a in (*args[1:], kwargs.get("device")) if isinstance(a, str)]:
-                if kwargs.get("non_blocking"):
-                    return torch.tensor(args[0].detach().numpy().copy())  # the host's, to be read after a wait
-                self.queue.note(name)
-        return function(*args, **kwargs)
 
 
 def make_loop(args: dict, model: nn.Module, *, backend: Backend | None = None, optimizer: Any = None, **options: Any):
@@ -173,33 +96,6 @@ def around_steps(loop: TrainingLoop, first: int, last: int, before: Callable, af
 
 def own_t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**tiny_t5().config.to_dict()))
-
-
-def assert_steps_3_to_10_never_wait(model: nn.Module, **options: Any) -> None:
-    queue = Queue()
-    loop = make_loop({"iters": 12, "log_interval": 12}, model, **options)
-    queue.hold([*model.parameters(), *model.buffers()])
-
-    def count(on: bool) -> None:
-        queue.counting = on
-
-    with ExitStack() as stack:
-        stack.enter_context(around_steps(loop, 3, 10, lambda: count(True), lambda: count(False)))
-        stack.enter_context(Reads(queue))
-        stack.enter_context(queue)
-        loop.train()
-    assert not queue.waits, "\n".join(queue.waits)
-
-
-@pytest.mark.parametrize("make_model", [TinyLabeller, own_t5])
-def test_steps_3_to_10_never_wait_for_the_device(make_model):
-    assert_steps_3_to_10_never_wait(make_model())
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_with_our_optimizers_steps_3_to_10_never_wait_either(queued, name):
-    model = TinyLabeller()
-    assert_steps_3_to_10_never_wait(model, optimizer=OURS[name](model))
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list:
@@ -248,22 +144,6 @@ def test_on_the_host_found_inf_and_grad_scale_are_obeyed_at_once(name):
             plain.step()
     assert all(torch.equal(one, other) for one, other in zip(state_of(ours), state_of(plain), strict=True))
     assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "read", [float, bool, Tensor.tolist, Tensor.cpu, Tensor.nonzero, lambda t: t[t > 0], lambda t: t.to("cpu")]
-)
-def test_the_count_of_waits_sees_every_kind(read):
-    queue = Queue()
-    with Reads(queue), queue:
-        queue.counting = True
-        there = torch.ones(1).to(QUEUE) * 2
-        assert not queue.waits
-        there.to("cpu", non_blocking=True).tolist()
-        torch.ones(1).nonzero()
-        assert not queue.waits
-        read(there)
-    assert queue.waits
 
 
 @pytest.mark.gpu
@@ -422,27 +302,6 @@ def test_skips_learned_of_late_end_the_run_too():
         loop.train()
     assert loop.state.step == 3 and loop.state.skipped_updates == 4 and loop.state.consumed_samples == 7 * 4
     assert all(torch.equal(before[3][name], tensor) for name, tensor in weights_of(model).items())
-
-
-def test_a_fused_optimizer_goes_on_from_one_that_was_not():
-    def backend_of(**options):
-        model, backend = TinyLabeller(), AheadBackend()
-        backend.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, **options))
-        return model, backend
-
-    def train(backend):
-        batch = RaggedPairs(4).batch([0, 1, 2, 3])
-        backend.backward(backend.model(batch["input_ids"], batch["labels"])["loss"])
-        return backend.clip_and_step(1.0, wait=False).result()
-
-    model, plain = backend_of()
-    train(plain)
-    other, fused = backend_of(fused=True)
-    fused.state.load_model_state(weights_of(model))
-    fused.state.load_optimizer_state(plain.state.optimizer_state())
-    assert train(fused) == pytest.approx(train(plain))
-    for name, tensor in weights_of(model).items():
-        torch.testing.assert_close(weights_of(other)[name], tensor)
 
 
 def test_what_cannot_skip_on_the_device_is_waited_for():

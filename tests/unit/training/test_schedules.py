@@ -151,43 +151,13 @@ def test_a_users_function_is_a_schedule():
         ("constant_with_warmup", {"num_training_steps": 10}, "needs --num_warmup_steps"),
         ("linear", {"num_warmup_steps": 1}, "needs --num_training_steps"),
         ("linear", {"num_warmup_steps": 11, "num_training_steps": 10}, "11 is more than the 10"),
-        ("linear", {"num_warmup_steps": -1, "num_training_steps": 10}, "negative"),
-        ("linear", {"num_warmup_steps": 0, "num_training_steps": 0}, "at least one"),
-        (
-            "linear",
-            {"num_warmup_steps": 0, "num_training_steps": 9, "min_lr_ratio": 0.1},
-            "no floor.*cosine_with_min_lr",
-        ),
-        ("linear", {"num_warmup_steps": 0, "num_training_steps": 9, "power": 2}, "refuses its settings: .*power"),
         ("cosine_with_floor", {"num_warmup_steps": 0, "num_training_steps": 9, "min_lr_ratio": 3}, "from 0 to 1"),
         ("constant", {"num_warmup_steps": 5}, "no effect with --lr_scheduler constant"),
         ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9}, "needs a positive --lr"),
         ("polynomial", {"num_warmup_steps": 0, "num_training_steps": 9, "base_lr": 1e-8}, "lr_end .* must be smaller"),
-        (
-            "polynomial",
-            {"num_warmup_steps": 0, "num_training_steps": 9, "base_lr": 1e-7},
-            "lr_end .* must be smaller",
-        ),  # lr_end
-        ("legacy", {"num_training_steps": 9, "base_lr": 0.0}, "positive --lr"),
-        ("t5_inverse_sqrt", {"num_warmup_steps": 0}, "which is 0"),
-        ("inverse_sqrt", {"num_warmup_steps": 0, "timescale": 0}, "division by zero"),
-        ("inverse_sqrt", {"num_warmup_steps": 0, "num_training_steps": 9, "timescale": -2}, "refuses its settings"),
         ("constant", {"power": 2}, "constant takes no --lr_scheduler_options: drop power"),
-        ("constant_with_warmup", {"num_warmup_steps": 2, "lr_end": 0, "power": 2}, "drop lr_end, power"),
-        (
-            "warmup_stable_decay",
-            {"num_warmup_steps": 5, "num_training_steps": 9, "num_decay_steps": 5},
-            "do not fit into 9",
-        ),
-        (
-            "warmup_stable_decay",
-            {"num_warmup_steps": 0, "num_training_steps": 9, "decay_type": "sqrt"},
-            "expected .linear., .cosine. or .1-sqrt.",
-        ),
         (f"{__name__}:halves", {}, "needs --num_training_steps"),
         (f"{__name__}:needs_power", {"num_training_steps": 9}, "missing 1 required positional argument: 'power'"),
-        (f"{__name__}:halvs", {}, "has no halvs; did you mean 'halves'"),
-        ("no_such_module:f", {}, "no_such_module cannot be imported"),
     ],
 )
 def test_senseless_schedule_is_one_sentence(name, options, message):

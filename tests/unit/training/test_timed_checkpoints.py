@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -11,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from lm_experiments_tools.training import trainer
-from tests.distributed.launch import environment
+from tests.distributed.launch import forked
 from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 from tests.helpers.toys import tiny_t5, weights_of
 
 # One second passes at each step, and steps 1 to 8 are made with dropout.
 KILLED = """
-import os, signal, sys, types
-from lm_experiments_tools.training import trainer
+import os, signal, sys
 from tests.helpers.loops import At
 from tests.unit.training.test_timed_checkpoints import run
 kill = At(8, lambda loop: os.kill(os.getpid(), signal.SIGKILL))
@@ -54,9 +52,9 @@ def saved(path):
 
 
 def test_a_killed_run_loses_no_more_than_the_clock_allows_and_resumes_to_the_same_bits(tmp_path):
-    job = [sys.executable, "-c", KILLED, tmp_path / "killed"]
-    killed = subprocess.run(job, env=environment(), capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    (tmp_path / "killed.py").write_text(KILLED)
+    killed = forked([sys.executable], tmp_path / "killed.py", tmp_path / "killed")
+    assert killed.returncode == -signal.SIGKILL, killed.output[-2000:]
     # The step during which the time is up is still made.
     assert 8 - saved(tmp_path / "killed")[-1] <= SECONDS + 1
     resumed, whole = run(tmp_path / "killed"), run(tmp_path / "whole", save_interval=STEPS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -62,18 +61,6 @@ def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(batch_si
     assert loop.state.metrics["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mode():
-    model, modes = tiny_t5().eval(), []
-    for module in (model, model.encoder, model.decoder):
-        module.register_forward_pre_hook(lambda module, _: modes.append((torch.is_grad_enabled(), module.training)))
-    valid = DataLoader(RaggedPairs(4), batch_size=4)
-    loop = make_loop({"iters": 6, "valid_interval": 2, "valid_at_start": True}, model=model, valid=valid)
-    loop.train()
-    assert modes.count((True, True)) == 6 * 3
-    assert modes.count((False, False)) == (1 + 6 // 2) * 3
-    assert len(modes) == (6 + 4) * 3
-
-
 @pytest.mark.parametrize("name", ["linear", "inverse_sqrt"])
 def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
     recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
@@ -120,25 +107,6 @@ def poison(model, when):
         return gradient * math.nan if calls["n"] in when else gradient
 
     model.decoder.final_layer_norm.weight.register_hook(hook)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's update is asynchronous")
-def test_the_first_log_line_says_what_is_slow_once(caplog):
-    """An optimizer that waits for more than ten times as long as the passes take, and a model that does."""
-
-    class Slow(torch.optim.SGD):
-        def step(self, closure=None):
-            time.sleep(0.3)
-            return super().step(closure)
-
-    shares = []
-    for optimizer in (Slow, torch.optim.SGD):
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            make_loop({"iters": 4}, model=TinyLabeller(), optimizer=optimizer).train()
-        (line,) = [text for text in caplog.messages if text.startswith("time of the first 2 steps: ")]
-        shares.append(int(line.partition("optimizer ")[2].partition("%")[0]))
-    assert shares[0] > shares[1] and shares[0] > 50
 
 
 def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path, caplog):
@@ -265,24 +233,6 @@ def test_weight_decay_is_this_runs_not_the_checkpoints(tmp_path):
     assert optimizer.param_groups[0]["weight_decay"] == 0.5 and optimizer.state
 
 
-def test_init_checkpoint_takes_what_the_reset_flags_leave(tmp_path):
-    make_loop({"iters": 4, "model_path": str(tmp_path / "first")}).train()
-    source = str(tmp_path / "first" / "last")
-
-    def start(**args):
-        return make_loop({"iters": 6, "init_checkpoint": source, "model_path": str(tmp_path / "second"), **args})
-
-    loop = start()
-    assert loop.state.step == 4 and loop.state.consumed_samples == 0 and loop.backend.optimizer.state
-    loop = start(reset_optimizer=True, reset_iteration=True)
-    assert loop.state.step == 0 and not loop.backend.optimizer.state
-    loop = start(skip_used_data=True)
-    assert loop.state.consumed_samples == 16 and loop.stream.loader.consumed == 16
-    loop = start(reset_lr=True, lr_scheduler="linear", num_warmup_steps=0)
-    loop.learning_rate.set(loop.backend.optimizer, loop.state.step - loop.state.schedule_start)
-    assert loop.state.schedule_start == 4 and loop.backend.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
-
-
 def test_a_metric_that_json_cannot_hold_costs_no_checkpoint(tmp_path):
     odd = {
         "table": np.eye(2),
@@ -306,18 +256,6 @@ def test_a_metric_that_json_cannot_hold_costs_no_checkpoint(tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text())
 
 
-def test_a_metric_that_is_no_number_cannot_be_optimised(tmp_path):
-    loop = make_loop(
-        {"model_path": str(tmp_path), "valid_interval": 1, "optimize_metric": "table"},
-        valid=DataLoader(RaggedPairs(4), batch_size=4),
-        keep_for_metrics_fn=lambda batch, outputs: {"rows": batch["labels"]},
-        metrics_fn=lambda kept: {"table": [1, 2]},
-    )
-    with pytest.raises(UserError, match="--optimize_metric table is not a number"):
-        loop.train()
-    assert (tmp_path / "last").exists()
-
-
 def test_the_backend_follows_what_a_callback_unfreezes_from_the_step_after():
     """test_backends.py shows that the gradients are then reduced."""
     model, asked = TinyLabeller(), []
@@ -333,3 +271,33 @@ def test_the_backend_follows_what_a_callback_unfreezes_from_the_step_after():
     loop = loops.make_loop(model, optimizer, iters=4, backend=Following(), callbacks=[unfreeze])
     loop.train()
     assert asked == [2] and not torch.equal(model.embedding.weight, before)
+
+
+def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mode():
+    model, modes = tiny_t5().eval(), []
+    for module in (model, model.encoder, model.decoder):
+        module.register_forward_pre_hook(lambda module, _: modes.append((torch.is_grad_enabled(), module.training)))
+    valid = DataLoader(RaggedPairs(4), batch_size=4)
+    loop = make_loop({"iters": 6, "valid_interval": 2, "valid_at_start": True}, model=model, valid=valid)
+    loop.train()
+    assert modes.count((True, True)) == 6 * 3
+    assert modes.count((False, False)) == (1 + 6 // 2) * 3
+    assert len(modes) == (6 + 4) * 3
+
+
+def test_init_checkpoint_takes_what_the_reset_flags_leave(tmp_path):
+    make_loop({"iters": 4, "model_path": str(tmp_path / "first")}).train()
+    source = str(tmp_path / "first" / "last")
+
+    def start(**args):
+        return make_loop({"iters": 6, "init_checkpoint": source, "model_path": str(tmp_path / "second"), **args})
+
+    loop = start()
+    assert loop.state.step == 4 and loop.state.consumed_samples == 0 and loop.backend.optimizer.state
+    loop = start(reset_optimizer=True, reset_iteration=True)
+    assert loop.state.step == 0 and not loop.backend.optimizer.state
+    loop = start(skip_used_data=True)
+    assert loop.state.consumed_samples == 16 and loop.stream.loader.consumed == 16
+    loop = start(reset_lr=True, lr_scheduler="linear", num_warmup_steps=0)
+    loop.learning_rate.set(loop.backend.optimizer, loop.state.step - loop.state.schedule_start)
+    assert loop.state.schedule_start == 4 and loop.backend.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)

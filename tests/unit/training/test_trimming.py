@@ -38,15 +38,6 @@ def test_widths_are_the_least_multiples_that_hold_everything(inputs, labels, has
     assert used_widths(batch_of(inputs, labels), 8, has_decoder) == widths
 
 
-def test_what_goes_with_the_inputs_or_with_the_decoder_is_cut_alike():
-    batch = batch_of([3], [9])
-    batch |= {"token_type_ids": batch["input_ids"], "decoder_attention_mask": batch["attention_mask"]}
-    batch |= {"scores": torch.zeros(1), "other": torch.zeros(1, 5)}
-    widths = used_widths(batch, 4, has_decoder=True)
-    assert widths["token_type_ids"] == 4 and widths["decoder_attention_mask"] == widths["labels"] == 12
-    assert not {"scores", "other"} & widths.keys()
-
-
 def test_each_micro_batch_is_cut_by_its_own_rows_and_keeps_its_weights():
     batch = batch_of([3, 4, 18, 20], [9, 2, 3, 4])
     names = set(batch)

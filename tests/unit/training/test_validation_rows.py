@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.training.validation import counted
@@ -85,70 +85,6 @@ def test_rows_that_accelerate_adds_do_not_count(split_batches, even_batches):
             assert rows == list(range(count)), (count, workers, size)
         filled += read - count
     assert (filled > 0) == even_batches
-
-
-class Stream(IterableDataset):
-    """Numbers one after the other, of unknown length."""
-
-    def __init__(self, count):
-        self.rows = Numbers(count)
-
-    def __iter__(self):
-        return (self.rows[number] for number in range(len(self.rows)))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return len(self.rows)
-
-
-def sharded_by_accelerate(stream, workers, size):
-    data_loader = pytest.importorskip("accelerate.data_loader")
-    return [
-        data_loader.prepare_data_loader(
-            DataLoader(stream, batch_size=size), num_processes=workers, process_index=rank, put_on_device=False,
-            dispatch_batches=False,
-        )
-        for rank in range(workers)
-    ]  # fmt: skip
-
-
-def test_rows_that_accelerate_adds_to_a_stream_do_not_count():
-    for count, workers, size in CASES:
-        rows, _ = rows_counted(sharded_by_accelerate(SizedStream(count), workers, size))
-        assert rows == list(range(count)), (count, workers, size)
-
-
-def test_rows_that_accelerate_may_add_to_a_stream_of_unknown_length_are_warned_of(caplog):
-    loaders = sharded_by_accelerate(Stream(9), workers=2, size=2)
-    assert rows_counted(loaders)[1] == 12
-    assert "may repeat rows, as the Stream has no length" in caplog.text
-    loop = make_loop(Parity(), None, None, loaders[0])
-    assert loop.state.valid_fingerprint is None
-
-
-def test_rows_of_samples_that_are_several_rows_count_with_their_sample():
-    data = Numbers(5)
-    loaders = [
-        DataLoader(
-            data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False),
-            collate_fn=lambda rows: {"number": torch.stack([row["number"] for row in rows]).repeat_interleave(3)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert rows_counted(loaders)[0] == [number for number in range(5) for _ in range(3)]
-
-
-def test_a_sampler_of_another_order_is_warned_of(caplog):
-    class Halves(DistributedSampler):
-        def __iter__(self):
-            every = torch.arange(self.total_size) % len(self.dataset)
-            return iter(every[self.rank * self.num_samples :][: self.num_samples].tolist())
-
-    data = Numbers(5)
-    loaders = [DataLoader(data, batch_size=2, sampler=Halves(data, num_replicas=2, rank=rank)) for rank in range(2)]
-    assert rows_counted(loaders)[1] == 6
-    assert "1 evaluated samples may be read by another worker too (Halves)" in caplog.text
 
 
 class Parity(torch.nn.Module):
