@@ -70,7 +70,8 @@ def test_a_short_call_trains_with_a_usual_rate(work):
 def test_an_encoder_takes_the_recipe_of_bert_on_plain_text(work):
     run = PreTrainer(
         "bert.json", model_cls="transformers:BertForMaskedLM", data_path="text.jsonl", valid_data_path="text.jsonl",
-        tokenizer=byte_level_tokenizer(work / "tokenizer.json"), iters=2, batch_size=4, input_seq_len=32, log_interval=1, packing="none",
+        tokenizer=byte_level_tokenizer(work / "tokenizer.json"), iters=2, batch_size=4, input_seq_len=32,
+        log_interval=1, packing="none",
     )  # fmt: skip
     metrics = run.train()
     assert isinstance(run._recipe, BertPretraining) and run.args.packing == "none"
