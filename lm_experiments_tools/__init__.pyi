@@ -17,6 +17,7 @@ from lm_experiments_tools.optimizers import get_optimizer as get_optimizer
 from lm_experiments_tools.optimizers.adafactor import Adafactor as Adafactor
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale as AdamWScale
 from lm_experiments_tools.recipes.finetuner import FineTuner as FineTuner
+from lm_experiments_tools.recipes.pretrainer import PreTrainer as PreTrainer
 from lm_experiments_tools.training.schedules import get_schedule as get_schedule
 
 __version__: str

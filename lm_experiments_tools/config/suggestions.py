@@ -51,7 +51,7 @@ SYNONYMS = {
     "test_data_path": "test_file",
     "test_samples": "max_predict_samples",
     "text_key": "text_column text_column_name",
-    "tokenizer": "tokenizer_name",
+    "tokenizer": "tokenizer_name vocab",
     "valid_at_start": "eval_on_start",
     "valid_data_path": "eval_dataset eval_file validation_file",
     "valid_interval": "eval_steps eval_strategy evaluation_strategy",

@@ -8,22 +8,19 @@ tuner.save("summaries")
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.backends import get_backend
-from lm_experiments_tools.backends.collective import on_main
-from lm_experiments_tools.checkpoint import weights as checkpoint
 from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.finetuning import (
@@ -36,7 +33,6 @@ from lm_experiments_tools.config.finetuning import (
     PretrainedArgs,
     TaskArgs,
 )
-from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
 from lm_experiments_tools.data.examples.dataset import encode_examples
 from lm_experiments_tools.data.examples.examples import Example, t5_text
@@ -62,6 +58,8 @@ from lm_experiments_tools.recipes.finetuning import (
     write_task,
 )
 from lm_experiments_tools.recipes.finetuning_data import example_rows, finetuning_data, text_encoder
+from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder
+from lm_experiments_tools.tracking.notebook import Results
 from lm_experiments_tools.training.micro_batches import MicroBatch
 from lm_experiments_tools.training.validation import generate
 
@@ -75,7 +73,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Text = str | tuple[str, str]
-T = TypeVar("T")
 _DRAWS = 4  # times as many texts are drawn as are wanted, before fewer different ones are returned
 
 
@@ -88,23 +85,12 @@ _OF_MODEL = _names(PretrainedArgs, MemoryArgs, ModelArgs, PrecisionArgs) | {"mod
 _OF_DATA = _names(TaskArgs, LengthArgs, InstructionArgs) | {
     "batch_size", "gradient_accumulation_steps", "eval_batch_size", "pad_to_multiple_of", "seed",
 }  # fmt: skip
-_REFUSED = ("init_checkpoint", "validate_only", "working_dir")
+_REFUSED = dict.fromkeys(("init_checkpoint", "validate_only", "working_dir"), "run_finetuning.py")
 # Settings of a loop that only evaluates: it reads no checkpoint and writes nothing.
 _ONLY_EVALUATION = {
     "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile": None,
     "profile_after": None, "save_in_background": True, "optimize_metric": "loss", "optimize_mode": "min",
 }  # fmt: skip
-
-
-def _fast(method: Callable[..., T]) -> Callable[..., T]:
-    """Decorator: run a method of FineTuner with the process-wide settings of `speed`."""
-
-    @functools.wraps(method)
-    def run(self: FineTuner, *args: Any, **options: Any) -> T:
-        with fast_process(self.args):
-            return method(self, *args, **options)
-
-    return run
 
 
 class FineTuner:
@@ -199,7 +185,7 @@ class FineTuner:
         self._forget_data()  # tokenized by the old vocabulary
         return added
 
-    @_fast
+    @fast
     def train(self, **settings: Unpack[FineTuningSettings]) -> dict[str, dict[str, float]]:
         """Train on `data_path`; returns the metrics of each split, as in metrics.json.
 
@@ -234,9 +220,9 @@ class FineTuner:
         evaluate_last(loop, data)
         loop.save_metrics(args.model_path)
         self.backend.release()
-        return loop.state.metrics
+        return Results(loop.state.metrics)
 
-    @_fast
+    @fast
     def evaluate(self, split: str = "valid") -> dict[str, float]:
         """Evaluate the model on `valid_data_path`, or on `test_data_path` with split="test".
 
@@ -253,7 +239,7 @@ class FineTuner:
         with evaluated(self.model):
             loop = finetuning_loop(args, self.backend, self.model, None, data, self.tokenizer)
             try:
-                return loop.validate(data.splits[split].loader, split)
+                return Results(loop.validate(data.splits[split].loader, split) or {})
             finally:
                 self.backend.release()
 
@@ -275,7 +261,7 @@ class FineTuner:
                 break
         return list(found)[:num_texts]
 
-    @_fast
+    @fast
     def predict(
         self, texts: str | Sequence[Text], batch_size: int = 8, *, return_probabilities: bool = False, **options: Any
     ) -> list[str] | list[list[str]] | list[dict[str, float]]:
@@ -323,18 +309,14 @@ class FineTuner:
         """
         self._check_rows()
         self._refuse_few_bits("save")
-        folder = Path(path)
-        state = self.backend.state.model_state() if self.backend.unwrap() is self.model else None
         task = self._saved_task()
 
-        def write() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.save_model(folder, self.model, state_dict=state)
+        def write(folder: Path) -> None:
             with disk_errors_named(folder):
                 self.tokenizer.save_pretrained(folder)
             write_task(folder, task)
 
-        on_main(self.backend, write)
+        save_folder(Path(path), self.backend, self.model, write)
 
     def _saved_task(self) -> dict[str, Any]:
         """For `write_task`: from the data; without any, from the loaded weights."""
@@ -455,30 +437,24 @@ class FineTuner:
 
 
 def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> FinetuningArgs:
-    """Arguments with these settings; lists and single names become the tuples that the flags hold."""
-    known = {field.name: field for field in fields(FinetuningArgs)}
-    for name in settings:
-        if name not in known:
-            raise UserError(f"FineTuner has no setting {name!r}{suggestion(name, known)}")
-    for name in _REFUSED:
-        if settings.get(name, known[name].default) != known[name].default:
-            raise UserError(f"FineTuner does not take {name}, a setting of run_finetuning.py alone.")
+    """Arguments with these settings."""
     if settings.get("iters") is not None and settings.get("epochs") is not None:
         raise UserError("iters and epochs exclude each other: both say how long to train.")
-    values = {name: _as_flag(name, value, known[name].default) for name, value in settings.items()}
-    if "iters" in values:
-        values.setdefault("epochs", None)
-    return FinetuningArgs(**values) if args is None else replace(args, **values)
+    if "iters" in settings:
+        settings = {"epochs": None, **settings}
+    return changed_args(FinetuningArgs, args, settings, owner="FineTuner", refused=_REFUSED, as_flag=_as_flag)
 
 
 def _as_flag(name: str, value: Any, default: Any) -> Any:
-    """A setting as its flag has it: data as paths or `PythonRows`, paths as text, lists and single names as tuples."""
+    """A setting as its flag has it; data as paths or `PythonRows`."""
     if name == "data_path":
         return as_sources(value, name)
     if name in ("valid_data_path", "test_data_path"):
         return None if value is None else as_source(value, name)
-    if isinstance(default, tuple):
-        values = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
-        values = tuple(GivenFunction(item) if name == "metrics" and callable(item) else item for item in values)
-        return tuple(str(item) if isinstance(item, Path) or name == "label_names" else item for item in values)
-    return str(value) if isinstance(value, Path) or (name == "positive_label" and value is not None) else value
+    if name == "metrics" and (isinstance(value, list | tuple) or callable(value)):
+        values = value if isinstance(value, list | tuple) else (value,)
+        return tuple(GivenFunction(item) if callable(item) else item for item in values)
+    if name == "positive_label" and value is not None:
+        return str(value)
+    value = as_flag(name, value, default)
+    return tuple(map(str, value)) if name == "label_names" else value

@@ -33,6 +33,7 @@ from lm_experiments_tools.config.flags import DEFAULT, harmless_flags
 from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
+from lm_experiments_tools.tracking.progress import shows_progress
 from lm_experiments_tools.tracking.services import choose_services
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ class ConsoleHandler(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")
-        if tqdm is None or not self.stream.isatty():
+        if tqdm is None or not shows_progress(self.stream):
             super().emit(record)
             return
         with tqdm.tqdm.external_write_mode(file=self.stream):

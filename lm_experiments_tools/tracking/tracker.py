@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lm_experiments_tools.files import dump_json, fsync_path, naming, to_jsonable, write_atomic
+from lm_experiments_tools.tracking.notebook import LiveCurve, live_curve
+from lm_experiments_tools.tracking.progress import make_bar, shows_progress
 from lm_experiments_tools.tracking.services import Services
 
 if TYPE_CHECKING:
@@ -83,8 +85,10 @@ class Tracker:
         self._metric_tags: dict[str, None] = {}
         self.console: ConsoleLine | None = None
         self.bar: tqdm | None = None
+        self.curve: LiveCurve | None = None
         if not self.active:
             return
+        self.curve = live_curve()
         self.console, self.bar = ConsoleLine(total_steps), progress_bar(total_steps, max(start_step, 0), sys.stderr)
         if run_dir is None:
             return
@@ -155,6 +159,11 @@ class Tracker:
         if self._services is not None:
             self._services.log(record)
         self.console.report(split, step, metrics, scalars)
+        if _is_number(loss := metrics.get("loss")) and loss is not None:
+            if self.bar is not None and split == "train":
+                self.bar.set_postfix_str(f"loss {_short(loss)}")
+            if self.curve is not None:
+                self.curve.add(split, step, _number(loss))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Write Markdown to TensorBoard's text tab."""
@@ -182,13 +191,12 @@ class Tracker:
 
 
 def progress_bar(total_steps: int | None, start_step: int, stream: IO[str]) -> tqdm | None:
-    """Draw a progress bar of training on a terminal. Returns None where `stream` is no terminal."""
-    if not (total_steps and stream.isatty()) or os.environ.get("TERM") == "dumb":
+    """Draw a progress bar of training on a terminal or in a notebook. Returns None elsewhere."""
+    if not (total_steps and shows_progress(stream)):
         return None
-    from tqdm import tqdm
-
     colour = None if os.environ.get("NO_COLOR") else "green"
-    return tqdm(total=total_steps, initial=start_step, file=stream, desc="train", colour=colour, dynamic_ncols=True)
+    options = {"total": total_steps, "initial": start_step, "file": stream, "colour": colour, "disable": False}
+    return make_bar(desc="train", delay=0, **options)
 
 
 class ConsoleLine:

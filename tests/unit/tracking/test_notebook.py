@@ -1,0 +1,78 @@
+"""Bars, curves and tables in a notebook, and no bar where nobody sees it move."""
+
+import io
+import json
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from lm_experiments_tools.tracking import notebook, progress
+from lm_experiments_tools.tracking.notebook import LiveCurve, Results
+from lm_experiments_tools.tracking.progress import make_bar
+
+CELL = """
+import io, sys
+from lm_experiments_tools.tracking.tracker import Tracker
+with Tracker(None, rank=0, total_steps=3) as tracker:
+    for step in (1, 2, 3):
+        tracker.bar.update()
+        tracker.log("train", step, step, step, {"loss": 3.0 / step})
+"""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "show", "seen"), [(Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)]
+)
+def test_a_bar_is_for_a_terminal_and_one_worker(monkeypatch, stream, show, seen):
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert list(make_bar([1, 2, 3], desc="rows", show=show, delay=0)) == [1, 2, 3]
+    assert ("3/3" in stream.getvalue()) == seen
+
+
+def test_a_command_of_less_than_seconds_shows_none(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert list(make_bar(range(5), desc="rows")) == [0, 1, 2, 3, 4] and terminal.getvalue() == ""
+
+
+def test_curve_is_a_picture_of_its_points(monkeypatch):
+    curve = LiveCurve()
+    curve.points = {"train": [(10, 4.0), (20, 2.0)], "valid": [(20, 3.0)]}
+    svg = ElementTree.fromstring(curve._repr_html_())
+    lines = [shape.get("points").split() for shape in svg.iter("polyline")]
+    (x0, y0), (x1, y1) = (map(float, point.split(",")) for point in lines[0])
+    ((_, y2),) = (map(float, point.split(",")) for point in lines[1])
+    assert x0 < x1 and y0 < y2 < y1 and y2 == pytest.approx((y0 + y1) / 2)  # a picture's y grows downwards
+    assert {"train 2.000", "valid 3.000"} <= {text.text for text in svg.iter("text")}
+
+
+def test_results_are_dictionaries_and_tables():
+    results = Results(train={"loss": 1.23456}, valid={"loss": 2.0, "f1": None})
+    assert results == {"train": {"loss": 1.23456}, "valid": {"loss": 2.0, "f1": None}}
+    assert json.loads(json.dumps(results)) == results
+    table = ElementTree.fromstring(results._repr_html_())
+    rows = [[cell.text for cell in row] for row in table]
+    assert rows == [[None, "train", "valid"], ["loss", "1.235", "2"], ["f1", None, None]]
+    assert "<th>a&lt;b</th><td>1</td>" in Results({"a<b": 1.0})._repr_html_()
+
+
+def test_a_kernel_shows_bar_and_curve(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = book.cells[0].outputs
+    (picture,) = [output["data"]["text/html"] for output in outputs if output.output_type == "display_data"]
+    assert picture.count(" ", picture.index("points="), picture.index('" fill')) == 2 and "train 1.000" in picture
+    bar = "".join(output["text"] for output in outputs if output.output_type == "stream")
+    assert "3/3" in bar and "loss 1.000" in bar
+
+
+def test_outside_a_kernel_there_is_no_curve():
+    assert not progress.in_notebook() and notebook.live_curve() is None
