@@ -34,10 +34,6 @@ from tests.helpers.runs import records
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 FOLDER = ROOT / "examples" / "published"
-GEMMA = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8,
-}  # fmt: skip
 # Parameters as published: T5 1.1's 248 million, BERT's and Megatron's 110 and 336 with the heads of pre-training.
 PARAMETERS = {"t5-v1_1-base": 247_577_856, "bert_base_uncased": 110_106_428, "bert_large_uncased": 336_226_108}
 WORKERS = {"ancestor_t5_small": 2, "ancestor_t5_base_cdq": 4}
@@ -65,7 +61,7 @@ def check_decay(name: str, args, model) -> None:
 
 
 def script_of(path: Path):
-    is_t5 = path.stem.startswith(("ancestor", "fat5", "nanot5", "t5gemma", "ul2"))
+    is_t5 = path.stem.startswith(("ancestor", "fat5", "nanot5", "ul2"))
     return run_t5_pretraining if is_t5 else run_bert_pretraining
 
 
@@ -192,8 +188,6 @@ TOYS = {
         Part(500_000, 128, 512, None, 1.0, ("inverse square root", 0.0))]),
     "fat5_small": Published(1, 12, 8, "AdamWScale", (0.9, 0.999), 1e-6, 0, [
         Part(1_600_000, 512, 512, None, 5e-3, ("cosine from half", 0.002))]),
-    "t5gemma_2b": Published(64, 26, 8, "AdamW", (0.9, 0.999), 1e-8, 0, [
-        Part(2e12, 512, 8192, None, 1e-4, ("cosine", 0.1))]),
 }  # fmt: skip
 ALL_MASK = {"neobert", "eurobert_210m"}
 TEXT = (640, 0)  # vocabulary and [PAD] of the toy tokenizer
@@ -214,7 +208,7 @@ def test_phases_are_as_long_and_as_large_as_published(name):
         assert args.input_seq_len == part.length
 
 
-@pytest.mark.parametrize("name", [name for name in TOYS if name != "t5gemma_2b"])  # its configuration is made first
+@pytest.mark.parametrize("name", TOYS)
 def test_model_is_the_published_one(name):
     source = model_source(settings(FOLDER / f"{name}.yaml"), LocalBackend())
     with torch.device("meta"):
@@ -248,9 +242,6 @@ def write_toy(name: str, folder: Path, bert_data: Path, run: str = "run") -> tup
     if published.parts[0].masked is None:
         sizes = {"base": args.model_cfg, "vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
         sizes |= {"num_decoder_layers": 1, "num_heads": 2}
-        if name == "t5gemma_2b":
-            side = {**GEMMA, "vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-            sizes = {"model_type": "t5gemma", "vocab_size": 384, "encoder": side, "decoder": side}
         text = write_jsonl(folder / "text.jsonl", make_texts(200))
         changes |= {"vocab": "bytes", "data_pipeline": "native", "base_model": None, "target_seq_len": 24}
     else:
