@@ -23,8 +23,7 @@ from transformers.activations import ACT2FN, NewGELUActivation
 
 from lm_experiments_tools.attention.huggingface import layer_layout
 from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
-from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec, limit_float16
+from lm_experiments_tools.attention.kernels.call import AttentionSpec, attend, backend_of, limit_float16
 from lm_experiments_tools.attention.positions import (
     NoPosition,
     PositionScheme,
