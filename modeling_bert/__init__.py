@@ -6,7 +6,6 @@ After importing it, the Auto classes of transformers can load its saved models t
 import transformers
 
 from lm_experiments_tools.modules.variants import register_variants
-from modeling_bert.bidirectional import Gemma2ForMaskedLM, Gemma3ForMaskedLM, Qwen3ForMaskedLM
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.modeling_bert import (
     BertForMaskedLM,
@@ -27,9 +26,6 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "BertPreTrainedModel",
-    "Gemma2ForMaskedLM",
-    "Gemma3ForMaskedLM",
-    "Qwen3ForMaskedLM",
 ]
 
 register_variants(

@@ -1,9 +1,5 @@
-"""Conversion between this package's BERT and three other encoders: ModernBERT, EuroBERT and NeoBERT.
-
-All three can be converted to our BERT. The way back exists for ModernBERT and EuroBERT. ModernBERT: Warner et al.
-2024, arXiv 2412.13663. EuroBERT: Boizard et al. 2025, arXiv 2503.05500. NeoBERT: Le Breton et al. 2025, arXiv
-2502.19587; its code is at huggingface.co/chandar-lab/NeoBERT.
-"""
+"""Conversion between this package's BERT and transformers' ModernBERT (Warner et al. 2024, arXiv 2412.13663) and
+EuroBERT (Boizard et al. 2025, arXiv 2503.05500)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -26,7 +22,7 @@ _SHARED = (
     "max_position_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
     "tie_word_embeddings", "attention_bias", "mlp_bias",
 )  # fmt: skip
-# What the three have in common, and what none of them has.
+# What both have in common, and what neither of them has.
 _COMMON = {
     "type_vocab_size": 0, "pre_layer_norm": True, "last_layer_norm": True, "position_embedding_type": "rotary",
     "rotary_dim": None, "gated_mlp": True, "hidden_dropout_prob": 0.0, "is_decoder": False, "sparse_config_cls": None,
@@ -39,18 +35,18 @@ class _Family(NamedTuple):
     Args:
         names: parts of its parameters' names and ours, replaced in this order.
         settings: values for `BertConfig`, from those of its config.json.
-        config: its configuration from ours; None where transformers has no class of it.
+        config: its configuration from ours.
         model: name of transformers' class.
     """
 
     names: tuple[tuple[str, str], ...]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
-    config: Callable[[BertConfig], PreTrainedConfig] | None = None
-    model: str = ""
+    config: Callable[[BertConfig], PreTrainedConfig]
+    model: str
 
 
 def from_original(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BertForMaskedLM:
-    """Convert a ModernBERT, EuroBERT or NeoBERT to this package's `BertForMaskedLM`.
+    """Convert a ModernBERT or EuroBERT to this package's `BertForMaskedLM`.
 
     Args:
         settings: values of its config.json, or `model.config.to_dict()`.
@@ -66,15 +62,12 @@ def from_original(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
     ours = _to_our_names(kind, weights, config)
     with torch.device("meta"):
         model = BertForMaskedLM(config)
-    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-    wrong = sorted(
-        name for name in shapes.keys() | ours.keys() if name not in ours or shapes.get(name) != ours[name].shape
-    )
-    if wrong:
+    try:
+        model.load_state_dict(ours, assign=True)
+    except RuntimeError as error:
         raise UserError(
-            f"The weights do not fit config.json of this {kind}: {', '.join(wrong[:3])} is missing or differs."
-        )
-    model.load_state_dict(ours, assign=True)
+            f"The weights do not fit config.json of this {kind}: {' '.join(str(error).split())}"
+        ) from error
     model.tie_weights()
     return model.eval()
 
@@ -86,25 +79,16 @@ def to_original(model: BertForMaskedLM, kind: str) -> PreTrainedModel:
         kind: "modernbert" or "eurobert".
 
     Raises:
-        UserError: the kind is unknown, or cannot express the model's configuration.
+        UserError: the kind cannot express the model's configuration.
     """
-    family = FAMILIES.get(kind)
-    if family is None or family.config is None:
-        kinds = [name for name, found in FAMILIES.items() if found.config is not None]
-        raise UserError(f"transformers has no class of {kind!r} to convert to; there are {', '.join(kinds)}.")
-    ours = model.config
+    family, ours = FAMILIES[kind], model.config
     theirs = family.config(ours)
     expected = family.settings(theirs.to_dict())
     differ = sorted(key for key, value in expected.items() if getattr(ours, key) not in (None, value))
     if differ:
         raise UserError(f"{kind} cannot express {', '.join(f'{key}={getattr(ours, key)!r}' for key in differ)}.")
     weights = _to_their_names(kind, {name: weight.detach() for name, weight in model.state_dict().items()})
-    cls = getattr(transformers, family.model)
-    with torch.device("meta"):
-        shapes = {name: weight.shape for name, weight in cls(theirs).state_dict().items()}
-    if shapes != {name: weight.shape for name, weight in weights.items()}:
-        raise UserError(f"{kind} has no place for {', '.join(sorted(shapes.keys() ^ weights.keys()))}.")
-    converted = cls(theirs).to(model.dtype)
+    converted = getattr(transformers, family.model)(theirs).to(model.dtype)
     converted.load_state_dict(weights)
     return converted.eval()
 
@@ -113,8 +97,7 @@ def _to_our_names(kind: str, weights: Mapping[str, Tensor], config: BertConfig) 
     renamed, ours = {_replaced(name, FAMILIES[kind].names): weight for name, weight in weights.items()}, {}
     for name, weight in renamed.items():
         if _QKV in name:
-            parts = _neobert_parts(weight, config) if kind == "neobert" else weight.chunk(3)
-            ours |= {name.replace(_QKV, part): value for part, value in zip(_PARTS, parts, strict=True)}
+            ours |= {name.replace(_QKV, part): value for part, value in zip(_PARTS, weight.chunk(3), strict=True)}
         elif _GATE in name:
             ours[name.replace(_GATE, _WIDE)] = torch.cat([weight, renamed[name.replace(_GATE, _UP)]])
         elif _UP not in name:
@@ -145,15 +128,6 @@ def _replaced(name: str, names: tuple[tuple[str, str], ...]) -> str:
     for before, after in names:
         name = name.replace(before, after)
     return name
-
-
-def _neobert_parts(weight: Tensor, config: BertConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, which NeoBERT has next to each other in each head. It rotates pairs of neighbouring
-    features, ours are half a head apart: rows of queries and keys are reordered."""
-    heads = config.num_attention_heads
-    q, k, v = weight.view(heads, 3, -1, weight.shape[-1]).unbind(1)  # [H, d, D] each
-    q, k = (torch.cat([part[:, 0::2], part[:, 1::2]], dim=1) for part in (q, k))
-    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
 
 def _modernbert_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,8 +173,9 @@ def _eurobert_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return _COMMON | {key: getattr(theirs, key) for key in _SHARED} | {
         "num_key_value_heads": theirs.num_key_value_heads, "rotary_base": _rotary_base(theirs.rope_parameters),
         "hidden_act": theirs.hidden_act, "attention_probs_dropout_prob": theirs.attention_dropout,
-        "decoder_bias": theirs.mlp_bias,
-    } | _rms_norm(theirs.rms_norm_eps)  # fmt: skip
+        "decoder_bias": theirs.mlp_bias, "layer_norm_eps": theirs.rms_norm_eps, "norm_type": "rms_norm",
+        "embedding_norm": False, "first_attention_norm": True, "layer_types": None, "head_transform": False,
+    }  # fmt: skip
 
 
 def _eurobert_config(ours: BertConfig) -> EuroBertConfig:
@@ -210,29 +185,6 @@ def _eurobert_config(ours: BertConfig) -> EuroBertConfig:
         attention_dropout=ours.attention_probs_dropout_prob,
         rope_parameters={"rope_type": "default", "rope_theta": float(ours.rotary_base)},
     )  # fmt: skip
-
-
-def _neobert_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    known = {"hidden_act": "swiglu", "rms_norm": True, "rope": True, "ngpt": False}
-    for key, value in known.items():
-        if (given := values.get(key, value)) != value and str(given).lower() != value:
-            raise UserError(f"{key}={given!r}: of NeoBERT's variants only {key}={value!r} has an equivalent.")
-    width = 2 * values["intermediate_size"] // 3
-    keys = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id"
-    return _COMMON | {key: values[key] for key in keys} | {
-        "intermediate_size": -(-width // 8) * 8,  # two thirds, as a multiple of 8
-        "max_position_embeddings": values["max_length"], "num_key_value_heads": None, "rotary_base": 10000.0,
-        "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_probs_dropout_prob": 0.0,
-        "tie_word_embeddings": False, "decoder_bias": True,
-    } | _rms_norm(values["norm_eps"])  # fmt: skip
-
-
-def _rms_norm(eps: float) -> dict[str, Any]:
-    """What EuroBERT and NeoBERT share."""
-    return {
-        "layer_norm_eps": eps, "norm_type": "rms_norm", "embedding_norm": False, "first_attention_norm": True,
-        "layer_types": None, "head_transform": False,
-    }  # fmt: skip
 
 
 def _rotary_base(parameters: Mapping[str, Any]) -> float:
@@ -265,15 +217,5 @@ FAMILIES = {
             (".mlp.down_proj.", ".output.dense."), ("lm_head.", f"{_HEAD}decoder."),
         ),
         _eurobert_settings, _eurobert_config, "EuroBertForMaskedLM",
-    ),
-    "neobert": _Family(
-        (
-            ("model.encoder.", "bert.embeddings.word_embeddings."),
-            ("model.layer_norm.", "bert.encoder.last_layer_ln."),
-            ("model.transformer_encoder.", "bert.encoder.layer."), (".attention_norm.", ".pre_attention_ln."),
-            (".ffn_norm.", ".post_attention_ln."), (".qkv.", _QKV), (".wo.", ".attention.output.dense."),
-            (".ffn.w12.", _WIDE), (".ffn.w3.", ".output.dense."), ("decoder.", f"{_HEAD}decoder."),
-        ),
-        _neobert_settings,
     ),
 }  # fmt: skip

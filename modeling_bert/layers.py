@@ -14,8 +14,7 @@ from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.huggingface import layer_layout
 from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
-from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from lm_experiments_tools.attention.kernels.call import AttentionSpec, attend, backend_of
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme, RotaryPosition
 from lm_experiments_tools.attention.segments import Segments, positions_of

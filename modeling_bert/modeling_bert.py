@@ -24,7 +24,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from lm_experiments_tools.attention.kernels.call import AttentionSpec
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.attention.segments import positions_of, starts_of
 from lm_experiments_tools.modules.fast_step import Dropout

@@ -7,7 +7,7 @@ import transformers
 
 from lm_experiments_tools.modules.variants import register_variants
 from modeling_t5.configuration_t5 import T5Config
-from modeling_t5.layers import T5Attention, T5CDQAttention, T5MergedAttention
+from modeling_t5.layers import T5Attention, T5CDQAttention
 from modeling_t5.modeling_t5 import (
     T5EncoderForSequenceClassification,
     T5EncoderModel,
@@ -25,7 +25,6 @@ __all__ = [
     "T5EncoderModel",
     "T5ForConditionalGeneration",
     "T5ForSequenceClassification",
-    "T5MergedAttention",
     "T5Model",
     "T5PreTrainedModel",
 ]

@@ -27,11 +27,9 @@ class T5Config(VariantConfig, transformers.T5Config):
         relative_attention_bias_per_layer: a bias for each layer (as in umT5) instead of one for all layers of the
             encoder and one for all of the decoder.
         rotary_dim: number of features of a head that "rotary" rotates, the first ones; all if None.
-        rotary_base, local_rotary_base: `base` of `RotaryPosition` for "rotary", in all layers and in those with local
-            attention; None for the same.
+        rotary_base: `base` of `RotaryPosition` for "rotary".
         encoder_self_attention_layer, decoder_self_attention_layer, decoder_cross_attention_layer: the class of each
-            kind of attention, "module:Class", called with (config, kind, layer_idx); see `layers.T5Attention`. With
-            "modeling_t5:T5MergedAttention" in a decoder there is no cross-attention (T5Gemma 2, arXiv 2512.14856).
+            kind of attention, "module:Class", called with (config, kind, layer_idx); see `layers.T5Attention`.
         num_cdq_heads: heads of `T5CDQAttention` with context-dependent queries: half of num_heads, or all of them.
         num_key_value_heads: heads of keys and values, each shared by a group of query heads (grouped-query attention,
             arXiv 2305.13245); num_heads if None.
@@ -40,7 +38,6 @@ class T5Config(VariantConfig, transformers.T5Config):
             (Gemma 2, arXiv 2408.00118).
         local_attention: window w of local self-attention layers in tokens: w - 1 before a decoder's token, w before
             and after an encoder's. None: all layers are global.
-        encoder_local_attention: tokens before and after an encoder's token in local layers; None: `local_attention`.
         qk_norm: apply a norm to each head of queries and keys (Gemma 3).
         global_attn_every_n_layers: every n-th layer is global, the others are local.
         post_norms: also normalize the output of each attention and feed-forward before the residual connection.
@@ -87,7 +84,6 @@ class T5Config(VariantConfig, transformers.T5Config):
     relative_attention_bias_per_layer: bool = False
     rotary_dim: int | None = None
     rotary_base: float | int = 10000.0
-    local_rotary_base: float | int | None = None
     encoder_self_attention_layer: str = "modeling_t5:T5Attention"
     decoder_self_attention_layer: str = "modeling_t5:T5Attention"
     decoder_cross_attention_layer: str = "modeling_t5:T5Attention"
@@ -97,7 +93,6 @@ class T5Config(VariantConfig, transformers.T5Config):
     attention_softcap: float | int | None = None
     final_softcap: float | int | None = None
     local_attention: int | None = None
-    encoder_local_attention: list[int] | None = None
     qk_norm: bool = False
     global_attn_every_n_layers: int = 2
     post_norms: bool = False
@@ -133,9 +128,6 @@ class T5Config(VariantConfig, transformers.T5Config):
                 f"num_cdq_heads={self.num_cdq_heads} is of T5CDQAttention: give encoder_self_attention_layer as "
                 '"modeling_t5:T5CDQAttention" too.'
             )
-        if self.local_rotary_base is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
-            value = self.local_rotary_base
-            raise ValueError(f'local_rotary_base={value} is of position_embedding_type "rotary": leave it out.')
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1.")
         if self.num_key_value_heads is not None and self.num_cdq_heads:
@@ -149,7 +141,6 @@ class T5Config(VariantConfig, transformers.T5Config):
         for name in ("attention_scale", "attention_softcap", "final_softcap", "local_attention"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
-        self._check_encoder_window()
 
     @property
     def shares_position_bias(self) -> bool:
@@ -166,13 +157,6 @@ class T5Config(VariantConfig, transformers.T5Config):
         if decoder and config is not self:  # a copy, which transformers makes of an encoder-decoder's
             config.num_layers = self.num_decoder_layers
         return config
-
-    def _check_encoder_window(self) -> None:
-        sides = self.encoder_local_attention
-        if sides is not None and (len(sides) != 2 or min(sides) < 0):
-            raise ValueError(f"encoder_local_attention={sides} must be two numbers of tokens, as in [2, 2].")
-        if sides is not None and self.local_attention is None:
-            raise ValueError(f"encoder_local_attention={sides} is of local layers: set local_attention too.")
 
     def _check_sizes(self) -> None:
         counts = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads")

@@ -13,7 +13,7 @@ position bias stay in float32.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,7 @@ from transformers.activations import ACT2FN, NewGELUActivation
 
 from lm_experiments_tools.attention.huggingface import layer_layout
 from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
-from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, limit_float16
+from lm_experiments_tools.attention.kernels.call import AttentionSpec, attend, backend_of, limit_float16
 from lm_experiments_tools.attention.positions import (
     NoPosition,
     PositionScheme,
@@ -188,7 +187,7 @@ def window_of(config: T5Config, kind: str, layer_idx: int) -> tuple[int, int] | 
         return None
     if kind == DECODER_SELF:
         return config.local_attention - 1, 0
-    return tuple(config.encoder_local_attention or (config.local_attention, config.local_attention))
+    return config.local_attention, config.local_attention
 
 
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
@@ -203,13 +202,12 @@ def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionSche
     is_given = config.position_embedding_type == "relative_attention_bias" and config.shares_position_bias
     if kind == DECODER_CROSS or (is_given and layer_idx > 0):
         return NoPosition()
-    is_global = config.local_rotary_base is None or window_of(config, kind, layer_idx) is None
     return named_position(
         config,
         kind == ENCODER_SELF,
         head_dim=config.d_kv,
         max_distance=config.relative_attention_max_distance,
-        rotary_base=config.rotary_base if is_global else config.local_rotary_base,
+        rotary_base=config.rotary_base,
     )
 
 
@@ -223,7 +221,6 @@ class T5Attention(nn.Module):
     """
 
     is_fast = False  # never of a class derived from it
-    is_merged = False  # True for self-attention that attends to the encoder too
 
     def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
         super().__init__()
@@ -296,7 +293,7 @@ class T5Attention(nn.Module):
                 q, k = self.position.rotate(q, k)
         else:
             q = self.split_heads(self.q(x), self.q_norm)
-            k, v, q = self.keys_and_values(q, states, past_key_values, offset, self.kind == DECODER_CROSS)
+            k, v, q = self.keys_and_values(q, states, past_key_values, offset)
         spec = self.own_spec(spec, q, k, offset)
         bias = self.position_bias(bias, q.shape[2], k.shape[2], offset, x.device)
         output, weights = self.attend(q, k, v, bias, spec, output_attentions)
@@ -378,20 +375,18 @@ class T5Attention(nn.Module):
         states: Tensor,
         past_key_values: Cache | None,
         offset: int | Tensor,
-        is_cross: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute keys and values [batch, heads, keys, d_kv], including cached ones, and rotate queries by position.
 
         Args:
-            states: hidden states to compute keys and values from.
+            states: hidden states to compute keys and values from; in cross-attention the encoder's, without positions.
             past_key_values: the cache, which is updated; None for no cache.
             offset: number of cached tokens.
-            is_cross: True if `states` are the encoder's, which have no positions.
 
         Returns:
             Keys, values and queries.
         """
-        both = isinstance(past_key_values, EncoderDecoderCache)
+        both, is_cross = isinstance(past_key_values, EncoderDecoderCache), self.kind == DECODER_CROSS
         if is_cross and both and past_key_values.is_updated.get(self.layer_idx):
             layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
             return layer.keys, layer.values, q
@@ -520,70 +515,6 @@ def _with_heads(config: T5Config, num_heads: int) -> T5Config:
     return shared
 
 
-class T5MergedAttention(T5Attention):
-    """Merged attention of T5Gemma 2 (arXiv 2512.14856): over target and encoder tokens in one softmax.
-
-    Self-attention and cross-attention use the same weights.
-
-    Encoder keys have no positions, and a local window hides target tokens only. Attention weights [batch, heads,
-    queries, keys] have target tokens first.
-
-    Raises:
-        ValueError: used in another position than a decoder's self-attention, or with positions that are a bias.
-    """
-
-    is_merged = True
-
-    def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
-        if kind != DECODER_SELF:
-            raise ValueError(f"{kind}_layer is T5MergedAttention, which is for decoder_self_attention_layer alone.")
-        if config.position_embedding_type not in ("rotary", "none"):
-            raise ValueError(
-                f"T5MergedAttention does not support position_embedding_type={config.position_embedding_type!r}: use "
-                '"rotary" or "none".'
-            )
-        super().__init__(config, kind, layer_idx)
-
-    def forward(
-        self,
-        x: Tensor,
-        spec: AttentionSpec,
-        bias: Bias | None = None,
-        key_value_states: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        output_attentions: bool = False,
-        encoder_spec: AttentionSpec | None = None,
-    ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        """Compute attention over target and encoder tokens. Other arguments are those of `T5Attention.forward`.
-
-        Args:
-            key_value_states: the encoder's output; None for self-attention only.
-            encoder_spec: masks of the encoder's tokens, required with an encoder's output.
-        """
-        if key_value_states is None:
-            return super().forward(x, spec, bias, None, past_key_values, output_attentions)
-        if spec.bias is not None or encoder_spec.bias is not None:
-            raise ValueError("T5MergedAttention takes attention masks of bool or integers, not of floats.")
-        offset = self.tokens_seen(past_key_values)
-        q = self.split_heads(self.q(x), self.q_norm)
-        k, v, rotated_q = self.keys_and_values(q, x, past_key_values, offset, is_cross=False)
-        cross_k, cross_v, _ = self.keys_and_values(q, key_value_states, past_key_values, offset, is_cross=True)
-        parts = (k, self.own_spec(spec, q, k, offset)), (cross_k, encoder_spec)
-        masks = [_allowed(q, keys, part) for keys, part in parts]
-        num_heads = max(mask.shape[1] for mask in masks)
-        mask = torch.cat([mask.expand(-1, num_heads, -1, -1) for mask in masks], -1)
-        k, v = torch.cat([k, cross_k], 2), torch.cat([v, cross_v], 2)
-        output, weights = self.attend(rotated_q, k, v, None, AttentionSpec(mask=mask), output_attentions)
-        return self.join_heads(output), None, weights
-
-
-def _allowed(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
-    """True where the spec lets queries see keys, bool [B, 1 or heads, Q, K]."""
-    everything = torch.ones(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    allowed = AttentionInputs(q, k, k, spec).allowed()
-    return everything if allowed is None else everything & allowed
-
-
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
     """Create an attention layer of the class that the configuration names for this kind of attention.
 
@@ -615,15 +546,11 @@ class T5LayerAttention(T5Sublayer):
         bias: Bias | None,
         past_key_values: Cache | None,
         output_attentions: bool,
-        **encoder: Any,
+        key_value_states: Tensor | None = None,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
-        output, bias, weights = self._modules[self.attention_name](
-            self.layer_norm(x),
-            spec,
-            bias,
-            past_key_values=past_key_values,
-            output_attentions=output_attentions,
-            **encoder,
+        attention = self._modules[self.attention_name]
+        output, bias, weights = attention(
+            self.layer_norm(x), spec, bias, key_value_states, past_key_values, output_attentions
         )
         return self.added(x, output), bias, weights
 
@@ -643,16 +570,14 @@ class T5LayerCrossAttention(T5LayerAttention):
 class T5Block(GradientCheckpointingLayer):
     """One transformer layer of T5: self-attention, in a decoder cross-attention, and feed-forward.
 
-    Cross-attention is absent if it is merged into self-attention (`T5MergedAttention`). The forward pass returns
-    hidden states and the position bias for the next layer.
+    The forward pass returns hidden states and the position bias for the next layer.
     """
 
     def __init__(self, config: T5Config, layer_idx: int) -> None:
         super().__init__()
         kind = DECODER_SELF if config.is_decoder else ENCODER_SELF
         self.layer = nn.ModuleList([T5LayerSelfAttention(config, kind, layer_idx)])
-        self.is_merged = self.layer[0].SelfAttention.is_merged
-        if config.is_decoder and not self.is_merged:
+        if config.is_decoder:
             self.layer.append(T5LayerCrossAttention(config, DECODER_CROSS, layer_idx))
         self.layer.append(T5LayerFF(config))
 
@@ -666,9 +591,7 @@ class T5Block(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Bias | None]:
-        encoder = {"key_value_states": encoder_hidden_states, "encoder_spec": encoder_spec} if self.is_merged else {}
-        x, bias, _ = self.layer[0](x, spec, bias, past_key_values, output_attentions, **encoder)
-        if encoder_hidden_states is not None and not self.is_merged:
-            encoder = {"key_value_states": encoder_hidden_states}
-            x, _, _ = self.layer[1](x, encoder_spec, None, past_key_values, output_attentions, **encoder)
+        x, bias, _ = self.layer[0](x, spec, bias, past_key_values, output_attentions)
+        if encoder_hidden_states is not None:
+            x, _, _ = self.layer[1](x, encoder_spec, None, past_key_values, output_attentions, encoder_hidden_states)
         return self.layer[-1](x), bias

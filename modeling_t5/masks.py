@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from lm_experiments_tools.attention.kernels.call import AttentionSpec
 from lm_experiments_tools.attention.segments import Segments, begins_of
 from modeling_t5.losses import IGNORED
 

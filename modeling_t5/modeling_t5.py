@@ -147,8 +147,6 @@ class T5Model(T5PreTrainedModel):
                 raise ValueError("num_cdq_heads: these queries know the whole row, so segment_ids cannot part it.")
             if self.encoder.block[0].layer[0].SelfAttention.layout is not None:
                 raise ValueError("the blocks of a sparse layout are laid over the row, so segment_ids cannot part it.")
-            if self.decoder.block[0].is_merged:
-                raise ValueError("T5MergedAttention does not support packed rows (segment_ids).")
             segment_ids = without_padding(segment_ids, attention_mask)
             decoder_segment_ids = without_padding(decoder_segment_ids, decoder_attention_mask)
             attention_mask = self.encoder.mask_of(Segments(segment_ids, segment_ids))

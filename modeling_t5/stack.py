@@ -15,7 +15,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, T5Table, shared_bias
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec, causal_mask
+from lm_experiments_tools.attention.kernels.call import AttentionSpec, causal_mask
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.attention.segments import Segments
 from lm_experiments_tools.modules.fast_step import Dropout, is_whole, stream_dtype

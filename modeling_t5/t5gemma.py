@@ -1,8 +1,6 @@
-"""Convert transformers' T5Gemma (arXiv 2504.06225), and the text part of T5Gemma 2 (arXiv 2512.14856), to our T5 and
-back.
+"""Convert transformers' T5Gemma (arXiv 2504.06225) to our T5 and back.
 
 Outputs and gradients are equal. Parameters are renamed, and 1 is added to the weights of norms, as Gemma stores them.
-T5Gemma 2's modules for images are dropped; on the way back they are small and random.
 """
 
 from __future__ import annotations
@@ -12,14 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    T5Gemma2Config,
-    T5Gemma2ForConditionalGeneration,
-    T5GemmaConfig,
-    T5GemmaForConditionalGeneration,
-)
+from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
 from lm_experiments_tools.errors import UserError
 from modeling_t5.configuration_t5 import T5Config
@@ -39,21 +30,12 @@ _SETTINGS = (
     "scale_decoder_outputs",
 )  # fmt: skip
 _ACTIVATION = "gelu_pytorch_tanh"
-MERGED = "modeling_t5:T5MergedAttention"
-# T5Gemma 2's classes always have a vision tower; text alone never calls this small one.
-VISION = {
-    "model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "image_size": 2, "patch_size": 1,
-}  # fmt: skip
-NO_TOKEN = -1  # the number of T5Gemma 2's tokens of images
-_OF_IMAGES = ("vision_tower", "multi_modal_projector", "eoi_embedding")
 # Parts of names, theirs -> ours; {} is the number of the feed-forward sublayer, 1 in an encoder, 2 in a decoder.
 _NAMES = (
-    (r"^model\.(encoder|decoder)\.(text_model\.)?", r"\1."),
+    (r"^model\.", ""),
     (r"^(encoder|decoder)\.layers\.", r"\1.block."),
     (r"\.norm\.weight$", ".final_layer_norm.weight"),
     (r"\.self_attn\.(.)_proj", r".layer.0.SelfAttention.\1"),
-    (r"\.self_attn\.(._norm)", r".layer.0.SelfAttention.\1"),
     (r"\.cross_attn\.(.)_proj", r".layer.1.EncDecAttention.\1"),
     (r"\.pre_self_attn_layernorm", ".layer.0.layer_norm"),
     (r"\.post_self_attn_layernorm", ".layer.0.post_layer_norm"),
@@ -68,34 +50,27 @@ _NAMES = (
 )
 
 
-def name_of(theirs: str, is_merged: bool = False) -> str:
-    """Convert a parameter's name in T5Gemma to the name in this package's T5.
-
-    Args:
-        is_merged: True for names of T5Gemma 2.
-    """
+def name_of(theirs: str) -> str:
+    """Convert a parameter's name in T5Gemma to the name in this package's T5."""
     name = theirs
     for pattern, ours in _NAMES:
         name = re.sub(pattern, ours, name)
-    return name.replace("{}", "1" if is_merged or name.startswith("encoder") else "2")
+    return name.replace("{}", "1" if name.startswith("encoder") else "2")
 
 
-def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
-    """Convert the configuration of a T5Gemma or T5Gemma 2 to a `T5Config`.
+def config_of(theirs: T5GemmaConfig) -> T5Config:
+    """Convert the configuration of a T5Gemma to a `T5Config`.
 
     Raises:
         UserError: encoder and decoder differ in more than their number of layers, or a setting is not supported.
     """
-    is_merged, decoder = isinstance(theirs, T5Gemma2Config), theirs.decoder
-    encoder = theirs.encoder.text_config if is_merged else theirs.encoder
-    sizes = {ours: getattr(decoder, name) for ours, name in _SIZES.items()}
-    ropes = _ropes(decoder)
+    encoder, decoder = theirs.encoder, theirs.decoder
     every = _global_every(max(decoder.layer_types, encoder.layer_types, key=len))
-    kind = {rope["rope_type"] for rope in ropes.values()}
+    kind = decoder.rope_parameters["rope_type"]
     for fits, what in (
         (all(getattr(encoder, name) == getattr(decoder, name) for name in _SIZES.values()), "encoders of other sizes"),
         (encoder.rope_parameters == decoder.rope_parameters, "encoders with other positions"),
-        (kind == {"default"}, f"rope_type {' or '.join(sorted(kind - {'default'}))}"),
+        (kind == "default", f"rope_type {kind}"),
         (
             all(part.layer_types == _layer_types(len(part.layer_types), every) for part in (encoder, decoder)),
             "irregular layer_types",
@@ -106,35 +81,24 @@ def config_of(theirs: T5GemmaConfig | T5Gemma2Config) -> T5Config:
     ):
         if not fits:
             raise UserError(f"T5Config has no {what}: load this T5Gemma as transformers' own class.")
-    if is_merged:  # transformers' class has no softcap of attention, and splits a window of its encoder
-        window = decoder.sliding_window
-        sizes |= {"attention_softcap": None, "qk_norm": True, "decoder_self_attention_layer": MERGED}
-        sizes |= {"encoder_local_attention": [(window + 1) // 2 - 1, window // 2]}
-        sizes |= {"local_rotary_base": ropes["sliding_attention"]["rope_theta"]}
-    elif every == 1:
+    sizes = {ours: getattr(decoder, name) for ours, name in _SIZES.items()}
+    if every == 1:
         sizes["local_attention"] = None
-    general = {name: getattr(decoder, name) for name in _TOKENS} | {
-        "decoder_start_token_id": decoder.bos_token_id, "tie_word_embeddings": bool(theirs.tie_word_embeddings),
-        "scale_decoder_outputs": False,
-    }  # fmt: skip
     return T5Config(
-        **sizes, num_layers=encoder.num_hidden_layers, num_decoder_layers=decoder.num_hidden_layers,
-        position_embedding_type="rotary", rotary_base=ropes["full_attention"]["rope_theta"],
+        **sizes, **{name: getattr(decoder, name) for name in _TOKENS}, decoder_start_token_id=decoder.bos_token_id,
+        tie_word_embeddings=bool(theirs.tie_word_embeddings), scale_decoder_outputs=False,
+        num_layers=encoder.num_hidden_layers, num_decoder_layers=decoder.num_hidden_layers,
+        position_embedding_type="rotary", rotary_base=decoder.rope_parameters["rope_theta"],
         feed_forward_proj=f"gated-{_ACTIVATION}", attention_scale=decoder.query_pre_attn_scalar**-0.5,
-        global_attn_every_n_layers=every, post_norms=True, scale_embeddings=True,
-        separate_encoder_embeddings=not (is_merged and theirs.tie_word_embeddings), dropout_rate=theirs.dropout_rate,
-        **general,
+        global_attn_every_n_layers=every, post_norms=True, scale_embeddings=True, separate_encoder_embeddings=True,
+        dropout_rate=theirs.dropout_rate,
     )  # fmt: skip
 
 
-def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
-    """Convert a `T5Config` to the configuration of a T5Gemma or T5Gemma 2; UserError if the logits would change."""
+def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig:
+    """Convert a `T5Config` to the configuration of a T5Gemma; UserError if the logits would change."""
     if ours.d_model % ours.num_heads:  # checked by the classes of transformers, with another error
         raise UserError(f"T5Gemma requires d_model={ours.d_model} to be a multiple of num_heads={ours.num_heads}.")
-    is_merged = ours.decoder_self_attention_layer == MERGED
-    rope = {"rope_type": "default", "rope_theta": float(ours.rotary_base)}
-    if is_merged:
-        rope = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": _local_base(ours)}}
     part: dict[str, Any] = {name: getattr(ours, mine) for mine, name in _SIZES.items()}
     part |= {name: float(part[name]) for name in _CAPS if part[name] is not None}
     part |= {name: getattr(ours, name, None) for name in _TOKENS}
@@ -142,51 +106,36 @@ def t5gemma_config_of(ours: T5Config) -> T5GemmaConfig | T5Gemma2Config:
         part["bos_token_id"] = ours.decoder_start_token_id
     part["num_key_value_heads"] = ours.num_key_value_heads or ours.num_heads
     part["sliding_window"] = ours.local_attention or 1  # transformers requires one even if no layer is local
-    part |= {"query_pre_attn_scalar": max(1, round(ours.attention_scale**-2)), "rope_parameters": rope}
+    part["query_pre_attn_scalar"] = max(1, round(ours.attention_scale**-2))
+    part["rope_parameters"] = {"rope_type": "default", "rope_theta": float(ours.rotary_base)}
     every = 1 if ours.local_attention is None else ours.global_attn_every_n_layers
     encoder, decoder = (
         {**part, "num_hidden_layers": n, "layer_types": _layer_types(n, every)}
         for n in (ours.num_layers, ours.num_decoder_layers)
     )
-    general = {"dropout_rate": ours.dropout_rate, "tie_word_embeddings": ours.tie_word_embeddings}
-    if is_merged:
-        theirs = text_config(encoder, decoder, **general)
-    else:
-        theirs = T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=ours.vocab_size, **general)
+    theirs = T5GemmaConfig(
+        encoder=encoder,
+        decoder=decoder,
+        vocab_size=ours.vocab_size,
+        dropout_rate=ours.dropout_rate,
+        tie_word_embeddings=ours.tie_word_embeddings,
+    )
     expected, found = _computed(config_of(theirs)), _computed(ours)
     if differs := [f"{name}={getattr(ours, name)!r}" for name in found if found[name] != expected[name]]:
-        raise UserError(
-            f"This T5 cannot be written as {'T5Gemma 2' if is_merged else 'T5Gemma'}: {', '.join(differs)}."
-        )
+        raise UserError(f"This T5 cannot be written as T5Gemma: {', '.join(differs)}.")
     return theirs
 
 
-def text_config(encoder: Any, decoder: Any, **general: Any) -> T5Gemma2Config:
-    """Create a configuration of T5Gemma 2 for text only.
-
-    Args:
-        encoder: configuration of the encoder's text model.
-        decoder: configuration of the decoder.
-        general: further settings of the whole model.
-    """
-    tokens = {"image_token_index": NO_TOKEN, "eoi_token_index": NO_TOKEN}
-    multimodal = {"text_config": encoder, "vision_config": dict(VISION), "mm_tokens_per_image": 1}
-    multimodal |= {"boi_token_index": NO_TOKEN, **tokens}
-    return T5Gemma2Config(encoder=multimodal, decoder=decoder, **tokens, **general)
-
-
-def from_t5gemma(theirs: PreTrainedModel) -> T5ForConditionalGeneration:
-    """Convert a T5Gemma or T5Gemma 2 to this package's T5, in the same dtype; UserError as in `config_of`."""
+def from_t5gemma(theirs: T5GemmaForConditionalGeneration) -> T5ForConditionalGeneration:
+    """Convert a T5Gemma to this package's T5, in the same dtype; UserError as in `config_of`."""
     model = T5ForConditionalGeneration(config_of(theirs.config)).to(theirs.dtype)
     _copy(theirs, model, 1.0)
     return model.train(theirs.training)
 
 
-def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
-    """Convert this package's T5 to a T5Gemma or T5Gemma 2, in the same dtype; UserError as in `t5gemma_config_of`."""
-    config = t5gemma_config_of(ours.config)
-    cls = T5GemmaForConditionalGeneration if isinstance(config, T5GemmaConfig) else T5Gemma2ForConditionalGeneration
-    model = cls(config).to(ours.dtype)
+def to_t5gemma(ours: T5ForConditionalGeneration) -> T5GemmaForConditionalGeneration:
+    """Convert this package's T5 to a T5Gemma, in the same dtype; UserError as in `t5gemma_config_of`."""
+    model = T5GemmaForConditionalGeneration(t5gemma_config_of(ours.config)).to(ours.dtype)
     _copy(model, ours, -1.0)
     return model.train(ours.training)
 
@@ -195,18 +144,9 @@ def to_t5gemma(ours: T5ForConditionalGeneration) -> PreTrainedModel:
 def _copy(theirs: torch.nn.Module, ours: torch.nn.Module, one: float) -> None:
     """Copy theirs to ours with `one` 1, ours to theirs with -1; it is added to the weights of norms."""
     own: dict[str, Tensor] = ours.state_dict()
-    is_merged = isinstance(theirs, T5Gemma2ForConditionalGeneration)
     for name, value in theirs.state_dict().items():
-        if any(part in name for part in _OF_IMAGES):
-            continue
-        target, source = (own[name_of(name, is_merged)], value)[:: 1 if one > 0 else -1]
+        target, source = (own[name_of(name)], value)[:: 1 if one > 0 else -1]
         target.copy_(source + one if "norm" in name else source)
-
-
-def _ropes(part: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """RoPE settings by layer type."""
-    given = part.rope_parameters
-    return dict.fromkeys(("full_attention", "sliding_attention"), given) if "rope_theta" in given else given
 
 
 def _computed(config: T5Config) -> dict[str, Any]:
@@ -214,13 +154,8 @@ def _computed(config: T5Config) -> dict[str, Any]:
     settings = {name: getattr(config, name) for name in _SETTINGS}
     settings["num_key_value_heads"] = config.num_key_value_heads or config.num_heads
     if config.local_attention is None or config.global_attn_every_n_layers == 1:
-        return settings | {"local_attention": None}
-    local = {"encoder_local_attention": config.encoder_local_attention, "local_rotary_base": _local_base(config)}
-    return settings | local
-
-
-def _local_base(config: T5Config) -> float:
-    return float(config.local_rotary_base or config.rotary_base)
+        settings["local_attention"] = None
+    return settings
 
 
 def _layer_types(num_layers: int, every: int) -> list[str]:

@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from lm_experiments_tools.attention.kernels.dispatch import attend, block_sparse_attention
-from lm_experiments_tools.attention.kernels.operator import number_of_layout
-from lm_experiments_tools.attention.kernels.spec import AttentionSpec
+from lm_experiments_tools.attention.kernels.call import AttentionSpec, attend, block_sparse_attention, number_of_layout
 from lm_experiments_tools.attention.layouts import (
     TYPE_KEY,
     DenseSparsityConfig,

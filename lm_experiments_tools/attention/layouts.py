@@ -24,10 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.layout_cache import describe, is_int
-from lm_experiments_tools.attention.user_layouts import check_settings, has_type, settings_of
+from lm_experiments_tools.attention.kernels.layout_cache import describe
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_configured
+from lm_experiments_tools.names import nearest_names, resolve_configured
 
 TYPE_KEY = "sparse_config_cls"
 _DIRECTIONS = "bidirectional", "unidirectional"
@@ -38,9 +37,7 @@ _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 
 @dataclass
 class SparsityConfig:
-    """Base class of block-sparse layouts. A new layout overrides `blocks` or `make_layout`.
-
-    Its `__init__` must store each argument in an attribute of the same name, which `to_dict` saves.
+    """Base class of block-sparse layouts. A new layout is a dataclass that overrides `blocks` or `make_layout`.
 
     Args:
         num_heads: heads of the attention layer.
@@ -54,7 +51,7 @@ class SparsityConfig:
             draws after `random.seed(seed)` for layers 0, 1, ... None gives ours.
 
     Raises:
-        UserError: a setting of another type or out of range, or settings that exclude each other.
+        UserError: a setting out of range, or settings that exclude each other.
     """
 
     num_heads: int
@@ -72,13 +69,10 @@ class SparsityConfig:
     def __post_init__(self) -> None:
         for setting in fields(self):
             value = getattr(self, setting.name)
-            if not has_type(setting, value):
-                raise self._error(f"{setting.name}={value!r} must be {setting.type}")
-            if value is not None and "Sequence[int]" in str(setting.type):
-                setattr(self, setting.name, tuple(value))
+            if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+                setattr(self, setting.name, tuple(map(int, value)))
             least = 1 if setting.name in self._positive else 0
-            is_count = isinstance(value, int) and setting.name.startswith(("num_", "block", "layer_idx"))
-            if is_count and value < least:
+            if setting.name.startswith(("num_", "block", "layer_idx")) and value < least:
                 raise self._error(f"{setting.name}={value} must be at least {least}")
         if self.attention not in _DIRECTIONS:
             raise self._error(f"attention={self.attention!r} is neither {' nor '.join(map(repr, _DIRECTIONS))}")
@@ -140,14 +134,11 @@ class SparsityConfig:
         return layout
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert all settings to JSON values, including the class's name ("sparse_config_cls"), for `from_dict`.
-
-        Raises:
-            UserError: an argument of `__init__` is in no attribute of the same name.
-        """
+        """Convert all settings to JSON values, including the class's name ("sparse_config_cls"), for `from_dict`."""
         ours = SPARSITY_CONFIGS.get(type(self).__name__) is type(self)
         name = type(self).__name__ if ours else f"{type(self).__module__}:{type(self).__qualname__}"
-        return {TYPE_KEY: name, **settings_of(self)}
+        values = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.init}
+        return {TYPE_KEY: name} | {key: list(x) if isinstance(x, tuple) else x for key, x in values.items()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SparsityConfig:
@@ -162,7 +153,7 @@ class SparsityConfig:
         return get_sparsity_config(values.pop(TYPE_KEY), values.pop("num_heads"), **values)
 
     def _num_blocks(self, seq_len: int) -> int:
-        if not is_int(seq_len) or seq_len < 1 or seq_len % self.block:
+        if seq_len < 1 or seq_len % self.block:
             raise self._error(f"a length of {seq_len!r} is not a positive multiple of block={self.block}")
         if self.max_seq_length is not None and seq_len > self.max_seq_length:
             raise self._error(f"a length of {seq_len} is beyond max_seq_length={self.max_seq_length}")
@@ -409,12 +400,14 @@ def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityC
         settings: further arguments of the class.
 
     Raises:
-        UserError: the class is unknown, or settings are unknown, invalid or missing.
+        UserError: the class is unknown, or settings are unknown or invalid.
     """
     config_cls = _config_class(name)
-    settings["num_heads"] = num_heads
-    check_settings(config_cls, settings)
-    return config_cls(**settings)
+    known = [setting.name for setting in fields(config_cls) if setting.init]
+    if unknown := [key for key in settings if key not in known]:
+        hint = nearest_names(unknown[0], known) or f"; it has {', '.join(known)}"
+        raise UserError(f"{config_cls.__name__} has no setting {unknown[0]!r}{hint}.")
+    return config_cls(num_heads=num_heads, **settings)
 
 
 def _config_class(name: str) -> type[SparsityConfig]:

@@ -65,7 +65,6 @@ REFUSALS = (
 )  # fmt: skip
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
-OWN_PACKAGES |= {f"bidirectional_{kind}": "modeling_bert" for kind in ("gemma2", "gemma3", "qwen3")}
 # Classes of our own, which vary what transformers' class of the same kind does not.
 OWN_CLASSES = {
     "bert": "modeling_bert.modeling_bert:BertForPreTraining",

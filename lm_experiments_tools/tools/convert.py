@@ -5,11 +5,10 @@
     lmtools convert t5_1_1_small/checkpoint_1000000 --to mine --model_cfg t5-v1_1-small
     lmtools convert ModernBERT-base --to mine
     lmtools convert runs/mine --to theirs --model_type modernbert
-    lmtools convert ModernBERT-base --to large --tile modernbert-large
 
 Sources are weights of t5-experiments (.pth, or a folder of its accelerate trainer), nanoT5 (pytorch_model.bin) and t5x
-(a folder of zarr arrays). ModernBERT, EuroBERT and NeoBERT become this package's BERT; T5Gemma and T5Gemma 2 (text)
-become its T5. --model_type converts such models back to modernbert, eurobert or t5gemma.
+(a folder of zarr arrays). ModernBERT and EuroBERT become this package's BERT, T5Gemma its T5. --model_type converts
+such models back to modernbert, eurobert or t5gemma.
 Checkpoints of this package need no conversion: use lmtools export.
 """
 
@@ -43,10 +42,7 @@ class ConvertArgs:
     """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration."""
     model_type: Literal["modernbert", "eurobert", "t5gemma"] | None = None
     """Write modeling_bert's BertForMaskedLM, or modeling_t5's T5ForConditionalGeneration, as this model of
-    transformers; t5gemma is T5Gemma 2 too."""
-    tile: str | None = None
-    """Configuration of a larger BertForMaskedLM, to be initialized with tiles of the weights, as ModernBERT-large was
-    from base."""
+    transformers."""
     tokenizer: str | None = None
     """Folder, .model file or name of the Hub. None: the one next to the weights, if there is one."""
     max_shard_size: str = "50GB"
@@ -57,10 +53,8 @@ class ConvertArgs:
     def __post_init__(self) -> None:
         if self.source is None or self.to is None:
             raise UserError("lmtools convert: name weights and the new folder, as in lmtools convert a.pth --to a.")
-        if (self.tile or self.model_type) and (self.model_cfg or self.model_cls):
-            raise UserError(
-                "--tile and --model_type read a folder with its config.json: leave --model_cfg and --model_cls out."
-            )
+        if self.model_type and (self.model_cfg or self.model_cls):
+            raise UserError("--model_type reads a folder with its config.json: leave --model_cfg and --model_cls out.")
         check_shard_size(self.max_shard_size)
 
 
@@ -96,7 +90,7 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
     source = Path(args.source)
-    if args.model_cfg is None and (converted := _converted(args)) is not None:
+    if args.model_cfg is None and args.model_cls is None and (converted := _converted(args)) is not None:
         return converted
     if args.model_cfg is None:
         file = source / "config.json"
@@ -112,40 +106,22 @@ def _converted(args: ConvertArgs) -> PreTrainedModel | None:
     """A model of transformers as one of this package, or back, as requested; None for other sources."""
     from lm_experiments_tools.checkpoint.source import find_source
     from lm_experiments_tools.checkpoint.weights import read_weights
-    from lm_experiments_tools.models.build import load_model_config
     from lm_experiments_tools.models.saved import open_saved
-    from modeling_bert import BertConfig
     from modeling_bert.conversion import FAMILIES, from_original, to_original
-    from modeling_bert.tiling import tile_model
-    from modeling_t5 import T5Config
     from modeling_t5.t5gemma import from_t5gemma, to_t5gemma
 
     is_folder = (Path(args.source) / CONFIG).is_file()
     found = find_source(args.source, "--source") if is_folder else None
     kind = None if found is None else found.config.get("model_type")
-    if kind in ("t5gemma", "t5gemma2"):
-        _refuse_flags(args, f"a source of model type {kind}", "tile", "model_type", "model_cls")
-        return from_t5gemma(open_saved(args.source, flag="--source").model.float())
     if args.model_type == "t5gemma":
-        _refuse_flags(args, "--model_type t5gemma", "tile")
-        if kind not in (None, T5Config.model_type, T5Config.variant_type):
-            raise UserError(f"--model_type t5gemma needs a T5, and {args.source} has model type {kind}: name a T5.")
         return to_t5gemma(open_saved(args.source, "modeling_t5:T5ForConditionalGeneration", "--source").model)
+    if args.model_type is not None:
+        return to_original(open_saved(args.source, "modeling_bert:BertForMaskedLM", "--source").model, args.model_type)
+    if kind == "t5gemma":
+        return from_t5gemma(open_saved(args.source, flag="--source").model.float())
     if kind in FAMILIES:
-        _refuse_flags(args, f"a source of model type {kind}", "model_cls")
-        model = from_original(found.config, read_weights(found.path, args.allow_pickle)).float()
-    elif args.tile is not None or args.model_type is not None:
-        model = open_saved(args.source, "modeling_bert:BertForMaskedLM", "--source").model
-    else:
-        return None
-    if args.tile is not None:
-        model = tile_model(model, load_model_config(args.tile, BertConfig))
-    return model if args.model_type is None else to_original(model, args.model_type)
-
-
-def _refuse_flags(args: ConvertArgs, conversion: str, *names: str) -> None:
-    if given := [f"--{name}" for name in names if getattr(args, name) is not None]:
-        raise UserError(f"{' and '.join(given)} cannot be combined with {conversion}: leave it out.")
+        return from_original(found.config, read_weights(found.path, args.allow_pickle)).float()
+    return None
 
 
 def _save_tokenizer(args: ConvertArgs, folder: Path) -> bool:

@@ -31,7 +31,6 @@ COMMANDS = {
     "export": "write a model for the Hugging Face Hub or as ONNX, and check that it loads with equal logits",
     "convert": "convert weights of t5-experiments, nanoT5 or t5x to a folder for from_pretrained",
     "compare": "a table of runs: progress, metrics, and the settings that differ",
-    "adapt": "turn a decoder (Gemma, Llama, Qwen) into an encoder or an encoder-decoder",
     "doctor": "report what works here: versions, backends, devices, compilers; what to install",
     "settings": "copy accelerate_configs/, settings of accelerate launch, to a folder",
 }

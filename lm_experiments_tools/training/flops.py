@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from lm_experiments_tools.attention.kernels.choice import force_backend
+from lm_experiments_tools.attention.kernels.call import force_backend
 from lm_experiments_tools.backends.collective import say
 from lm_experiments_tools.training.generators import preserved_random_state
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lm_experiments_tools.attention.kernels import bias as biases
-from lm_experiments_tools.attention.kernels import choice as functional
+from lm_experiments_tools.attention.kernels import call as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import get_precision

@@ -25,11 +25,9 @@ from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.tools import inspect, plan
 from lm_experiments_tools.tools.main import COMMANDS, SCRIPTS, main, with_names
 from tests.helpers import ROOT
-from tests.helpers.decoder_toys import toy_decoder
 from tests.helpers.pretrained_toys import ROWS, save_toy
 from tests.helpers.suite_toys import MTEB_TASK, save_run, write_colours, write_pairs
 from tests.helpers.t5x_toys import write_t5x
-from tests.helpers.tokenizer_toys import byte_fallback_tokenizer
 from tests.helpers.warm import run_job
 
 SMALL = yaml.safe_load((ROOT / "tests" / "docs" / "small.yaml").read_text(encoding="utf-8"))
@@ -176,9 +174,6 @@ def write_model(kind: str, folder: Path) -> None:
         ids = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 1)
         config = ModernBertConfig(vocab_size=ROWS, local_attention=6, pad_token_id=0, **sizes, **ids)
         save_toy(kind, folder, ModernBertForMaskedLM(config))
-    elif kind in ("gemma2", "gemma3_text", "qwen3"):
-        toy_decoder(kind).float().save_pretrained(folder)
-        byte_fallback_tokenizer(folder, special=("<|fim_pad|>",))
     else:
         save_toy(kind, folder)
 

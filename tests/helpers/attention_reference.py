@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias
+from lm_experiments_tools.attention.kernels.call import AttentionInputs, AttentionSpec, validate
 from lm_experiments_tools.attention.kernels.layout_cache import AnyLayout
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, validate
 from lm_experiments_tools.attention.segments import Segments
 
 

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from lm_experiments_tools.attention import T5Bias
 from lm_experiments_tools.attention.kernels import triton as backend
 from lm_experiments_tools.attention.kernels import triton_kernels
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, validate
+from lm_experiments_tools.attention.kernels.call import AttentionInputs, AttentionSpec, validate
 
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
           torch.uint8: "*u8", torch.bool: "*i1"}  # fmt: skip

@@ -7,8 +7,8 @@ import torch
 from transformers import T5Config as HFConfig
 from transformers import T5ForConditionalGeneration as HFT5
 
-from lm_experiments_tools.attention.kernels import choice
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+from lm_experiments_tools.attention.kernels import call
+from lm_experiments_tools.attention.kernels.call import AttentionInputs
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 
 SIZES = dict(
@@ -61,8 +61,8 @@ def test_each_example_is_as_alone(packed, implementation, is_fast, monkeypatch):
         segments.append(inputs.spec.segment_ids)
         return original(inputs, backend)
 
-    original = choice.select
-    monkeypatch.setattr(choice, "select", select)
+    original = call.select
+    monkeypatch.setattr(call, "select", select)
     outputs = ours(**rows)
     assert len(segments) == (6 if implementation == "block_sparse" else 0) and None not in segments
     outputs.loss.backward()

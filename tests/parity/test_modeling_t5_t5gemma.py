@@ -1,4 +1,4 @@
-"""transformers' T5Gemma and the text part of its T5Gemma 2 as our T5, and back, in fp64.
+"""transformers' T5Gemma as our T5, and back, in fp64.
 
 Logits, gradients and generated tokens are equal.
 
@@ -8,22 +8,15 @@ transformers computes norms, softmax and positions of an fp64 model in fp32, so 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-    T5Gemma2ForConditionalGeneration,
-    T5GemmaConfig,
-    T5GemmaForConditionalGeneration,
-)
+from transformers import AutoModelForSeq2SeqLM, T5GemmaConfig, T5GemmaForConditionalGeneration
 
 import modeling_t5
 from lm_experiments_tools.errors import UserError
-from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, t5gemma_config_of, text_config, to_t5gemma
+from modeling_t5.t5gemma import config_of, from_t5gemma, name_of, t5gemma_config_of, to_t5gemma
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 PART = {
@@ -46,18 +39,6 @@ CASES = {
     "untied": {"tie_word_embeddings": False},
     "other base": {"both": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}},
 }  # fmt: skip
-ROPES = {FULL: {"rope_type": "default", "rope_theta": 900.0}, LOCAL: {"rope_type": "default", "rope_theta": 50.0}}
-# The root of the width is exact: T5Gemma 2 keeps it in fp32. It ignores attn_logit_softcapping.
-SECOND = {"hidden_size": 36, "rope_parameters": ROPES, "layer_types": [LOCAL, FULL]}
-MERGED_CASES = {
-    "merged, as published": {"both": SECOND},
-    "merged, even window": {"both": {**SECOND, "sliding_window": 4}},
-    "merged, deep encoder": {"both": SECOND, "encoder": {"num_hidden_layers": 3, "layer_types": [LOCAL, FULL, LOCAL]}},
-    "merged, all global, no groups": {"both": {**SECOND, "layer_types": [FULL, FULL], "num_key_value_heads": 4}},
-    "merged, all local": {"both": {**SECOND, "layer_types": [LOCAL, LOCAL]}},
-    "merged, untied": {"both": SECOND, "tie_word_embeddings": False},
-}
-CASES |= MERGED_CASES
 
 
 @pytest.fixture(autouse=True)
@@ -69,36 +50,30 @@ def exact(monkeypatch) -> None:
     )
 
 
-def t5gemma(encoder=(), decoder=(), both=(), seed: int = 0, **changes) -> PreTrainedModel:
-    """A random T5Gemma, or a T5Gemma 2 if local and global layers have positions of their own."""
+def t5gemma(encoder=(), decoder=(), both=(), seed: int = 0, **changes) -> T5GemmaForConditionalGeneration:
+    """A random T5Gemma."""
     torch.manual_seed(seed)
     parts = [{**PART, **dict(both), **dict(part)} for part in (encoder, decoder)]
-    is_merged = LOCAL in parts[1].get("rope_parameters", ())
-    if is_merged:
-        model = T5Gemma2ForConditionalGeneration(text_config(*parts, **changes)).double().eval()
-        stacks = model.model.encoder.text_model, model.model.decoder
-    else:
-        config = T5GemmaConfig(encoder=parts[0], decoder=parts[1], vocab_size=70, **changes)
-        model = T5GemmaForConditionalGeneration(config).double().eval()
-        stacks = model.model.encoder, model.model.decoder
+    config = T5GemmaConfig(encoder=parts[0], decoder=parts[1], vocab_size=70, **changes)
+    model = T5GemmaForConditionalGeneration(config).double().eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.3 * torch.randn_like(weight))
-        for stack in stacks:
-            stack.rotary_emb.forward = rotary_in_fp64(stack.config.rope_parameters)
-    return model
+    return rotary_in_fp64(model)
 
 
-def rotary_in_fp64(ropes: dict) -> Callable[..., tuple[Tensor, Tensor]]:
-    """transformers' cosines and sines [1, length, head_dim], whose angles it always makes in fp32."""
+def rotary_in_fp64(model: T5GemmaForConditionalGeneration) -> T5GemmaForConditionalGeneration:
+    """With cosines and sines [1, length, head_dim] in fp64, whose angles transformers always makes in fp32."""
 
-    def forward(_: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        base = (ropes if layer_type is None else ropes[layer_type])["rope_theta"]
+    def forward(_: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = base ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
         angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
         return angles.cos(), angles.sin()
 
-    return forward
+    base = model.config.decoder.rope_parameters["rope_theta"]
+    for stack in (model.model.encoder, model.model.decoder):
+        stack.rotary_emb.forward = forward
+    return model
 
 
 def batch() -> dict[str, Tensor]:
@@ -117,12 +92,8 @@ def results(model: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     starts = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
     output = model(**inputs, decoder_input_ids=starts, decoder_attention_mask=torch.ones_like(starts))
     output.loss.backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if not of_images(name)}
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
     return output.logits, output.loss, gradients
-
-
-def of_images(name: str) -> bool:
-    return any(part in name for part in ("vision", "multi_modal", "eoi_"))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "block_sparse"])
@@ -134,7 +105,7 @@ def test_logits_and_gradients_are_those_of_transformers(case: str, implementatio
     (logits, loss, gradients), (expected, expected_loss, others) = results(ours), results(theirs)
     torch.testing.assert_close(logits, expected, **EXACT)
     torch.testing.assert_close(loss, expected_loss, **EXACT)
-    renamed = {name_of(name, case in MERGED_CASES): gradient for name, gradient in others.items()}
+    renamed = {name_of(name): gradient for name, gradient in others.items()}
     tables = [name for name in renamed if name.endswith("embed_tokens.weight")]
     renamed["shared.weight"] = renamed.pop(sorted(tables)[0])
     assert renamed.keys() == gradients.keys()
@@ -151,15 +122,12 @@ def test_there_and_back_and_through_files_are_the_same_weights(case: str, tmp_pa
     assert type(loaded) is modeling_t5.T5ForConditionalGeneration
     back = to_t5gemma(loaded)
     for name, weight in theirs.state_dict().items():
-        if of_images(name):
-            continue
         torch.testing.assert_close(back.state_dict()[name], weight, rtol=0, atol=1e-14, msg=name)
     assert config_of(back.config).to_dict() == config_of(theirs.config).to_dict()
 
 
-@pytest.mark.parametrize("case", ["as published", "merged, as published", "merged, even window"])
-def test_generated_tokens_are_those_of_transformers_with_and_without_a_cache(case: str) -> None:
-    theirs = t5gemma(**CASES[case])
+def test_generated_tokens_are_those_of_transformers_with_and_without_a_cache() -> None:
+    theirs = t5gemma()
     ours, inputs = from_t5gemma(theirs), {name: value for name, value in batch().items() if name != "labels"}
     options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
     expected = theirs.generate(**inputs, **options)
@@ -169,9 +137,8 @@ def test_generated_tokens_are_those_of_transformers_with_and_without_a_cache(cas
     assert torch.equal(ours.generate(**inputs, **options, **static), expected)
 
 
-@pytest.mark.parametrize("case", ["as published", "merged, as published"])
-def test_training_by_the_fast_step_gives_the_same_gradients(case: str) -> None:
-    ours = from_t5gemma(t5gemma(**CASES[case])).train()
+def test_training_by_the_fast_step_gives_the_same_gradients() -> None:
+    ours = from_t5gemma(t5gemma()).train()
     _, loss, gradients = results(ours)
     ours.use_fast_step()
     _, fast_loss, fast = results(ours)
@@ -180,28 +147,11 @@ def test_training_by_the_fast_step_gives_the_same_gradients(case: str) -> None:
         torch.testing.assert_close(fast[name], gradient, **EXACT, msg=name)
 
 
-def test_packed_rows_are_refused_by_merged_attention() -> None:
-    ours, ids = from_t5gemma(t5gemma(**CASES["merged, as published"])), batch()["input_ids"]
-    with pytest.raises(ValueError, match="T5MergedAttention does not support packed rows"):
-        ours(input_ids=ids, labels=ids, segment_ids=ids > 9, decoder_segment_ids=ids > 9)
-
-
-def test_images_do_not_come_along() -> None:
-    theirs = t5gemma(**CASES["merged, as published"])
-    assert not [name for name in from_t5gemma(theirs).state_dict() if of_images(name)]
-    assert [name for name in theirs.state_dict() if of_images(name)]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {
-                "both": {
-                    **SECOND,
-                    "rope_parameters": {**ROPES, FULL: {**ROPES[FULL], "rope_type": "linear", "factor": 8}},
-                }
-            },
+            {"both": {"rope_parameters": {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0}}},
             "no rope_type linear",
         ),
         ({"encoder": {"hidden_size": 36}}, "encoders of other sizes"),
@@ -215,42 +165,33 @@ def test_a_t5gemma_that_is_no_t5_is_refused(changes: dict, message: str) -> None
         config_of(t5gemma(**changes).config)
 
 
-def changed(case: str, **changes) -> modeling_t5.T5ForConditionalGeneration:
+def changed(**changes) -> modeling_t5.T5ForConditionalGeneration:
     """Our T5 of another configuration than that of a T5Gemma, as config.json would hold it."""
-    settings = config_of(t5gemma(**CASES[case]).config).to_dict() | changes
+    settings = config_of(t5gemma().config).to_dict() | changes
     config = modeling_t5.T5Config(**{name: value for name, value in settings.items() if value is not ...})
     torch.manual_seed(0)
     return modeling_t5.T5ForConditionalGeneration(config).double().eval()
 
 
 @pytest.mark.parametrize(
-    ("case", "changes"),
+    "changes",
     [
-        ("as published", {"position_embedding_type": "relative_attention_bias"}),
-        ("as published", {"scale_decoder_outputs": True}),
-        ("as published", {"rotary_dim": 4}),
-        ("as published", {"qk_norm": True}),
-        ("as published", {"post_norms": False}),
-        ("as published", {"scale_embeddings": False}),
-        ("as published", {"separate_encoder_embeddings": False}),
-        ("as published", {"feed_forward_proj": "gated-relu"}),
-        ("as published", {"feed_forward_proj": "relu"}),
-        ("as published", {"encoder_local_attention": [1, 1]}),
-        ("as published", {"local_rotary_base": 50.0}),
-        ("as published", {"attention_scale": 0.3}),
-        ("as published", {"attention_scale": 2.0}),
-        ("merged, as published", {"separate_encoder_embeddings": True}),
-        ("merged, as published", {"encoder_local_attention": None}),
-        ("merged, as published", {"attention_softcap": 1.5}),
-        ("merged, as published", {"qk_norm": False}),
+        {"position_embedding_type": "relative_attention_bias"},
+        {"scale_decoder_outputs": True},
+        {"rotary_dim": 4},
+        {"qk_norm": True},
+        {"post_norms": False},
+        {"scale_embeddings": False},
+        {"separate_encoder_embeddings": False},
+        {"feed_forward_proj": "gated-relu"},
+        {"attention_scale": 0.3},
+        {"attention_scale": 2.0},
     ],
 )
-def test_a_t5_that_would_have_other_logits_is_not_written(case: str, changes: dict) -> None:
+def test_a_t5_that_would_have_other_logits_is_not_written(changes: dict) -> None:
     ((name, value),) = changes.items()
-    with pytest.raises(
-        UserError, match=re.escape(f"cannot be written as T5Gemma{' 2' * (case != 'as published')}: ")
-    ) as e:
-        to_t5gemma(changed(case, **changes))
+    with pytest.raises(UserError, match=re.escape("cannot be written as T5Gemma: ")) as e:
+        to_t5gemma(changed(**changes))
     assert str(e.value).endswith(f": {name}={value!r}.")
 
 
@@ -261,23 +202,19 @@ def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "changes"),
+    "changes",
     [
-        ("as published", {"bos_token_id": ...}),
-        ("as published", {"final_softcap": 2, "rotary_base": 100}),
-        ("as published", {"local_attention": None}),
-        ("as published", {"num_key_value_heads": None}),
-        ("as published", {"num_decoder_layers": 3, "global_attn_every_n_layers": 6}),
-        ("as published", {"num_layers": 3, "global_attn_every_n_layers": 6}),
-        ("merged, as published", {"local_rotary_base": None}),
-        ("merged, as published", {"local_attention": None, "encoder_local_attention": None}),
+        {"bos_token_id": ...},
+        {"final_softcap": 2, "rotary_base": 100},
+        {"local_attention": None},
+        {"num_key_value_heads": None},
+        {"num_decoder_layers": 3, "global_attn_every_n_layers": 6},
+        {"num_layers": 3, "global_attn_every_n_layers": 6},
     ],
 )
-def test_a_t5_with_settings_left_out_is_written_with_its_logits_and_loss(case: str, changes: dict) -> None:
-    ours = changed(case, **changes)
-    theirs = to_t5gemma(ours)
-    for stack in (theirs.model.decoder, getattr(theirs.model.encoder, "text_model", theirs.model.encoder)):
-        stack.rotary_emb.forward = rotary_in_fp64(stack.config.rope_parameters)
+def test_a_t5_with_settings_left_out_is_written_with_its_logits_and_loss(changes: dict) -> None:
+    ours = changed(**changes)
+    theirs = rotary_in_fp64(to_t5gemma(ours))
     (logits, loss, _), (expected, expected_loss, _) = results(theirs), results(ours)
     torch.testing.assert_close(logits, expected, **EXACT)
     torch.testing.assert_close(loss, expected_loss, **EXACT)
@@ -290,28 +227,9 @@ def test_a_t5_with_settings_left_out_is_written_with_its_logits_and_loss(case: s
         ({"final_softcap": 3.0, "cross_entropy_chunk_size": 8}, "knows no final_softcap"),
         ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0"),
         ({"sparse_config_cls": "BigBird", "local_attention": 4}, "leave them out"),
-        ({"local_attention": 4, "encoder_local_attention": [4]}, "must be two numbers of tokens"),
-        ({"encoder_local_attention": [4, 4]}, "set local_attention too"),
-        ({"local_rotary_base": 50.0}, 'local_rotary_base=50.0 is of position_embedding_type "rotary"'),
         ({"global_attn_every_n_layers": 0}, "at least 1"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         modeling_t5.T5Config(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"encoder_self_attention_layer": "modeling_t5:T5MergedAttention"}, "for decoder_self_attention_layer alone"),
-        (
-            {"decoder_self_attention_layer": "modeling_t5:T5MergedAttention"},
-            "T5MergedAttention does not support position_embedding_type",
-        ),
-    ],
-)
-def test_merged_attention_where_it_cannot_be_is_refused(changes: dict, message: str) -> None:
-    config = modeling_t5.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, **changes)
-    with pytest.raises(ValueError, match=message):
-        modeling_t5.T5ForConditionalGeneration(config)

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.autograd import KernelAttention
-from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles
+from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias, distance_tiles
+from lm_experiments_tools.attention.kernels.call import AttentionInputs
 from lm_experiments_tools.attention.kernels.layout_cache import Layout, cached
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+from lm_experiments_tools.attention.kernels.operator import KernelAttention
 
 _CHUNK_SCORES = 1 << 18  # 1 MiB in float32
 
@@ -144,11 +144,6 @@ def _lists(layout: Layout, num_heads: int, causal: bool, device: torch.device) -
     return cached(layout, ("chunks", num_heads, causal, device), make)
 
 
-def refusal(inputs: AttentionInputs) -> str | None:
-    """Reason why the backend "blocks" cannot compute these inputs; None if it can."""
-    return None if inputs.spec.mask is None else "the mask is a matrix"
-
-
 def attend(inputs: AttentionInputs, seed: int) -> Tensor:
     """Compute attention block by block; scores and sums are in float32, for float64 inputs in float64."""
     call, *tensors = prepare(inputs, seed)
@@ -158,6 +153,9 @@ def attend(inputs: AttentionInputs, seed: int) -> Tensor:
 def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
     """Cut a position bias into tiles [tiles, block, block] by differentiable operations; `Call.tiles` numbers them."""
     block, (query_length, key_length), dtype = inputs.spec.layout.block, inputs.scores_shape[2:], inputs.compute_dtype
+    if inputs.spec.mask is not None:
+        whole = bias if isinstance(bias, Tensor | None) else dense_bias(bias, query_length, key_length)
+        bias = torch.where(inputs.spec.mask, 0.0 if whole is None else whole, -torch.inf)
     if isinstance(bias, Tensor):
         padded = F.pad(bias.to(dtype), (0, -key_length % block, 0, -query_length % block))
         return padded.unflatten(3, (-1, block)).unflatten(2, (-1, block)).transpose(3, 4).reshape(-1, block, block)
@@ -171,9 +169,11 @@ def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, T
     spec, layout, (batch, num_heads, _, key_length) = inputs.spec, inputs.spec.layout, inputs.scores_shape
     (rows, columns), block, tiles = layout.blocks.shape[1:], layout.block, kernel_bias(inputs, spec.bias)
     tiles_of = 0, 0, None
-    if isinstance(spec.bias, Tensor):
-        by_batch, by_head = spec.bias.shape[0] > 1, spec.bias.shape[1] > 1
-        tiles_of = by_batch * spec.bias.shape[1] * rows * columns, by_head * rows * columns, None
+    matrices = [x.shape[:2] for x in (spec.mask, spec.bias) if isinstance(x, Tensor)]
+    if matrices:
+        own_heads = [] if isinstance(spec.bias, Tensor | None) else [(1, num_heads)]
+        rows_of_batch, heads = torch.broadcast_shapes(*matrices, *own_heads)
+        tiles_of = (rows_of_batch > 1) * heads * rows * columns, (heads > 1) * rows * columns, None
     elif tiles is not None:
         tiles_of = 0, len(tiles) // num_heads, len(tiles) // num_heads // 2
     key_mask, segments = spec.key_padding_mask, spec.segment_ids

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.bias import dense_bias
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs, limit_float16
+from lm_experiments_tools.attention.kernels.call import AttentionInputs, limit_float16
 from lm_experiments_tools.modules.fast_step import dropped
 
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed

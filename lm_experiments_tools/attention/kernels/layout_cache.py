@@ -10,12 +10,10 @@ import reprlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lm_experiments_tools.errors import UserError
 
@@ -23,7 +21,10 @@ DENSE_BLOCK = 64  # tokens of a block where no layout is given
 
 
 class LayoutMaker(Protocol):
-    """Protocol of block-sparse layouts for any input length, such as `BigBirdSparsityConfig`."""
+    """Protocol of block-sparse layouts for any input length, such as `BigBirdSparsityConfig`.
+
+    It must not change after its first use.
+    """
 
     block: int
 
@@ -37,6 +38,8 @@ class LayoutMaker(Protocol):
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A block-sparse layout for one input length: the key blocks that each query block attends to.
+
+    It must not change after its first use.
 
     Args:
         blocks: [heads or 1, query_blocks, key_blocks], True or 1 where attended; 1 holds for all heads.
@@ -52,8 +55,6 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, Tensor) or self.blocks.dim() != 3 or self.blocks.is_meta:
             raise UserError(f"Layout: blocks is {describe(self.blocks)}, not [heads or 1, query_blocks, key_blocks].")
-        if not is_int(self.block) or self.block < 1:
-            raise UserError(f"Layout: block is {self.block!r}; it must be a number of tokens.")
         if self.blocks.dtype != torch.bool and not ((self.blocks == 0) | (self.blocks == 1)).all():
             raise UserError("Layout: blocks has values besides 0 and 1.")
 
@@ -63,12 +64,7 @@ class Layout:
         return rows.repeat_interleave(self.block, 2)[None]
 
 
-AnyLayout = LayoutMaker | Layout | Tensor | None
-
-
-def is_int(x: object) -> bool:
-    """True for an integer of Python or numpy that is not a bool."""
-    return isinstance(x, Integral) and not isinstance(x, bool)
+AnyLayout = LayoutMaker | Layout | None
 
 
 def describe(x: object) -> str:
@@ -113,9 +109,7 @@ def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_len
     """Convert any kind of block-sparse layout to a `Layout` for these lengths; the last block may be partial.
 
     Args:
-        layout: a configuration such as `BigBirdSparsityConfig`, a `Layout`, or a tensor [heads or 1, query_blocks,
-            key_blocks]. A tensor's block is query_length / query_blocks, rounded up. It must be a power of two,
-            because other sizes would be ambiguous.
+        layout: a configuration such as `BigBirdSparsityConfig`, a `Layout`, or None for dense attention.
 
     Returns:
         `Layout` with bool blocks [num_heads or 1, query_blocks, key_blocks] on the CPU; 1 if all heads are equal.
@@ -123,69 +117,35 @@ def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_len
     Raises:
         UserError: not a layout, a layout for other heads or lengths, or a configuration in cross-attention.
     """
-    block = DENSE_BLOCK
-    if isinstance(layout, Tensor):
-        rows = layout.shape[1] if layout.dim() == 3 else 0
-        block = num_blocks(query_length, rows) if rows else 0
-        if block < 1 or block & (block - 1):
-            raise UserError(
-                f"layout is {describe(layout)} for {query_length} queries; it must be [heads or 1, query_blocks, "
-                "key_blocks] with a power of two of tokens a block. Wrap other ones: Layout(blocks, block)."
-            )
-    elif isinstance(layout, Layout) or (callable(getattr(layout, "make_layout", 0)) and not isinstance(layout, type)):
-        block = getattr(layout, "block", None)
-    elif layout is not None:
+    owner = _DENSE if layout is None else layout
+    if isinstance(owner, type) or not (isinstance(owner, Layout) or hasattr(owner, "make_layout")):
         raise UserError(
             f"layout is {describe(layout)}; it must be a configuration (get_sparsity_config finds one by name), a "
-            "Layout, a tensor [heads or 1, query_blocks, key_blocks] or None."
+            "Layout or None."
         )
-    if not is_int(block) or block < 1:
-        raise UserError(f"The layout's block is {block!r}; it must be a number of tokens.")
-    shape = num_blocks(query_length, block), num_blocks(key_length, block), query_length == key_length
-    owner = _DENSE if layout is None else layout
-    versions, version = cached(owner, ("blocks", num_heads, *shape, block), dict), _version(layout)
-    if version not in versions:
-        made = _resolve(layout, block, num_heads, query_length, key_length)
-        if isinstance(made.blocks, FakeTensor):  # valid only within this trace
-            return made
-        versions.clear()  # made before the layout was changed
-        versions[version] = made
-    return versions[version]
+    expected = num_blocks(query_length, owner.block), num_blocks(key_length, owner.block)
 
+    def make() -> Layout:
+        if layout is None:
+            return Layout(torch.ones(1, *expected, dtype=torch.bool, device="cpu"), DENSE_BLOCK)
+        if isinstance(layout, Layout):
+            blocks = layout.blocks
+        elif query_length == key_length:
+            blocks = torch.as_tensor(layout.make_layout(expected[0] * layout.block))
+        else:
+            raise UserError(
+                f"{type(layout).__name__} is for self-attention, but there are {query_length} queries and "
+                f"{key_length} keys: pass a Layout."
+            )
+        blocks = Layout(blocks, layout.block).blocks.detach().to("cpu") != 0
+        if blocks.shape[0] not in (1, num_heads) or blocks.shape[1:] != expected:
+            raise UserError(
+                f"The layout has blocks {list(blocks.shape)} of {layout.block} tokens, but {num_heads} heads, "
+                f"{query_length} queries and {key_length} keys need [{num_heads} or 1, {expected[0]}, {expected[1]}]."
+            )
+        return Layout(blocks[:1].clone() if (blocks == blocks[:1]).all() else blocks, layout.block)
 
-def _version(layout: AnyLayout) -> object:
-    """A value that changes whenever the blocks or settings of a layout change."""
-    blocks = layout.blocks if isinstance(layout, Layout) else layout
-    if not isinstance(blocks, Tensor):
-        values = getattr(layout, "__dict__", None)
-        if values is None:
-            return repr(layout)
-        return repr({name: (id(x), _version(x)) if isinstance(x, Tensor) else x for name, x in values.items()})
-    return (blocks != 0).cpu().numpy().tobytes() if blocks.is_inference() else blocks._version
-
-
-def _resolve(layout: AnyLayout, block: int, num_heads: int, query_length: int, key_length: int) -> Layout:
-    expected = num_blocks(query_length, block), num_blocks(key_length, block)
-    if layout is None:
-        return Layout(torch.ones(1, *expected, dtype=torch.bool, device="cpu"), DENSE_BLOCK)
-    if isinstance(layout, Layout | Tensor):
-        blocks = layout if isinstance(layout, Tensor) else layout.blocks
-    elif query_length == key_length:
-        blocks = torch.as_tensor(layout.make_layout(expected[0] * block))
-    else:
-        raise UserError(
-            f"{type(layout).__name__} is for self-attention, but there are {query_length} queries and {key_length} "
-            "keys: pass a Layout."
-        )
-    blocks = Layout(blocks, block).blocks.detach().to("cpu") != 0
-    if blocks.shape[0] not in (1, num_heads) or blocks.shape[1:] != expected:
-        raise UserError(
-            f"The layout has blocks {list(blocks.shape)} of {block} tokens, but {num_heads} heads, {query_length} "
-            f"queries and {key_length} keys need [{num_heads} or 1, {expected[0]}, {expected[1]}]."
-        )
-    if blocks.shape[0] > 1 and bool((blocks == blocks[:1]).all()):
-        blocks = blocks[:1].clone()
-    return Layout(blocks, block)
+    return cached(owner, ("blocks", num_heads, *expected, query_length == key_length), make)
 
 
 _DENSE = Layout(torch.ones(1, 1, 1, dtype=torch.bool, device="cpu"), DENSE_BLOCK)  # owns cached lists of layout None

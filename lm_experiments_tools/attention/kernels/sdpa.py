@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lm_experiments_tools.attention.kernels.bias import dense_bias
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+from lm_experiments_tools.attention.kernels.call import AttentionInputs
 
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
@@ -19,22 +19,6 @@ def needs_matrix(inputs: AttentionInputs) -> bool:
     """True if PyTorch's attention needs this call's masks or bias as one matrix in memory."""
     mask, key_padding_mask, segment_ids, bias, *_ = inputs.spec
     return not inputs.is_dense or any(x is not None for x in (mask, key_padding_mask, segment_ids, bias))
-
-
-def matrix_bytes(inputs: AttentionInputs) -> int:
-    """Estimate the memory in bytes of the mask, bias and score matrices that this backend makes for a call."""
-    (batch, num_heads, query_length, key_length), spec = inputs.scores_shape, inputs.spec
-    scores, size = query_length * key_length * inputs.compute_dtype.itemsize, 0
-    if needs_matrix(inputs):
-        matrices = [x for x in (spec.mask, spec.bias) if isinstance(x, Tensor)]
-        by_batch = spec.key_padding_mask is not None or spec.segment_ids is not None
-        by_batch = by_batch or any(x.shape[0] > 1 for x in matrices)
-        by_head = spec.layout.blocks.shape[0] > 1 or not isinstance(spec.bias, Tensor | None)
-        by_head = by_head or any(x.shape[1] > 1 for x in matrices)
-        size = scores * (batch if by_batch else 1) * (num_heads if by_head else 1)
-    if inputs.trains_bias:  # scores, probabilities and their gradients are saved in full
-        size += 4 * batch * num_heads * scores
-    return size
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:

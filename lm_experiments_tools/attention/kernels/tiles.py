@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.attention.kernels.call import AttentionInputs
 from lm_experiments_tools.attention.kernels.layout_cache import num_blocks
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from lm_experiments_tools.modules.devices import Card
 
 

@@ -17,10 +17,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.autograd import KernelAttention
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias
+from lm_experiments_tools.attention.kernels.call import AttentionInputs
 from lm_experiments_tools.attention.kernels.layout_cache import cached, num_blocks
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+from lm_experiments_tools.attention.kernels.operator import KernelAttention
 from lm_experiments_tools.attention.kernels.tiles import (
     KERNELS,
     SUM_ROWS,

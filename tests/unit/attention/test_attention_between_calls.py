@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention
+from lm_experiments_tools.attention import T5Bias, block_sparse_attention
 from lm_experiments_tools.attention.kernels import layout_cache
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from tests.helpers.attention_cases import tensors
@@ -69,19 +66,8 @@ def test_masks_may_be_written_to_before_the_backward_pass(backend, segmented):
 def test_a_trace_without_numbers_leaves_nothing_behind():
     with FakeTensorMode():
         assert block_sparse_attention(*(torch.randn(1, 3, 700, 8) for _ in range(3))).shape == (1, 3, 700, 8)
-        layout_cache.resolve_layout(None, 3, 700, 700)
     q = torch.randn(1, 3, 700, 8)
     assert block_sparse_attention(q, q, q).isfinite().all()
-
-
-def test_what_a_layout_said_before_it_was_changed_is_forgotten():
-    layout = Layout(torch.eye(8, dtype=torch.bool)[None], 4)
-    for column in range(8):
-        layout.blocks[0, 0, column] = True
-        layout_cache.resolve_layout(layout, 2, 32, 32)
-    gc.collect()
-    [kept] = [value for key, value in layout_cache._cache[id(layout)].items() if key[0] == "blocks"]
-    assert len(kept) == 1
 
 
 def test_one_mask_serves_all_lengths_that_fill_the_same_blocks():
@@ -99,41 +85,3 @@ def test_the_default_device_is_that_of_new_tensors_alone():
     with torch.device("meta"):
         assert block_sparse_attention(q, q, q, bias=T5Bias(torch.zeros(32, 2, device="cpu"))).device.type == "cpu"
         assert block_sparse_attention(q, q, q, dropout_p=0.1, backend="blocks").device.type == "cpu"
-
-
-class OldStyle:
-    """As written for DeepSpeed: settings are attributes, nothing says what they are."""
-
-    def __init__(self, num_heads: int, width: int) -> None:
-        self.num_heads, self.block, self.width = num_heads, 4, width
-
-    def make_layout(self, seq_len: int) -> Tensor:
-        place = torch.arange(seq_len // self.block)
-        return ((place[:, None] - place).abs() <= self.width).long().expand(self.num_heads, -1, -1)
-
-
-class OfTensor(OldStyle):
-    def __init__(self, blocks: Tensor) -> None:
-        self.num_heads, self.block, self.table = 2, 4, blocks
-
-    def make_layout(self, seq_len: int) -> Tensor:
-        return self.table
-
-
-@pytest.mark.parametrize("change", ["attribute", "tensor", "another tensor"])
-def test_a_layout_that_is_changed_is_made_anew(change):
-    layout = (
-        OldStyle(2, 0)
-        if change == "attribute"
-        else OfTensor(torch.eye(80, dtype=torch.int64).expand(2, -1, -1).clone())
-    )
-    before = layout_cache.resolve_layout(layout, 2, 320, 320)
-    assert layout_cache.resolve_layout(layout, 2, 320, 320) is before
-    if change == "attribute":
-        layout.width = 1
-    elif change == "tensor":
-        layout.table[:, 40, 41] = 1
-    else:
-        layout.table = layout.table.clone()
-        layout.table[:, 40, 41] = 1
-    assert layout_cache.resolve_layout(layout, 2, 320, 320).blocks.sum() > before.blocks.sum()

@@ -12,8 +12,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from lm_experiments_tools.attention import AttentionSpec, attend
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, T5Bias
-from lm_experiments_tools.attention.kernels.dispatch import backend_of
-from lm_experiments_tools.attention.kernels.spec import limit_float16
+from lm_experiments_tools.attention.kernels.call import backend_of, limit_float16
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.attention.positions import (
     AlibiPosition,

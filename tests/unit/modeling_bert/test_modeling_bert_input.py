@@ -7,7 +7,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from lm_experiments_tools.attention.kernels.choice import force_backend
+from lm_experiments_tools.attention.kernels.call import force_backend
 from modeling_bert import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
 
 SIZES = {

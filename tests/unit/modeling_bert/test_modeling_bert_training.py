@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import modeling_bert
-from lm_experiments_tools.attention.kernels.choice import force_backend
+from lm_experiments_tools.attention.kernels.call import force_backend
 from modeling_bert import BertConfig
 from run_bert_pretraining import main
 from tests.helpers.bert_toys import TINY, make_bert_data

@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 
 from lm_experiments_tools.attention import AttentionSpec
-from lm_experiments_tools.attention.kernels.choice import force_backend
+from lm_experiments_tools.attention.kernels.call import force_backend
 from lm_experiments_tools.attention.layouts import get_sparsity_config
 from lm_experiments_tools.attention.positions import PositionScheme
 from modeling_t5 import (

@@ -36,10 +36,9 @@ WRITERS = {
     "transformers:T5GemmaForConditionalGeneration": {
         "model_type": "t5gemma", "vocab_size": 512, "encoder": GEMMA, "decoder": GEMMA,
     },
-    "modeling_t5:T5ForConditionalGeneration": {  # as T5Gemma 2
-        "model_type": "t5", **T5, "num_layers": 2, "position_embedding_type": "rotary", "local_rotary_base": 500,
-        "decoder_self_attention_layer": "modeling_t5:T5MergedAttention", "qk_norm": True, "num_key_value_heads": 1,
-        "local_attention": 4, "encoder_local_attention": [1, 2], "post_norms": True, "dropout_rate": 0.1,
+    "modeling_t5:T5ForConditionalGeneration": {  # as T5Gemma
+        "model_type": "t5", **T5, "num_layers": 2, "position_embedding_type": "rotary", "qk_norm": True,
+        "num_key_value_heads": 1, "local_attention": 4, "post_norms": True, "dropout_rate": 0.1,
     },
     "transformers:GPTNeoXForCausalLM": {  # a decoder, whose output layer is `embed_out` in files, `lm_head` in memory
         "model_type": "gpt_neox", "vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 1, "use_cache": False,

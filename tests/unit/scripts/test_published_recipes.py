@@ -59,7 +59,7 @@ def check_decay(name: str, args, model) -> None:
 
 
 def script_of(path: Path):
-    is_t5 = path.stem.startswith(("ancestor", "fat5", "nanot5", "t5gemma", "ul2"))
+    is_t5 = path.stem.startswith(("ancestor", "fat5", "nanot5", "ul2"))
     return run_t5_pretraining if is_t5 else run_bert_pretraining
 
 
@@ -186,8 +186,6 @@ PUBLISHED = {
         Part(500_000, 128, 512, None, 1.0, ("inverse square root", 0.0))]),
     "fat5_small": Published(1, 12, 8, "AdamWScale", (0.9, 0.999), 1e-6, 0, [
         Part(1_600_000, 512, 512, None, 5e-3, ("cosine from half", 0.002))]),
-    "t5gemma_2b": Published(64, 26, 8, "AdamW", (0.9, 0.999), 1e-8, 0, [
-        Part(2e12, 512, 8192, None, 1e-4, ("cosine", 0.1))]),
 }  # fmt: skip
 ALL_MASK = {"neobert", "eurobert_210m"}
 
@@ -206,9 +204,7 @@ def test_phases_are_as_long_and_as_large_as_published(name):
         assert args.input_seq_len == part.length
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PUBLISHED if name != "t5gemma_2b"]
-)  # its configuration is made first
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_model_is_the_published_one(name):
     source = model_source(settings(FOLDER / f"{name}.yaml"), LocalBackend())
     with torch.device("meta"):

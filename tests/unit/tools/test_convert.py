@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration, T5GemmaForConditionalGeneration
 
+import modeling_t5
 from lm_experiments_tools.tools.main import main
 from tests.helpers.runs import TINY
 from tests.helpers.t5x_toys import write_t5x
@@ -100,19 +101,18 @@ def test_a_folder_with_a_configuration_is_not_said_to_have_none(tmp_path, capsys
     assert main(["convert", str(model), "--to", str(to), "--model_cfg", f"{model}/config.json"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "flags", "message"),
-    [
-        ("t5gemma", "--model_type modernbert", "--model_type cannot be combined with a source of model type t5gemma"),
-        ("t5gemma", "--tile modernbert-large", "--tile cannot be combined with a source of model type t5gemma"),
-        ("t5gemma", "--model_cls modeling_bert:BertModel", "--model_cls cannot be combined with a source"),
-        ("t5gemma2", "--model_type eurobert", "with a source of model type t5gemma2: leave it out"),
-        ("t5", "--model_type t5gemma --tile X", "--tile cannot be combined with --model_type"),
-        ("modernbert", "--model_cls modeling_bert:BertModel", "--model_cls cannot be combined with a source"),
-        ("lm_experiments_bert", "--model_type t5gemma", "has model type lm_experiments_bert: name a T5."),
-    ],
-)
-def test_flags_that_a_conversion_does_not_read_are_refused(kind, flags, message, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    assert main(["convert", str(tmp_path), "--to", str(tmp_path / "out"), *flags.split()]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+def test_a_t5_becomes_a_t5gemma_and_again_a_t5(tmp_path, capsys):
+    torch.manual_seed(0)
+    gemma = {"post_norms": True, "scale_embeddings": True, "separate_encoder_embeddings": True, "num_layers": 2}
+    gemma |= {"position_embedding_type": "rotary", "feed_forward_proj": "gated-gelu_pytorch_tanh"}
+    sizes = {name: value for name, value in TINY.items() if name != "base"}
+    ours = modeling_t5.T5ForConditionalGeneration(modeling_t5.T5Config(**sizes | gemma)).eval()
+    ours.config.scale_decoder_outputs = False
+    source, theirs, back = (str(tmp_path / name) for name in ("ours", "theirs", "back"))
+    ours.save_pretrained(source)
+    assert main(["convert", source, "--to", theirs, "--model_type", "t5gemma"]) == 0
+    torch.testing.assert_close(logits(T5GemmaForConditionalGeneration.from_pretrained(theirs)), logits(ours))
+    assert main(["convert", theirs, "--to", back]) == 0
+    torch.testing.assert_close(logits(modeling_t5.T5ForConditionalGeneration.from_pretrained(back)), logits(ours))
+    assert main(["convert", theirs, "--to", "x", "--model_cls", "modeling_bert:BertModel"]) == 2
+    assert "--model_cfg is required" in capsys.readouterr().err
