@@ -131,7 +131,6 @@ def test_shards_divide_what_they_say(tmp_path):
     ("words", "sentence"),
     [
         (["pretrain"], "name one of pretrain-t5"),
-        (["none.yaml"], "none.yaml"),
         (["pretrain-t5"], "No model is named"),
         (["pretrain-t5", "--model_cfg", "t5-smal"], "did you mean 't5-small'"),
         (["finetune", "--from_pretrained", "nowhere"], "--from_pretrained nowhere"),
