@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from lm_experiments_tools.checkpoint.adapter_files import (
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG
 from lm_experiments_tools.config.finetuning import MemoryArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import refusals_named
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -53,7 +54,6 @@ LORA_TARGETS = {"lm_experiments_t5": ["q", "v"], "lm_experiments_bert": ["query"
 _STARTED = {"prompt_tuning": "prompt_encoder", "new_tokens": "trainable_tokens_delta"}
 _COMMON_WORDS = 5000  # words that prompts start from: Lester et al. 2021, section 3.2
 _NEW_TOKEN = re.compile(r"<prompt_\d+>")
-_LONGEST_REASON = 300  # in characters, of what peft says
 
 
 def check_peft(flag: str) -> None:
@@ -94,7 +94,7 @@ def add_adapter(
         config.base_model_name_or_path = base_name
         flag = "--lora_targets" if args.lora_targets else f"--peft {args.peft}"
         hint = "; name layers by --lora_targets" if args.peft == "lora" and not args.lora_targets else ""
-        with peft_errors_named(f"{flag} does not fit {type(model).__name__}{hint}"):
+        with refusals_named(f"{flag} does not fit {type(model).__name__}{hint}"):
             adapted = _wrapped(model, config, args)
         if args.peft in _STARTED:
             weight = next(p for name, p in adapted.named_parameters() if _STARTED[args.peft] in name)
@@ -103,33 +103,13 @@ def add_adapter(
     return adapted
 
 
-@contextlib.contextmanager
-def peft_errors_named(problem: str) -> Iterator[None]:
-    """Inside a `with` block, turn peft's errors about an adapter into a UserError that starts with `problem`."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, re.error) as error:
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
-        raise UserError(f"{problem} ({type(error).__name__}: {reason}).") from error
-
-
 def described_by(file: Path) -> contextlib.AbstractContextManager[None]:
-    """Inside a `with` block, turn peft's errors into a UserError about an adapter's description.
-
-    Args:
-        file: the adapter's adapter_config.json.
-    """
-    return peft_errors_named(f"{file}: peft cannot build the adapter that it describes")
+    """Context in which peft's errors become a UserError about an adapter's description, `file`."""
+    return refusals_named(f"{file}: peft cannot build the adapter that it describes")
 
 
 def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel:
-    """Add the adapter saved in a folder to a model, to train it further.
-
-    Raises:
-        UserError: flags that differ from the saved adapter, or an adapter that peft cannot build.
-    """
+    """Add the adapter saved in a folder to a model, to train it further. Raises UserError."""
     with described_by(path / ADAPTER_CONFIG):
         adapted = _described(model, path, args)
         _train_heads(adapted, args.model_type, list(saved_by_name(path)))

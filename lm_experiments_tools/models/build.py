@@ -7,12 +7,15 @@ import copy
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
@@ -61,8 +64,9 @@ _ROLES = ("pad", "eos", "bos", "cls", "sep", "mask")  # of special tokens
 # What constructors of transformers and torch raise for a value that they cannot use.
 REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
-    StrictDataclassError, TypeError, ValueError,
+    SafetensorError, StrictDataclassError, TypeError, ValueError, re.error,
 )  # fmt: skip
+_LONGEST_REASON = 300  # in characters, of what a library says
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 # Classes of our own, which vary what transformers' class of the same kind does not.
@@ -120,7 +124,7 @@ def load_model_config(
     for key in undeclared:
         ours = _class_that_knows(key, kinds)
         if ours is not None or not is_saved:
-            advice = f", which --model_cls {ours} understands" if ours else _advice_for(key, known)
+            advice = f", which --model_cls {ours} understands" if ours else nearest_names(key, known)
             raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{advice}.")
     if undeclared:
         logger.info("%s: %s declares no %s, passed on as they are", path, config_cls.__name__, ", ".join(undeclared))
@@ -142,21 +146,19 @@ def _with_start(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def refusals_named(what: str) -> Iterator[None]:
-    """Context in which errors of transformers' and torch's constructors become a UserError that begins with `what`."""
+    """Context in which errors of transformers, peft and torch become a UserError that begins with `what`.
+
+    These are constructors that refuse a value, files that are no model or need remote code, and unfit adapters.
+    """
     try:
         yield
-    except UserError:
+    except (UserError, torch.OutOfMemoryError):
         raise
+    except UnpicklingError as error:  # torch's own message advises to unpickle anything
+        raise UserError(f"{what}: its weights are a pickle with more than tensors: use safetensors.") from error
     except REFUSALS as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise UserError(f"{what}: {reason or type(error).__name__}") from error
-
-
-def _advice_for(key: str, known: Iterable[str]) -> str:
-    return (
-        f"{nearest_names(key, known)}; --model_cls names the class of a model of your own, and a published "
-        f"configuration keeps its name, {CONFIG}"
-    )
+        raise UserError(f"{what}: {reason[:_LONGEST_REASON] or type(error).__name__}") from error
 
 
 def set_special_tokens(config: PreTrainedConfig, ids: Mapping[str, int | None], model_cls: type) -> None:
@@ -187,20 +189,17 @@ def set_special_tokens(config: PreTrainedConfig, ids: Mapping[str, int | None], 
 def set_decoder_start(model: nn.Module) -> None:
     """Set `decoder_start_token_id` for generation to the token with which the model starts labels in training.
 
-    A model shifts its labels right and puts this token first. T5Gemma always uses the decoder's BOS. mBART's first
-    token depends on the labels, so its setting stays.
+    T5Gemma starts with its decoder's BOS, other models with the configuration's `decoder_start_token_id`.
     """
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if shift is None or not model.config.is_encoder_decoder:
+    config = model.config
+    if not getattr(config, "is_encoder_decoder", False):
         return
-    try:
-        first = shift(torch.tensor([[2, 3], [4, 5]], device="cpu"))[:, 0]
-    except (TypeError, ValueError):  # a token that it needs is not configured, or no number
+    is_gemma = config.model_type in ("t5gemma", "t5gemma2")
+    start = config.decoder.bos_token_id if is_gemma else getattr(config, "decoder_start_token_id", None)
+    if start is None:  # mBART's depends on its labels
         return
-    if type(first) is not torch.Tensor or first.is_meta or first[0] != first[1]:  # traced without values
-        return
-    for holder in filter(None, (model.config, getattr(model, "generation_config", None))):
-        holder.decoder_start_token_id = int(first[0])
+    for holder in filter(None, (config, getattr(model, "generation_config", None))):
+        holder.decoder_start_token_id = start
 
 
 def set_target_language(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -218,14 +217,11 @@ def set_target_language(model: nn.Module, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
-    """Load the configuration of a model on the Hub or in a folder.
+    """Load the configuration of a model on the Hub or in a folder. Raises UserError.
 
     Args:
         name: Hub name or folder.
         config_cls: the configuration's class; None lets AutoConfig choose it.
-
-    Raises:
-        UserError: there is no configuration, or it or its class refuses a value.
     """
     from transformers import AutoConfig, PreTrainedConfig
 

@@ -77,16 +77,13 @@ class ModelSource:
 def model_source(
     args: ExperimentArgs, backend: Backend, tokens: Mapping[str, int | None] | None = None
 ) -> ModelSource:
-    """Import the model class that flags name, and read its configuration. Every worker must call it.
+    """Import the model class that flags name, and read its configuration. Every worker must call it. Raises UserError.
 
     Without a flag for the configuration (`lmtools inspect`), the class's default is used.
 
     Args:
         tokens: id of each special token of the vocabulary, which a model without weights takes (see
             `build.set_special_tokens`); None leaves those of the configuration.
-
-    Raises:
-        UserError: the class or the configuration is not available.
     """
     return on_all(backend, lambda: _model_source(args, tokens))
 
@@ -137,14 +134,11 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
 
 
 def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: int) -> nn.Module:
-    """Build the model of a pre-training run with random weights, equal on all workers.
+    """Build the model of a pre-training run with random weights, equal on all workers. Raises UserError.
 
     Args:
         source: the model's class and configuration.
         vocabulary_size: number of token ids that the tokenizer can produce.
-
-    Raises:
-        UserError: the model has no loss, or its embedding is smaller than the vocabulary.
     """
     if args.dropout_rate is not None:
         set_dropout(source.config, args.dropout_rate)

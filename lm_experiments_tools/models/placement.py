@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.modules.devices import HostEmbedding
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from lm_experiments_tools.config.finetuning import FinetuningArgs
 
 logger = logging.getLogger(__name__)
@@ -25,14 +23,11 @@ NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HEADS = ["classifier", "score", "classification_head", "pre_classifier", "pooler", "lm_head"]
 
 
-def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedConfig) -> dict[str, Any]:
+def loading_options(args: FinetuningArgs) -> dict[str, Any]:
     """Arguments of `from_pretrained` that follow from --quantize, --inference_dtype and --device_map.
 
-    Args:
-        model_cls, config: class and configuration of the model, whose weights `--device_map` must place.
-
     Raises:
-        UserError: bitsandbytes is missing, or the device map's file cannot be read or leaves out weights.
+        UserError: bitsandbytes is missing, or the device map's file cannot be read.
     """
     options: dict[str, Any] = {} if args.inference_dtype is None else {"dtype": weights_dtype(args)}
     if args.quantize is not None:
@@ -41,34 +36,13 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
         is_named = args.device_map in NAMED_MAPS
         if not is_named and not Path(args.device_map).is_file():
             raise UserError(f"--device_map {args.device_map} is neither {', '.join(NAMED_MAPS)} nor a JSON file.")
-        options["device_map"] = args.device_map if is_named else _map_of_file(args.device_map, model_cls, config)
+        options["device_map"] = args.device_map if is_named else read_json(Path(args.device_map))
     return options
 
 
 def weights_dtype(args: FinetuningArgs) -> torch.dtype:
     """Return the dtype of unquantized weights: `--inference_dtype` (for evaluation), else float32."""
     return {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.inference_dtype]
-
-
-def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[str, str | int]:
-    """The map in a JSON file. Raises UserError unless it places every weight of the model on an existing device."""
-    placed = read_json(Path(path))
-    try:
-        for device in placed.values():
-            if device is None:
-                raise TypeError("null is no device")
-            torch.empty(1, device=device).tolist()  # refused of devices without memory too
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise UserError(f"--device_map {path}: {device!r} holds no weights here: {first_line(error)}.") from error
-    with torch.device("meta"):
-        names = list(model_cls(config).state_dict())
-    modules = {name[:end] for name in names for end in range(len(name)) if name[end] == "."} | {"", *names}
-    unplaced = [name for name in names if not any(m in ("", name) or name.startswith(f"{m}.") for m in placed)]
-    problems = [f"no device for {name}" for name in unplaced[:1]]
-    problems += [f"no such module as {module}" for module in placed if module not in modules]
-    if problems:
-        raise UserError(f"--device_map {path} does not fit {model_cls.__name__}: {', '.join(problems)}.")
-    return placed
 
 
 def _quantization(args: FinetuningArgs) -> Any:
@@ -80,7 +54,6 @@ def _quantization(args: FinetuningArgs) -> Any:
         raise UserError(
             f"--quantize {args.quantize} needs the package bitsandbytes ({error}): pip install bitsandbytes"
         ) from error
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_says_more_than_cast)
     if args.quantize == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=_HEADS)
     compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weights_dtype(args)
@@ -90,10 +63,6 @@ def _quantization(args: FinetuningArgs) -> Any:
         bnb_4bit_compute_dtype=compute,
         llm_int8_skip_modules=_HEADS,
     )
-
-
-def _says_more_than_cast(record: logging.LogRecord) -> bool:
-    return "will be cast" not in record.msg
 
 
 def say_where(model: nn.Module) -> None:
@@ -106,11 +75,7 @@ def say_where(model: nn.Module) -> None:
 
 
 def host_embeddings(model: nn.Module) -> None:
-    """Keep the token embeddings of a model in main memory, by turning them into `HostEmbedding`s.
-
-    Raises:
-        UserError: the embeddings are tied to the output layer.
-    """
+    """Keep the token embeddings of a model in main memory, by turning them into `HostEmbedding`s. Raises UserError."""
     table, output = model.get_input_embeddings(), model.get_output_embeddings()
     if output is not None and output.weight is table.weight:
         raise UserError(

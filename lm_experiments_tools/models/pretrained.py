@@ -6,26 +6,22 @@ weights file of t5-experiments or nanoT5 (with --model_cfg).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.conversion import load_unsharded, quiet_loading
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ModelFiles, Source, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.data.examples.text_encoder import end_id
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix
 from lm_experiments_tools.models.build import (
-    REFUSALS,
     build_model,
     check_positions,
     check_size,
@@ -33,6 +29,7 @@ from lm_experiments_tools.models.build import (
     first_position,
     load_model_config,
     pretrained_config,
+    refusals_named,
     register_own_models,
     set_decoder_start,
     set_dropout,
@@ -69,15 +66,11 @@ def pretrained_model(
     label_names: Sequence[str] = (),
     files: ModelFiles | None = None,
 ) -> nn.Module:
-    """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train.
+    """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train. Raises UserError.
 
     Args:
         label_names: classes; they determine size and labels of an encoder's head.
         files: the model's files, if they are already open; None to find them.
-
-    Raises:
-        UserError: the weights cannot be found or read, are of another kind of model or do not fit it, or the
-            vocabulary is larger than the model's embedding.
     """
     _refuse_lost_base(args)
     if args.quantize is not None and args.peft is None and _resumes(args):
@@ -198,7 +191,7 @@ def _base_model(
         if args.inference_dtype is not None:
             model.to(weights_dtype(args))
     else:
-        options = loading_options(args, model_cls, config)
+        options = loading_options(args)
         if args.device_map is None:
             bits = {None: 32, "int8": 8}.get(args.quantize, 4)
             check_size(model_cls, config, (16 if args.inference_dtype and bits == 32 else bits) / 8)
@@ -238,12 +231,6 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     named = get_cls_by_name(args.model_cls) if args.model_cls else None
     reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
     auto = getattr(transformers, AUTO_CLASSES[args.model_type])
-    if found == "decoder" and args.model_type == "encoder" and named is None and type(config) in auto._model_mapping:
-        name = auto._model_mapping[type(config)].__name__
-        raise UserError(
-            f"--model_type encoder: {config.model_type} reads left to right; to classify by its last token, give "
-            f"--model_cls transformers:{name} too."
-        )
     if found is not None and found != args.model_type and not reads_only:
         raise UserError(
             f"--model_type {args.model_type} does not fit weights of kind {found} ({config.model_type}): choose "
@@ -304,7 +291,7 @@ def load_pretrained(
     """
     ours = takes_our_attention(config)
     unties = source.config.get("tie_word_embeddings") is False
-    readable = read_errors_named(source.name, "its weights cannot be read")
+    readable = refusals_named(f"{source.name}: its weights cannot be read")
     with readable, quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
         model, info = model_cls.from_pretrained(
@@ -354,28 +341,6 @@ def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: F
 def _in_head(model: PreTrainedModel, name: str) -> bool:
     """True for weights outside the body; a pooler counts as head, because not every objective trains it."""
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
-
-
-@contextlib.contextmanager
-def read_errors_named(name: str, problem: str) -> Iterator[None]:
-    """Inside a `with` block, turn transformers' errors about a model's files into a UserError.
-
-    These are errors about files that are no model, or that need remote code.
-
-    Args:
-        name: the model's name, for the message.
-        problem: what could not be done, for the message.
-    """
-    try:
-        yield
-    except UnpicklingError as error:  # torch's own message advises to unpickle anything
-        raise UserError(
-            f"{name}: its weights are a pickle with more than tensors, and were not read: use safetensors."
-        ) from error
-    except UserError:
-        raise
-    except (*REFUSALS, SafetensorError) as error:
-        raise UserError(f"{name}: {problem} ({first_line(error)}).") from error
 
 
 def some_names(names: Sequence[str]) -> str:

@@ -26,10 +26,11 @@ from lm_experiments_tools.models.build import (
     OWN_PACKAGES,
     check_size,
     pretrained_config,
+    refusals_named,
     register_own_models,
     set_decoder_start,
 )
-from lm_experiments_tools.models.pretrained import AUTO_CLASSES, STRICTLY, kind_of, read_errors_named, some_names
+from lm_experiments_tools.models.pretrained import AUTO_CLASSES, STRICTLY, kind_of, some_names
 from lm_experiments_tools.models.tokenizers import read_tokenizer, without_end
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import resolve_configured
@@ -188,7 +189,7 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
         UserError: the model cannot be read, or weights are missing or unexpected.
     """
     name, called = name or folder, cls.__name__
-    with read_errors_named(name, f"it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
+    with refusals_named(f"{name}: it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
         config_cls, known = getattr(cls, "config_class", None), {}
         if config_cls is not None:
             known["config"] = pretrained_config(folder, config_cls)
@@ -263,7 +264,7 @@ def merged(adapter: Source) -> PreTrainedModel:
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
     check_size(classes._model_mapping[type(config)], config)
-    with read_errors_named(base.name, f"it cannot be read as {classes.__name__}"), quiet_loading():
+    with refusals_named(f"{base.name}: it cannot be read as {classes.__name__}"), quiet_loading():
         model, _ = classes.from_pretrained(base.name, config=config, **STRICTLY)
     model.base_fingerprint = base.fingerprint()
     with described_by(adapter.base_named_in):

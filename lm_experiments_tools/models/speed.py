@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
@@ -38,7 +37,6 @@ from lm_experiments_tools.modules.inspection import base_of
 from lm_experiments_tools.tracking.run_directory import check_script, settings_in_use
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import ExperimentArgs
 
 logger = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 def choose_speed(
     args: Args, origins: Mapping[str, str], *, keeps_process: bool = False
 ) -> tuple[Args, dict[str, str]]:
-    """Fill in the flags that `--speed auto` chooses: `--model_cls`, `--bf16` and `--compile`.
+    """Fill in the flags that `--speed auto` chooses: `--model_cls`, `--bf16` and `--compile`. Raises UserError.
 
     Every worker calls this first. A resumed run keeps its recorded choices.
 
@@ -77,9 +75,6 @@ def choose_speed(
 
     Returns:
         The settings and their origins.
-
-    Raises:
-        UserError: a flag asks for what the machine cannot do.
     """
     origins, before = dict(origins), _recorded(args)
     free = [name for name in CHOSEN if origins.get(name, "default") == "default"]
@@ -103,19 +98,6 @@ def choose_speed(
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() and not cpu_asked() else "cpu"
-
-
-def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
-    """Check that all workers made the same choices for `--speed auto`, because the machines of a job may differ.
-
-    Raises:
-        UserError: the workers' choices differ; the message says in what.
-    """
-    choices = backend.gather({name: getattr(args, name) for name in ("speed", "model_cls", "bf16")})
-    for name, value in choices[0].items():
-        if any(choice[name] != value for choice in choices):
-            on_all(backend, lambda: _config_values(args))  # a file that one of them lacks is the better reason
-            raise agreed(UserError(f"{AUTO}: workers choose {name} differently: give --{name}, or --speed off."))
 
 
 def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.Module) -> str:

@@ -22,8 +22,7 @@ from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.checkpoint.weights import copy_tokenizer, quiet_saving
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask
-from lm_experiments_tools.models.build import pretrained_config
-from lm_experiments_tools.models.pretrained import read_errors_named
+from lm_experiments_tools.models.build import pretrained_config, refusals_named
 from lm_experiments_tools.models.saved import LIBRARIES, OURS, Opened
 from lm_experiments_tools.modules.inspection import forward_names
 
@@ -137,7 +136,7 @@ def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expe
     with tempfile.TemporaryDirectory() as temporary:
         dynamic_module_utils.HF_MODULES_CACHE = temporary  # the copy of a user's code is of no use afterwards
         try:
-            with read_errors_named(str(folder), "it cannot be loaded"), quiet_loading():
+            with refusals_named(f"{folder}: it cannot be loaded"), quiet_loading():
                 cls = loading.reader(str(folder))
                 model = cls.from_pretrained(folder, dtype=torch.float32, **loading.options)
         finally:
