@@ -57,11 +57,7 @@ _NEW_TOKEN = re.compile(r"<prompt_\d+>")
 
 
 def check_peft(flag: str) -> None:
-    """Raise UserError if the library peft is not installed.
-
-    Args:
-        flag: the flag that needs it, for the message.
-    """
+    """Raise UserError if the library peft, which `flag` needs, is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -78,15 +74,11 @@ def add_adapter(
 ) -> PeftModel:
     """Freeze a model and add a new adapter of the kind `--peft`, so that only the adapter is trained.
 
-    The adapter's random weights depend on `--seed` alone.
+    The adapter's random weights depend on `--seed` alone. Raises UserError if the adapter does not fit.
 
     Args:
         base_name: Hub name or folder of `model`, which is saved with the adapter; None if it has none.
-        new_weights: names of weights that were not loaded, such as a classifier's head; they are trained and saved
-            too.
-
-    Raises:
-        UserError: LoRA targets match no layer, or the kind does not support this model.
+        new_weights: names of weights that were not loaded, such as a classifier's head, which are trained too.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
@@ -98,7 +90,8 @@ def add_adapter(
             adapted = _wrapped(model, config, args)
         if args.peft in _STARTED:
             weight = next(p for name, p in adapted.named_parameters() if _STARTED[args.peft] in name)
-            weight.data.copy_(_word_embeddings(model, args, tokenizer))
+            prompt = prompt_words(args, tokenizer, args.num_virtual_tokens)
+            weight.data.copy_(model.get_input_embeddings().weight[prompt].detach().float())
     _train_heads(adapted, args.model_type, new_weights)
     return adapted
 
@@ -220,14 +213,7 @@ def _usual_targets(model: PreTrainedModel) -> list[str] | None:
 
 
 def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]) -> list[str]:
-    """Names of the modules of a classifier that are trained with any adapter.
-
-    They are its head, and a pooler if the pooler's weights are new.
-
-    Args:
-        model_type: the flag `--model_type`.
-        new_weights: names of weights that were not loaded.
-    """
+    """Modules of a classifier that are trained with any adapter: its head, and a pooler among the new weights."""
     if model_type != "encoder":
         return []
     heads = [n for n, m in model.named_children() if n != model.base_model_prefix and list(m.parameters())]
@@ -259,13 +245,10 @@ def new_token_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Token ids whose embeddings initialize a soft prompt (learned vectors before the input).
+    """`count` token ids whose embeddings initialize a soft prompt (learned vectors before the input).
 
     They are the tokens of `--prompt_init_text`, repeated. Without this flag they are random ones of the 5000 most
     common tokens, which are the first of the vocabulary.
-
-    Args:
-        count: length of the prompt in tokens.
     """
     if args.prompt_init_text:
         ids = tokenizer(args.prompt_init_text, add_special_tokens=False)["input_ids"]
@@ -276,9 +259,3 @@ def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count
     words = (i for i in range(len(tokenizer)) if i not in marks and tokenizer.convert_ids_to_tokens(i)[:1] not in "<[")
     common = [word for word, _ in zip(words, range(_COMMON_WORDS), strict=False)]
     return [common[i] for i in torch.randint(len(common), (count,)).tolist()]
-
-
-def _word_embeddings(model: PreTrainedModel, args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Embeddings of the words that a prompt starts from, float[num_virtual_tokens, width]."""
-    words = prompt_words(args, tokenizer, args.num_virtual_tokens)
-    return model.get_input_embeddings().weight[words].detach().float()

@@ -37,25 +37,14 @@ logger = logging.getLogger(__name__)
 
 # Keys that configuration files on the Hugging Face Hub carry and that say nothing about the model's mathematics.
 HUB_KEYS = {
-    "_name_or_path",
-    "architectures",
-    "model_type",
-    "n_ctx",
-    "n_positions",
-    "output_past",
-    "task_specific_params",
-}
+    "_name_or_path", "architectures", "model_type", "n_ctx", "n_positions", "output_past", "task_specific_params",
+}  # fmt: skip
 # Keys that transformers writes into each config.json, and users into none of theirs.
 SAVED_KEYS = {"architectures", "transformers_version"}
 # What every PreTrainedConfig takes though its dataclass has no field for it.
 GENERAL_KEYS = {
-    "attn_implementation",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "dtype",
-    "tie_word_embeddings",
-    "torch_dtype",
-}
+    "attn_implementation", "bos_token_id", "decoder_start_token_id", "dtype", "tie_word_embeddings", "torch_dtype",
+}  # fmt: skip
 # What `build_model` makes of a model of transformers (`attention.huggingface.enable`).
 SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
@@ -77,11 +66,7 @@ OWN_CLASSES = {
 
 
 def register_own_models(source: Source) -> None:
-    """Register this package's model classes with transformers' Auto classes, if config.json names one of them.
-
-    Args:
-        source: the model's location.
-    """
+    """Register this package's model classes with transformers' Auto classes, if config.json names one of them."""
     if package := OWN_PACKAGES.get(source.config.get("model_type")):
         importlib.import_module(package)
 
@@ -92,17 +77,13 @@ def load_model_config(
     """Read a model configuration from a JSON file, whose key `base` may name another file with the remaining values.
 
     Unknown keys are allowed in a config.json that transformers saved, as by AutoConfig, and refused elsewhere.
-    `tie_word_embeddings: false` is kept, which transformers' T5Config would overwrite.
+    `tie_word_embeddings: false` is kept, which transformers' T5Config would overwrite. Raises UserError.
 
     Args:
         path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `presets.list_presets`).
         config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
         trusted: True if the user named this file, so user-defined classes in it are imported; False for a config.json
             next to weights.
-
-    Raises:
-        UserError: no such file, broken JSON, a circular `base`, another `model_type`, an unknown key, or a value that
-            the class refuses.
     """
     path = find_config(path_or_preset)
     written = read_model_config(path)
@@ -219,9 +200,7 @@ def set_target_language(model: nn.Module, tokenizer: PreTrainedTokenizerBase) ->
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
     """Load the configuration of a model on the Hub or in a folder. Raises UserError.
 
-    Args:
-        name: Hub name or folder.
-        config_cls: the configuration's class; None lets AutoConfig choose it.
+    `config_cls` None lets AutoConfig choose its class.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -248,9 +227,6 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
     The global random state is unchanged. `tie_word_embeddings: false` unties only the output layer; transformers' T5
     would untie encoder and decoder too. A model of transformers with a layout in its configuration
     (`sparse_config_cls`, `sparse_attention`) gets block-sparse attention; see `attention.huggingface.enable`.
-
-    Raises:
-        UserError: the class refuses the configuration, or an unknown attention implementation or layout.
     """
     is_converted = takes_our_attention(config)
     check_size(model_cls, config)
@@ -302,11 +278,8 @@ def check_size(model_cls: type, config: PreTrainedConfig, bytes_each: float = 4)
 def takes_our_attention(config: PreTrainedConfig) -> bool:
     """True if `attention.huggingface.enable` must convert a model of transformers to block-sparse attention.
 
-    Raises:
-        UserError: an unknown attention implementation, or one that would ignore the block-sparse layout.
+    Raises UserError for another attention implementation, which would ignore the layout.
     """
-    from transformers import AttentionInterface
-
     name = getattr(config, "_attn_implementation", None)
     named = [key for key in sorted(SPARSE_KEYS) if getattr(config, key, None) is not None]
     reads_them_itself = SPARSE_KEYS <= _own_keys(type(config))
@@ -316,20 +289,11 @@ def takes_our_attention(config: PreTrainedConfig) -> bool:
         return not reads_them_itself
     if named and not reads_them_itself:
         raise UserError(f'attn_implementation "{name}" would ignore {" and ".join(named)}: leave it out.')
-    known = sorted({"eager", *AttentionInterface().valid_keys()} - {"block_sparse"})
-    if name is not None and name not in known and "/" not in str(name):  # with a slash: a kernel of the Hub
-        raise UserError(f'There is no attn_implementation "{name}"; there are block_sparse, {", ".join(known)}.')
     return False
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Enable gradient checkpointing, which saves memory by recomputing activations in the backward pass.
-
-    It is the non-reentrant kind, so that adapters get gradients.
-
-    Raises:
-        UserError: the model does not support it.
-    """
+    """Enable gradient checkpointing of the non-reentrant kind, so that adapters get gradients. Raises UserError."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UserError(f"--gradient_checkpointing: {type(model).__name__} does not support it; leave it out.")
     # transformers' name for it since 5.23, which warns of the old one; a user's own model may have the old one alone
@@ -352,10 +316,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 
 def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
-    """Set the weight of the z-loss in a model configuration. Raises UserError if the model has no z-loss.
-
-    The z-loss keeps the softmax's denominator near 1 (see `token_loss`).
-    """
+    """Set the weight of the z-loss (see `token_loss`) in a configuration. Raises UserError if the model has none."""
     if not hasattr(type(config), "z_loss"):  # an instance has any key of its file
         raise UserError(
             f"--z_loss: the model of {type(config).__module__}.{type(config).__name__} computes its own loss, without "
@@ -371,13 +332,10 @@ def first_position(model: nn.Module) -> int:
 
 
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
-    """Check that inputs are not longer than the positions that a model supports.
-
-    Raises UserError for learned absolute positions, and only warns for rotary ones.
+    """Raise UserError for inputs longer than a model's learned absolute positions; warn for rotary ones.
 
     Args:
-        length: longest input in tokens.
-        of_what: the flags that set it, for the message.
+        of_what: the flags that set the length, for the message.
         first: position ID of the first token (`first_position`).
     """
     config = config.get_text_config(decoder=True)  # T5Gemma's is in its parts
@@ -394,15 +352,7 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: 
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
-    """Check that a model's embedding has a row for every token id; returns the number of unused rows.
-
-    Args:
-        config: the model's configuration; `vocab_size` is the number of rows.
-        vocabulary_size: number of ids the tokenizer can produce, sentinels included.
-
-    Raises:
-        UserError: the vocabulary has more ids than the embedding has rows.
-    """
+    """Raise UserError unless the embedding has a row for every id of the tokenizer; returns the unused rows."""
     slack = config.vocab_size - vocabulary_size
     if slack < 0:
         rounded = -(-vocabulary_size // 128) * 128
@@ -468,10 +418,7 @@ def _known_keys(config_cls: type) -> set[str]:
 
 
 def untie_only_output(model: PreTrainedModel) -> None:
-    """Give the output layer weights of its own, while other tied (shared) weights of the model stay tied.
-
-    Later calls of the model's `tie_weights` keep it so.
-    """
+    """Give the output layer weights of its own, also after `tie_weights`, while other weights stay tied (shared)."""
     output = model.get_output_embeddings()
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if output and p is output.weight}
     model._tied_weights_keys = {t: source for t, source in model._tied_weights_keys.items() if t not in names}

@@ -52,10 +52,8 @@ def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
     base = values.pop("base", None)
     if base is None:
         return values
-    if not isinstance(base, str):
-        raise UserError(f"{path}: 'base' must be a file name or a preset, not {base!r}.")
-    beside = path.parent / base
-    base_path = beside if beside.is_file() else list_presets().get(base.removesuffix(".json"))
+    beside = path.parent / str(base)
+    base_path = beside if beside.is_file() else list_presets().get(str(base).removesuffix(".json"))
     if base_path is None:
         raise UserError(f"{path}: its base '{base}' is neither a file beside it nor a preset.")
     return {**_read_with_base(base_path, (*seen, path)), **values}

@@ -103,11 +103,6 @@ def test_what_is_not_there_is_refused_where_it_was_asked_for(machine):
     machine.setattr(speed, "lacks_compiler", lambda device: "there is no C++ compiler g++")
     with pytest.raises(UserError, match=r"--compile: there is no C\+\+ compiler g\+\+"):
         choose_speed(*t5(compile=True))
-    machine.setattr(speed, "has_bf16", lambda device: False)
-    machine.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    with pytest.raises(UserError, match="--bf16: this CPU has no bfloat16 arithmetic"):
-        choose_speed(*t5(bf16=True))
-    assert choose_speed(*t5(bf16=True, speed="off"))[0].bf16
 
 
 def test_small_models_and_unknown_kinds_stay_as_they_are(tmp_path):
