@@ -91,15 +91,11 @@ class SparsityConfig:
         return self.attention == "unidirectional"
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """Build the block-sparse layout for inputs of `seq_len` tokens.
+        """Build the block-sparse layout for inputs of `seq_len` tokens. Raises UserError.
 
         Returns:
             int64 [num_heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block
             (column).
-
-        Raises:
-            UserError: seq_len is not a multiple of `block`, is above max_seq_length, or with compat="deepspeed" is too
-                short for the pattern.
         """
         num_blocks = self._num_blocks(seq_len)
         size = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
@@ -142,11 +138,7 @@ class SparsityConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SparsityConfig:
-        """Create the layout configuration whose settings `to_dict` returned.
-
-        Raises:
-            UserError: the class is missing or unknown, or its settings are unknown, invalid or incomplete.
-        """
+        """Create the layout configuration whose settings `to_dict` returned. Raises UserError."""
         values = dict(values)
         if TYPE_KEY not in values or "num_heads" not in values:
             raise UserError(f"A sparsity configuration needs {TYPE_KEY!r} and 'num_heads', but has {sorted(values)}.")
@@ -391,16 +383,13 @@ SPARSITY_CONFIGS: dict[str, type[SparsityConfig]] = {cls.__name__: cls for cls i
 
 
 def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityConfig:
-    """Create a block-sparse layout by its name.
+    """Create a block-sparse layout by its name. Raises UserError.
 
     Args:
         name: "BigBirdSparsityConfig", "BigBird", "bigbird" (DeepSpeed's `mode`), DeepSpeed's import path
             "deepspeed.ops.sparse_attention:BigBirdSparsityConfig", or "module:Class" of an imported module.
         num_heads: heads of the attention layer.
         settings: further arguments of the class.
-
-    Raises:
-        UserError: the class is unknown, or settings are unknown or invalid.
     """
     config_cls = _config_class(name)
     known = [setting.name for setting in fields(config_cls) if setting.init]

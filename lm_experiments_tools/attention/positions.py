@@ -142,7 +142,7 @@ class RelativeBiasPosition(PositionScheme):
 def named_position(
     config: Any, bidirectional: bool, *, head_dim: int, max_distance: int, rotary_base: float
 ) -> PositionScheme:
-    """Create the positional encoding that a model configuration names in `position_embedding_type`.
+    """Create the positional encoding that a model configuration names in `position_embedding_type`. Raises UserError.
 
     The names are "rotary", "relative_attention_bias", "alibi" and `module:Class` of a user's own encoding. All other
     names give `NoPosition`.
@@ -153,9 +153,6 @@ def named_position(
         head_dim: features of an attention head.
         max_distance: as in `T5Bias`.
         rotary_base: `base` of `RotaryPosition`.
-
-    Raises:
-        UserError: settings are invalid, or a user's `module:Class` cannot be found.
     """
     name, num_heads = config.position_embedding_type, config.num_attention_heads
     if ":" in name:

@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from lm_experiments_tools.checkpoint.adapter_files import (
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG
 from lm_experiments_tools.config.finetuning import MemoryArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import refusals_named
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -53,15 +54,10 @@ LORA_TARGETS = {"lm_experiments_t5": ["q", "v"], "lm_experiments_bert": ["query"
 _STARTED = {"prompt_tuning": "prompt_encoder", "new_tokens": "trainable_tokens_delta"}
 _COMMON_WORDS = 5000  # words that prompts start from: Lester et al. 2021, section 3.2
 _NEW_TOKEN = re.compile(r"<prompt_\d+>")
-_LONGEST_REASON = 300  # in characters, of what peft says
 
 
 def check_peft(flag: str) -> None:
-    """Raise UserError if the library peft is not installed.
-
-    Args:
-        flag: the flag that needs it, for the message.
-    """
+    """Raise UserError if the library peft, which `flag` needs, is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -78,15 +74,11 @@ def add_adapter(
 ) -> PeftModel:
     """Freeze a model and add a new adapter of the kind `--peft`, so that only the adapter is trained.
 
-    The adapter's random weights depend on `--seed` alone.
+    The adapter's random weights depend on `--seed` alone. Raises UserError if the adapter does not fit.
 
     Args:
         base_name: Hub name or folder of `model`, which is saved with the adapter; None if it has none.
-        new_weights: names of weights that were not loaded, such as a classifier's head; they are trained and saved
-            too.
-
-    Raises:
-        UserError: LoRA targets match no layer, or the kind does not support this model.
+        new_weights: names of weights that were not loaded, such as a classifier's head, which are trained too.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
@@ -94,42 +86,23 @@ def add_adapter(
         config.base_model_name_or_path = base_name
         flag = "--lora_targets" if args.lora_targets else f"--peft {args.peft}"
         hint = "; name layers by --lora_targets" if args.peft == "lora" and not args.lora_targets else ""
-        with peft_errors_named(f"{flag} does not fit {type(model).__name__}{hint}"):
+        with refusals_named(f"{flag} does not fit {type(model).__name__}{hint}"):
             adapted = _wrapped(model, config, args)
         if args.peft in _STARTED:
             weight = next(p for name, p in adapted.named_parameters() if _STARTED[args.peft] in name)
-            weight.data.copy_(_word_embeddings(model, args, tokenizer))
+            prompt = prompt_words(args, tokenizer, args.num_virtual_tokens)
+            weight.data.copy_(model.get_input_embeddings().weight[prompt].detach().float())
     _train_heads(adapted, args.model_type, new_weights)
     return adapted
 
 
-@contextlib.contextmanager
-def peft_errors_named(problem: str) -> Iterator[None]:
-    """Inside a `with` block, turn peft's errors about an adapter into a UserError that starts with `problem`."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, re.error) as error:
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
-        raise UserError(f"{problem} ({type(error).__name__}: {reason}).") from error
-
-
 def described_by(file: Path) -> contextlib.AbstractContextManager[None]:
-    """Inside a `with` block, turn peft's errors into a UserError about an adapter's description.
-
-    Args:
-        file: the adapter's adapter_config.json.
-    """
-    return peft_errors_named(f"{file}: peft cannot build the adapter that it describes")
+    """Context in which peft's errors become a UserError about an adapter's description, `file`."""
+    return refusals_named(f"{file}: peft cannot build the adapter that it describes")
 
 
 def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel:
-    """Add the adapter saved in a folder to a model, to train it further.
-
-    Raises:
-        UserError: flags that differ from the saved adapter, or an adapter that peft cannot build.
-    """
+    """Add the adapter saved in a folder to a model, to train it further. Raises UserError."""
     with described_by(path / ADAPTER_CONFIG):
         adapted = _described(model, path, args)
         _train_heads(adapted, args.model_type, list(saved_by_name(path)))
@@ -240,14 +213,7 @@ def _usual_targets(model: PreTrainedModel) -> list[str] | None:
 
 
 def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]) -> list[str]:
-    """Names of the modules of a classifier that are trained with any adapter.
-
-    They are its head, and a pooler if the pooler's weights are new.
-
-    Args:
-        model_type: the flag `--model_type`.
-        new_weights: names of weights that were not loaded.
-    """
+    """Modules of a classifier that are trained with any adapter: its head, and a pooler among the new weights."""
     if model_type != "encoder":
         return []
     heads = [n for n, m in model.named_children() if n != model.base_model_prefix and list(m.parameters())]
@@ -279,13 +245,10 @@ def new_token_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Token ids whose embeddings initialize a soft prompt (learned vectors before the input).
+    """`count` token ids whose embeddings initialize a soft prompt (learned vectors before the input).
 
     They are the tokens of `--prompt_init_text`, repeated. Without this flag they are random ones of the 5000 most
     common tokens, which are the first of the vocabulary.
-
-    Args:
-        count: length of the prompt in tokens.
     """
     if args.prompt_init_text:
         ids = tokenizer(args.prompt_init_text, add_special_tokens=False)["input_ids"]
@@ -296,9 +259,3 @@ def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count
     words = (i for i in range(len(tokenizer)) if i not in marks and tokenizer.convert_ids_to_tokens(i)[:1] not in "<[")
     common = [word for word, _ in zip(words, range(_COMMON_WORDS), strict=False)]
     return [common[i] for i in torch.randint(len(common), (count,)).tolist()]
-
-
-def _word_embeddings(model: PreTrainedModel, args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Embeddings of the words that a prompt starts from, float[num_virtual_tokens, width]."""
-    words = prompt_words(args, tokenizer, args.num_virtual_tokens)
-    return model.get_input_embeddings().weight[words].detach().float()

@@ -7,12 +7,15 @@ import copy
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
@@ -34,25 +37,14 @@ logger = logging.getLogger(__name__)
 
 # Keys that configuration files on the Hugging Face Hub carry and that say nothing about the model's mathematics.
 HUB_KEYS = {
-    "_name_or_path",
-    "architectures",
-    "model_type",
-    "n_ctx",
-    "n_positions",
-    "output_past",
-    "task_specific_params",
-}
+    "_name_or_path", "architectures", "model_type", "n_ctx", "n_positions", "output_past", "task_specific_params",
+}  # fmt: skip
 # Keys that transformers writes into each config.json, and users into none of theirs.
 SAVED_KEYS = {"architectures", "transformers_version"}
 # What every PreTrainedConfig takes though its dataclass has no field for it.
 GENERAL_KEYS = {
-    "attn_implementation",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "dtype",
-    "tie_word_embeddings",
-    "torch_dtype",
-}
+    "attn_implementation", "bos_token_id", "decoder_start_token_id", "dtype", "tie_word_embeddings", "torch_dtype",
+}  # fmt: skip
 # What `build_model` makes of a model of transformers (`attention.huggingface.enable`).
 SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
@@ -61,8 +53,9 @@ _ROLES = ("pad", "eos", "bos", "cls", "sep", "mask")  # of special tokens
 # What constructors of transformers and torch raise for a value that they cannot use.
 REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
-    StrictDataclassError, TypeError, ValueError,
+    SafetensorError, StrictDataclassError, TypeError, ValueError, re.error,
 )  # fmt: skip
+_LONGEST_REASON = 300  # in characters, of what a library says
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 # Classes of our own, which vary what transformers' class of the same kind does not.
@@ -73,11 +66,7 @@ OWN_CLASSES = {
 
 
 def register_own_models(source: Source) -> None:
-    """Register this package's model classes with transformers' Auto classes, if config.json names one of them.
-
-    Args:
-        source: the model's location.
-    """
+    """Register this package's model classes with transformers' Auto classes, if config.json names one of them."""
     if package := OWN_PACKAGES.get(source.config.get("model_type")):
         importlib.import_module(package)
 
@@ -88,17 +77,13 @@ def load_model_config(
     """Read a model configuration from a JSON file, whose key `base` may name another file with the remaining values.
 
     Unknown keys are allowed in a config.json that transformers saved, as by AutoConfig, and refused elsewhere.
-    `tie_word_embeddings: false` is kept, which transformers' T5Config would overwrite.
+    `tie_word_embeddings: false` is kept, which transformers' T5Config would overwrite. Raises UserError.
 
     Args:
         path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `presets.list_presets`).
         config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
         trusted: True if the user named this file, so user-defined classes in it are imported; False for a config.json
             next to weights.
-
-    Raises:
-        UserError: no such file, broken JSON, a circular `base`, another `model_type`, an unknown key, or a value that
-            the class refuses.
     """
     path = find_config(path_or_preset)
     written = read_model_config(path)
@@ -120,7 +105,7 @@ def load_model_config(
     for key in undeclared:
         ours = _class_that_knows(key, kinds)
         if ours is not None or not is_saved:
-            advice = f", which --model_cls {ours} understands" if ours else _advice_for(key, known)
+            advice = f", which --model_cls {ours} understands" if ours else nearest_names(key, known)
             raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{advice}.")
     if undeclared:
         logger.info("%s: %s declares no %s, passed on as they are", path, config_cls.__name__, ", ".join(undeclared))
@@ -142,21 +127,19 @@ def _with_start(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def refusals_named(what: str) -> Iterator[None]:
-    """Context in which errors of transformers' and torch's constructors become a UserError that begins with `what`."""
+    """Context in which errors of transformers, peft and torch become a UserError that begins with `what`.
+
+    These are constructors that refuse a value, files that are no model or need remote code, and unfit adapters.
+    """
     try:
         yield
-    except UserError:
+    except (UserError, torch.OutOfMemoryError):
         raise
+    except UnpicklingError as error:  # torch's own message advises to unpickle anything
+        raise UserError(f"{what}: its weights are a pickle with more than tensors: use safetensors.") from error
     except REFUSALS as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise UserError(f"{what}: {reason or type(error).__name__}") from error
-
-
-def _advice_for(key: str, known: Iterable[str]) -> str:
-    return (
-        f"{nearest_names(key, known)}; --model_cls names the class of a model of your own, and a published "
-        f"configuration keeps its name, {CONFIG}"
-    )
+        raise UserError(f"{what}: {reason[:_LONGEST_REASON] or type(error).__name__}") from error
 
 
 def set_special_tokens(config: PreTrainedConfig, ids: Mapping[str, int | None], model_cls: type) -> None:
@@ -187,20 +170,17 @@ def set_special_tokens(config: PreTrainedConfig, ids: Mapping[str, int | None], 
 def set_decoder_start(model: nn.Module) -> None:
     """Set `decoder_start_token_id` for generation to the token with which the model starts labels in training.
 
-    A model shifts its labels right and puts this token first. T5Gemma always uses the decoder's BOS. mBART's first
-    token depends on the labels, so its setting stays.
+    T5Gemma starts with its decoder's BOS, other models with the configuration's `decoder_start_token_id`.
     """
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if shift is None or not model.config.is_encoder_decoder:
+    config = model.config
+    if not getattr(config, "is_encoder_decoder", False):
         return
-    try:
-        first = shift(torch.tensor([[2, 3], [4, 5]], device="cpu"))[:, 0]
-    except (TypeError, ValueError):  # a token that it needs is not configured, or no number
+    is_gemma = config.model_type in ("t5gemma", "t5gemma2")
+    start = config.decoder.bos_token_id if is_gemma else getattr(config, "decoder_start_token_id", None)
+    if start is None:  # mBART's depends on its labels
         return
-    if type(first) is not torch.Tensor or first.is_meta or first[0] != first[1]:  # traced without values
-        return
-    for holder in filter(None, (model.config, getattr(model, "generation_config", None))):
-        holder.decoder_start_token_id = int(first[0])
+    for holder in filter(None, (config, getattr(model, "generation_config", None))):
+        holder.decoder_start_token_id = start
 
 
 def set_target_language(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -218,14 +198,9 @@ def set_target_language(model: nn.Module, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
-    """Load the configuration of a model on the Hub or in a folder.
+    """Load the configuration of a model on the Hub or in a folder. Raises UserError.
 
-    Args:
-        name: Hub name or folder.
-        config_cls: the configuration's class; None lets AutoConfig choose it.
-
-    Raises:
-        UserError: there is no configuration, or it or its class refuses a value.
+    `config_cls` None lets AutoConfig choose its class.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -252,9 +227,6 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
     The global random state is unchanged. `tie_word_embeddings: false` unties only the output layer; transformers' T5
     would untie encoder and decoder too. A model of transformers with a layout in its configuration
     (`sparse_config_cls`, `sparse_attention`) gets block-sparse attention; see `attention.huggingface.enable`.
-
-    Raises:
-        UserError: the class refuses the configuration, or an unknown attention implementation or layout.
     """
     is_converted = takes_our_attention(config)
     check_size(model_cls, config)
@@ -306,11 +278,8 @@ def check_size(model_cls: type, config: PreTrainedConfig, bytes_each: float = 4)
 def takes_our_attention(config: PreTrainedConfig) -> bool:
     """True if `attention.huggingface.enable` must convert a model of transformers to block-sparse attention.
 
-    Raises:
-        UserError: an unknown attention implementation, or one that would ignore the block-sparse layout.
+    Raises UserError for another attention implementation, which would ignore the layout.
     """
-    from transformers import AttentionInterface
-
     name = getattr(config, "_attn_implementation", None)
     named = [key for key in sorted(SPARSE_KEYS) if getattr(config, key, None) is not None]
     reads_them_itself = SPARSE_KEYS <= _own_keys(type(config))
@@ -320,20 +289,11 @@ def takes_our_attention(config: PreTrainedConfig) -> bool:
         return not reads_them_itself
     if named and not reads_them_itself:
         raise UserError(f'attn_implementation "{name}" would ignore {" and ".join(named)}: leave it out.')
-    known = sorted({"eager", *AttentionInterface().valid_keys()} - {"block_sparse"})
-    if name is not None and name not in known and "/" not in str(name):  # with a slash: a kernel of the Hub
-        raise UserError(f'There is no attn_implementation "{name}"; there are block_sparse, {", ".join(known)}.')
     return False
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Enable gradient checkpointing, which saves memory by recomputing activations in the backward pass.
-
-    It is the non-reentrant kind, so that adapters get gradients.
-
-    Raises:
-        UserError: the model does not support it.
-    """
+    """Enable gradient checkpointing of the non-reentrant kind, so that adapters get gradients. Raises UserError."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UserError(f"--gradient_checkpointing: {type(model).__name__} does not support it; leave it out.")
     # transformers' name for it since 5.23, which warns of the old one; a user's own model may have the old one alone
@@ -356,10 +316,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 
 def set_z_loss(config: PreTrainedConfig, weight: float) -> None:
-    """Set the weight of the z-loss in a model configuration. Raises UserError if the model has no z-loss.
-
-    The z-loss keeps the softmax's denominator near 1 (see `token_loss`).
-    """
+    """Set the weight of the z-loss (see `token_loss`) in a configuration. Raises UserError if the model has none."""
     if not hasattr(type(config), "z_loss"):  # an instance has any key of its file
         raise UserError(
             f"--z_loss: the model of {type(config).__module__}.{type(config).__name__} computes its own loss, without "
@@ -375,13 +332,10 @@ def first_position(model: nn.Module) -> int:
 
 
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
-    """Check that inputs are not longer than the positions that a model supports.
-
-    Raises UserError for learned absolute positions, and only warns for rotary ones.
+    """Raise UserError for inputs longer than a model's learned absolute positions; warn for rotary ones.
 
     Args:
-        length: longest input in tokens.
-        of_what: the flags that set it, for the message.
+        of_what: the flags that set the length, for the message.
         first: position ID of the first token (`first_position`).
     """
     config = config.get_text_config(decoder=True)  # T5Gemma's is in its parts
@@ -398,15 +352,7 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: 
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
-    """Check that a model's embedding has a row for every token id; returns the number of unused rows.
-
-    Args:
-        config: the model's configuration; `vocab_size` is the number of rows.
-        vocabulary_size: number of ids the tokenizer can produce, sentinels included.
-
-    Raises:
-        UserError: the vocabulary has more ids than the embedding has rows.
-    """
+    """Raise UserError unless the embedding has a row for every id of the tokenizer; returns the unused rows."""
     slack = config.vocab_size - vocabulary_size
     if slack < 0:
         rounded = -(-vocabulary_size // 128) * 128
@@ -472,10 +418,7 @@ def _known_keys(config_cls: type) -> set[str]:
 
 
 def untie_only_output(model: PreTrainedModel) -> None:
-    """Give the output layer weights of its own, while other tied (shared) weights of the model stay tied.
-
-    Later calls of the model's `tie_weights` keep it so.
-    """
+    """Give the output layer weights of its own, also after `tie_weights`, while other weights stay tied (shared)."""
     output = model.get_output_embeddings()
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if output and p is output.weight}
     model._tied_weights_keys = {t: source for t, source in model._tied_weights_keys.items() if t not in names}

@@ -53,16 +53,13 @@ def _bodies(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def freeze(model: nn.Module, what: Sequence[str]) -> None:
-    """Freeze chosen parameters of a model, so that training leaves them unchanged.
+    """Freeze chosen parameters of a model, so that training leaves them unchanged. Raises UserError.
 
     `--freeze encoder` does not freeze an embedding that the decoder shares; name `embeddings` too.
 
     Args:
         what: parts of the model (encoder, decoder, embeddings, head) or patterns of parameter names ("*.layer.0.*"). A
             tied (shared) parameter is frozen by any of its names.
-
-    Raises:
-        UserError: nothing has such a name, or nothing would be left to train.
     """
     for parameter in _chosen(model, what, "freeze"):
         parameter.requires_grad_(False)
@@ -71,13 +68,10 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
 
 
 def train_only(model: nn.Module, what: Sequence[str]) -> None:
-    """Freeze all parameters of a model except the chosen ones.
+    """Freeze all parameters of a model except the chosen ones. Raises UserError.
 
     Args:
         what: parts or patterns of parameter names, as in `freeze`. An empty list freezes nothing.
-
-    Raises:
-        UserError: nothing has such a name.
     """
     chosen = {id(parameter) for parameter in _chosen(model, what, "trained")}
     for parameter in model.parameters() if what else ():

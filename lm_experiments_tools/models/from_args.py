@@ -63,10 +63,7 @@ class ModelSource:
 
     @property
     def kind(self) -> ModelKind:
-        """Kind of the model: encoder-decoder, decoder or encoder.
-
-        A decoder is a model that can generate, or our BERT with `is_decoder` in its configuration.
-        """
+        """Kind of the model; a decoder can generate, or is our BERT with `is_decoder`."""
         if getattr(self.config, "is_encoder_decoder", False):
             return "encoder-decoder"
         if self.may_be_decoder and self.config.is_decoder:
@@ -77,16 +74,13 @@ class ModelSource:
 def model_source(
     args: ExperimentArgs, backend: Backend, tokens: Mapping[str, int | None] | None = None
 ) -> ModelSource:
-    """Import the model class that flags name, and read its configuration. Every worker must call it.
+    """Import the model class that flags name, and read its configuration. Every worker must call it. Raises UserError.
 
     Without a flag for the configuration (`lmtools inspect`), the class's default is used.
 
     Args:
         tokens: id of each special token of the vocabulary, which a model without weights takes (see
             `build.set_special_tokens`); None leaves those of the configuration.
-
-    Raises:
-        UserError: the class or the configuration is not available.
     """
     return on_all(backend, lambda: _model_source(args, tokens))
 
@@ -137,15 +131,7 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
 
 
 def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: int) -> nn.Module:
-    """Build the model of a pre-training run with random weights, equal on all workers.
-
-    Args:
-        source: the model's class and configuration.
-        vocabulary_size: number of token ids that the tokenizer can produce.
-
-    Raises:
-        UserError: the model has no loss, or its embedding is smaller than the vocabulary.
-    """
+    """Build the model of a pre-training run with random weights, equal on all workers. Raises UserError."""
     if args.dropout_rate is not None:
         set_dropout(source.config, args.dropout_rate)
     if args.z_loss is not None:
@@ -162,22 +148,14 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
 
 
 def most_labels(args: BertPretrainingArgs | T5PretrainingArgs) -> Callable[[int], int]:
-    """Return a function that bounds the number of masked tokens in a batch.
-
-    The function takes the batch's number of rows (sequences). The bound fixes the size of label tensors.
-    """
+    """Return a function of a batch's rows that bounds its masked tokens, which fixes the size of label tensors."""
     if getattr(args, "packing", None) == SENTENCES:
         return lambda rows: rows * args.most_predictions()
     return lambda rows: spread_labels(rows * args.input_seq_len, args.highest_rate())
 
 
 def spread_labels(tokens: int, probability: float) -> int:
-    """Bound the number of masked tokens in a batch: six standard deviations above the mean.
-
-    Args:
-        tokens: number of tokens in the batch.
-        probability: probability that a token is masked.
-    """
+    """Bound the number of masked tokens among `tokens`: six standard deviations above the mean."""
     mean = tokens * probability
     return math.ceil(mean + 6 * math.sqrt(mean * (1 - probability)))
 
@@ -192,10 +170,9 @@ def make_optimizer(
     model: nn.Module | Iterable[tuple[str, Tensor]],
     rules: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> Optimizer:
-    """Build the optimizer that flags describe for a model or for named parameters.
+    """Build the optimizer that flags describe for a model or for (name, parameter) pairs.
 
     Args:
-        model: a module, or (name, parameter) pairs.
         rules: (pattern of names, options) pairs that give parameters their own learning rate or weight decay, as
             `OptimizerArgs.group_rules` reads them.
     """

@@ -25,14 +25,8 @@ def inherited_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     another task. Other weights set only the kind of model. Weights that are not found set nothing; loading them
     reports the error later.
 
-    Args:
-        given: the flags that the user has set.
-
     Returns:
         {flag's name: (value, file that it comes from)}.
-
-    Raises:
-        UserError: a file is damaged.
     """
     if not given.get("from_pretrained"):
         return {}
@@ -51,23 +45,12 @@ def inherited_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def of_t5(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Default values for flags of run_t5_pretraining.py from pre-trained weights: {name: (value, origin)}.
-
-    Args:
-        given: the flags that the user has set; they get no default.
-    """
+    """Default values for flags of run_t5_pretraining.py from pre-trained weights: {name: (value, origin)}."""
     return pretrained_settings(given, ("vocab",)) if given.get("from_pretrained") else {}
 
 
 def of_bert(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Default values for flags of run_bert_pretraining.py that depend on pre-trained weights or on other flags.
-
-    Args:
-        given: the flags that the user has set; they get no default.
-
-    Returns:
-        {flag's name: (value, origin)}.
-    """
+    """Default values for flags of run_bert_pretraining.py that depend on pre-trained weights or on other flags."""
     found, packing = {}, given.get("packing", SENTENCES)
     if packing != SENTENCES:
         if given.get("use_nsp"):
@@ -89,10 +72,7 @@ def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]
         tokenizer_flags: flags that name the tokenizer; the first is set if none is given.
 
     Returns:
-        {flag's name: (value, origin)}.
-
-    Raises:
-        UserError: there are no such weights, they are an adapter or have no configuration, or another flag names some.
+        {flag's name: (value, origin)}. Raises UserError.
     """
     named, folder = str(given["from_pretrained"]), str(given.get("working_dir", "."))
     for flag in ("base_model", "init_checkpoint"):

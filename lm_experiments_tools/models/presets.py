@@ -5,7 +5,6 @@ A file holds only its differences from another one, which its key `base` names. 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from lm_experiments_tools.checkpoint.model_config import read_model_config
@@ -40,9 +39,7 @@ def find_config(path_or_preset: str | Path) -> Path:
         name = OLD_NAMES.get(path.stem, path.stem)
     if name in presets:
         return presets[name]
-    # Of another kind of model none is meant: t5-tiny is not bert-tiny.
-    kin = [preset for preset in presets if re.split("[-_]", preset)[0] == re.split("[-_]", path.stem)[0]] or presets
-    hint = nearest_names(path.stem, kin) or f"; presets are {', '.join(kin)}"
+    hint = nearest_names(path.stem, presets) or f"; presets are {', '.join(presets)}"
     raise UserError(f"'{name}' is neither a model configuration file nor a preset{hint}.")
 
 
@@ -55,10 +52,8 @@ def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
     base = values.pop("base", None)
     if base is None:
         return values
-    if not isinstance(base, str):
-        raise UserError(f"{path}: 'base' must be a file name or a preset, not {base!r}.")
-    beside = path.parent / base
-    base_path = beside if beside.is_file() else list_presets().get(base.removesuffix(".json"))
+    beside = path.parent / str(base)
+    base_path = beside if beside.is_file() else list_presets().get(str(base).removesuffix(".json"))
     if base_path is None:
         raise UserError(f"{path}: its base '{base}' is neither a file beside it nor a preset.")
     return {**_read_with_base(base_path, (*seen, path)), **values}

@@ -6,26 +6,23 @@ weights file of t5-experiments or nanoT5 (with --model_cfg).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.conversion import load_unsharded, quiet_loading
-from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ModelFiles, Source, real_names
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.data.examples.text_encoder import end_id
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix
 from lm_experiments_tools.models.build import (
-    REFUSALS,
     build_model,
     check_positions,
     check_size,
@@ -33,6 +30,7 @@ from lm_experiments_tools.models.build import (
     first_position,
     load_model_config,
     pretrained_config,
+    refusals_named,
     register_own_models,
     set_decoder_start,
     set_dropout,
@@ -43,8 +41,8 @@ from lm_experiments_tools.models.build import (
     untie_only_output,
 )
 from lm_experiments_tools.models.freezing import freeze
-from lm_experiments_tools.models.placement import host_embeddings, loading_options, say_where, weights_dtype
 from lm_experiments_tools.models.speed import speed_up
+from lm_experiments_tools.modules.devices import HostEmbedding
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
 if TYPE_CHECKING:
@@ -61,6 +59,9 @@ AUTO_CLASSES = {
 }
 STRICTLY: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
 _NAMES_SHOWN = 4
+NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+# Heads are trained next to a quantized body, so they stay unquantized.
+_HEADS = ["classifier", "score", "classification_head", "pre_classifier", "pooler", "lm_head"]
 
 
 def pretrained_model(
@@ -69,15 +70,11 @@ def pretrained_model(
     label_names: Sequence[str] = (),
     files: ModelFiles | None = None,
 ) -> nn.Module:
-    """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train.
+    """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train. Raises UserError.
 
     Args:
         label_names: classes; they determine size and labels of an encoder's head.
-        files: the model's files, if they are already open; None to find them.
-
-    Raises:
-        UserError: the weights cannot be found or read, are of another kind of model or do not fit it, or the
-            vocabulary is larger than the model's embedding.
+        files: the model's files, if they are already open.
     """
     _refuse_lost_base(args)
     if args.quantize is not None and args.peft is None and _resumes(args):
@@ -129,8 +126,6 @@ def untrained_model(args: FinetuningArgs) -> PreTrainedModel:
 
 def _refuse_lost_base(args: FinetuningArgs) -> None:
     """An adapter is saved without its base model, which must be named by `--from_pretrained`."""
-    if args.init_checkpoint and (Path(args.init_checkpoint) / ADAPTER_CONFIG).is_file():
-        raise UserError(f"--init_checkpoint {args.init_checkpoint} holds an adapter: name it by --from_pretrained.")
     if args.peft is not None and args.from_pretrained is None:
         raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")
 
@@ -158,18 +153,15 @@ def _check_length(model: nn.Module, args: FinetuningArgs) -> None:
     """Inputs, prompt and text to be generated within the positions of the model. Raises UserError."""
     adapters = getattr(model, "peft_config", {}).values()
     before = max((getattr(c, "num_virtual_tokens", None) or 0 for c in adapters), default=0)
-    written = args.max_new_tokens or args.target_seq_len
-    lengths = {f"--input_seq_len {args.input_seq_len}": args.input_seq_len}
+    lengths = {"--input_seq_len": args.input_seq_len}
     if args.model_type == "encoder-decoder":
-        lengths[f"--target_seq_len {args.target_seq_len}"] = args.target_seq_len
+        lengths["--target_seq_len"] = args.target_seq_len
     if args.needs_generation():
         source = args.input_seq_len - args.target_seq_len if args.model_type == "decoder" else 0
-        beside = f"{source} tokens of a source and " if source else ""
-        lengths[f"{beside}{written} to be generated (--max_new_tokens)"] = source + written
-    first = first_position(model)
+        lengths["--max_new_tokens after a source"] = source + (args.max_new_tokens or args.target_seq_len)
     for what, length in lengths.items():
         prompt = f" with the {before} tokens of the prompt" if before else ""
-        check_positions(model.config, length + before, what + prompt, first)
+        check_positions(model.config, length + before, f"{what} ({length}){prompt}", first_position(model))
 
 
 def _base_model(
@@ -198,7 +190,7 @@ def _base_model(
         if args.inference_dtype is not None:
             model.to(weights_dtype(args))
     else:
-        options = loading_options(args, model_cls, config)
+        options = loading_options(args)
         if args.device_map is None:
             bits = {None: 32, "int8": 8}.get(args.quantize, 4)
             check_size(model_cls, config, (16 if args.inference_dtype and bits == 32 else bits) / 8)
@@ -238,12 +230,6 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     named = get_cls_by_name(args.model_cls) if args.model_cls else None
     reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
     auto = getattr(transformers, AUTO_CLASSES[args.model_type])
-    if found == "decoder" and args.model_type == "encoder" and named is None and type(config) in auto._model_mapping:
-        name = auto._model_mapping[type(config)].__name__
-        raise UserError(
-            f"--model_type encoder: {config.model_type} reads left to right; to classify by its last token, give "
-            f"--model_cls transformers:{name} too."
-        )
     if found is not None and found != args.model_type and not reads_only:
         raise UserError(
             f"--model_type {args.model_type} does not fit weights of kind {found} ({config.model_type}): choose "
@@ -293,18 +279,12 @@ def load_pretrained(
     """Load a model by `model_cls.from_pretrained`; returns it and the names of weights that were not in the files.
 
     Only a classifier's head may be missing there; it gets random values that depend on `--seed`. transformers sets
-    `tie_word_embeddings` to True for a T5 v1.1 that it loads; the value of config.json is restored.
-
-    Args:
-        source: the model's location.
-        options: more arguments of `from_pretrained`.
-
-    Raises:
-        UserError: weights are missing, unexpected or of another shape (without --allow_partial_checkpoint).
+    `tie_word_embeddings` to True for a T5 v1.1 that it loads; the value of config.json is restored. Raises UserError
+    if other weights do not fit (without --allow_partial_checkpoint).
     """
     ours = takes_our_attention(config)
     unties = source.config.get("tie_word_embeddings") is False
-    readable = read_errors_named(source.name, "its weights cannot be read")
+    readable = refusals_named(f"{source.name}: its weights cannot be read")
     with readable, quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
         model, info = model_cls.from_pretrained(
@@ -322,16 +302,12 @@ def load_pretrained(
 
 def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: FinetuningArgs) -> list[str]:
     """Refuse weights of the body that are not the model's; say which of the head are new (returned) or dropped."""
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    shapes = {entry[0]: entry[1:] for entry in info["mismatched_keys"]}
+    found = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(info["unexpected_keys"])}
+    found["of another shape"] = [entry[0] for entry in info["mismatched_keys"]]
     has_new_head = args.model_type == "encoder"
-    new = [name for name in [*missing, *shapes] if has_new_head and _in_head(model, name)]
-    dropped = [name for name in unexpected if has_new_head and _in_head(model, name)]
-    bad = {
-        "missing": [name for name in missing if name not in new],
-        "unexpected": [name for name in unexpected if name not in dropped],
-        "of another shape": [name for name in shapes if name not in new],
-    }
+    is_head = {name for names in found.values() for name in names if has_new_head and _in_head(model, name)}
+    new = [name for what in ("missing", "of another shape") for name in found[what] if name in is_head]
+    bad = {what: [name for name in names if name not in is_head] for what, names in found.items()}
     words = [f"{len(names)} are {what} ({some_names(names)})" for what, names in bad.items() if names]
     bodies = (name.rpartition(".")[0] for name in bad["of another shape"])
     lost = [name for name in bodies if isinstance(model.get_submodule(name), nn.Embedding)]
@@ -345,9 +321,10 @@ def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: F
         logger.warning("%s fits only in part: of its weights %s", source.name, ", ".join(words))
     if new:
         logger.info("the head is new, with random weights: %s", ", ".join(new))
-    if dropped:
-        names = some_names(dropped)
-        logger.info("not used of %s: %d weights of its former head (%s)", source.name, len(dropped), names)
+    if dropped := [name for name in found["unexpected"] if name in is_head]:
+        logger.info(
+            "not used of %s: %d weights of its former head (%s)", source.name, len(dropped), some_names(dropped)
+        )
     return new
 
 
@@ -356,30 +333,71 @@ def _in_head(model: PreTrainedModel, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
-@contextlib.contextmanager
-def read_errors_named(name: str, problem: str) -> Iterator[None]:
-    """Inside a `with` block, turn transformers' errors about a model's files into a UserError.
-
-    These are errors about files that are no model, or that need remote code.
-
-    Args:
-        name: the model's name, for the message.
-        problem: what could not be done, for the message.
-    """
-    try:
-        yield
-    except UnpicklingError as error:  # torch's own message advises to unpickle anything
-        raise UserError(
-            f"{name}: its weights are a pickle with more than tensors, and were not read: use safetensors."
-        ) from error
-    except UserError:
-        raise
-    except (*REFUSALS, SafetensorError) as error:
-        raise UserError(f"{name}: {problem} ({first_line(error)}).") from error
-
-
 def some_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+
+
+# ---- precision and devices ------------------------------------------------------------------------------------------
+def loading_options(args: FinetuningArgs) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that follow from --quantize, --inference_dtype and --device_map."""
+    options: dict[str, Any] = {} if args.inference_dtype is None else {"dtype": weights_dtype(args)}
+    if args.quantize is not None:
+        options["quantization_config"] = _quantization(args)
+    if args.device_map is not None:
+        is_named = args.device_map in NAMED_MAPS
+        if not is_named and not Path(args.device_map).is_file():
+            raise UserError(f"--device_map {args.device_map} is neither {', '.join(NAMED_MAPS)} nor a JSON file.")
+        options["device_map"] = args.device_map if is_named else read_json(Path(args.device_map))
+    return options
+
+
+def weights_dtype(args: FinetuningArgs) -> torch.dtype:
+    """Return the dtype of unquantized weights: `--inference_dtype` (for evaluation), else float32."""
+    return {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.inference_dtype]
+
+
+def _quantization(args: FinetuningArgs) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--quantize {args.quantize} needs the package bitsandbytes ({error}): pip install bitsandbytes"
+        ) from error
+    if args.quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=_HEADS)
+    compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weights_dtype(args)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=args.quantize,
+        bnb_4bit_compute_dtype=compute,
+        llm_int8_skip_modules=_HEADS,
+    )
+
+
+def say_where(model: nn.Module) -> None:
+    """Log which devices hold the layers of a model loaded with --device_map."""
+    layers: dict[str, list[str]] = {}
+    for module, device in (getattr(model, "hf_device_map", None) or {"": model.device}).items():
+        layers.setdefault(str(device), []).append(module or "all layers")
+    for device, names in layers.items():
+        logger.info("on %s: %s", device, ", ".join(names))
+
+
+def host_embeddings(model: nn.Module) -> None:
+    """Keep the token embeddings of a model in main memory, by turning them into `HostEmbedding`s. Raises UserError."""
+    table, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output is not None and output.weight is table.weight:
+        raise UserError(
+            f"--embeddings_on_cpu: the output layer of {type(model).__name__} is tied to its embeddings: choose a "
+            "model with untied ones (T5 v1.1)."
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is table.weight:
+            if type(module) is not nn.Embedding:
+                raise UserError(f"--embeddings_on_cpu: {type(module).__name__} is more than a look-up.")
+            module.__class__ = HostEmbedding
 
 
 # ---- tokenizer and model --------------------------------------------------------------------------------------------

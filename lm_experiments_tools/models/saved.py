@@ -26,10 +26,11 @@ from lm_experiments_tools.models.build import (
     OWN_PACKAGES,
     check_size,
     pretrained_config,
+    refusals_named,
     register_own_models,
     set_decoder_start,
 )
-from lm_experiments_tools.models.pretrained import AUTO_CLASSES, STRICTLY, kind_of, read_errors_named, some_names
+from lm_experiments_tools.models.pretrained import AUTO_CLASSES, STRICTLY, kind_of, some_names
 from lm_experiments_tools.models.tokenizers import read_tokenizer, without_end
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import resolve_configured
@@ -40,13 +41,9 @@ if TYPE_CHECKING:
 
 # The Auto class by which a stranger reads a model: the first one that gives exactly its class.
 READERS = (
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForPreTraining",
-    "AutoModelForCausalLM",
-    "AutoModelForSequenceClassification",
-    "AutoModel",
-)
+    "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForPreTraining", "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification", "AutoModel",
+)  # fmt: skip
 OURS = ("modeling_t5", "modeling_bert")
 LIBRARIES = ("transformers", *OURS)  # packages whose classes are no user's
 
@@ -56,7 +53,6 @@ class Opened:
     """A saved model that `open_saved` has loaded.
 
     Attributes:
-        source: the model's location.
         model: in float32 on the CPU, in evaluation mode; an adapter is merged into its base.
         is_merged: True if an adapter was merged into its base model.
     """
@@ -111,12 +107,8 @@ def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pret
     """Open a saved model: a folder, checkpoint, run directory (its best checkpoint, else its last) or Hub name.
 
     Args:
-        name: the folder or Hub name.
         model_cls: module:Class; None takes the class in config.json, or the user's own one that the run used.
         flag: the flag that names the model, for messages.
-
-    Raises:
-        UserError: there is no such model, its class is unknown, or weights of it are missing or of another shape.
     """
     source = find_source(name, flag)
     if source.is_file:
@@ -128,13 +120,7 @@ def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pret
 
 
 def saved_class(source: Source, model_cls: str | None = None) -> type:
-    """Find the model class that saved weights belong to. Raises UserError.
-
-    Args:
-        source: the model's location.
-        model_cls: module:Class to use instead; None takes the recorded one.
-    """
-
+    """Find the model class that saved weights belong to, unless `model_cls` names one. Raises UserError."""
     if model_cls is not None:
         return get_cls_by_name(model_cls)
     register_own_models(source)
@@ -178,17 +164,14 @@ def position_of(checkpoint: Path) -> dict[str, int]:
 
 
 def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
-    """Load a model by `cls.from_pretrained`, and check that the files have all of its weights and no others.
+    """Load a model by `cls.from_pretrained`; UserError unless the files have all of its weights and no others.
 
     Args:
         folder: the model's folder, or its name on the Hub.
         name: its name in error messages; None for `folder`.
-
-    Raises:
-        UserError: the model cannot be read, or weights are missing or unexpected.
     """
     name, called = name or folder, cls.__name__
-    with read_errors_named(name, f"it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
+    with refusals_named(f"{name}: it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
         config_cls, known = getattr(cls, "config_class", None), {}
         if config_cls is not None:
             known["config"] = pretrained_config(folder, config_cls)
@@ -207,11 +190,7 @@ def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
 def average_weights(model: torch.nn.Module, others: Iterable[tuple[str, torch.nn.Module]]) -> None:
     """Average the weights of several models, computed in float64, and store the mean in the first, `model`.
 
-    Args:
-        others: the other models, as (name for messages, model), read one after another.
-
-    Raises:
-        UserError: another model has weights of other names or shapes, or differs in values that are not real numbers.
+    UserError if others, (name for messages, model), have weights of other names or shapes, or other integers.
     """
     own = model.state_dict()
 
@@ -236,11 +215,7 @@ def _shape(weight: torch.Tensor | None) -> torch.Size | None:
 
 
 def merged(adapter: Source) -> PreTrainedModel:
-    """Load a LoRA adapter and merge it into its base model; a classifier's saved head is used too.
-
-    Raises:
-        UserError: the adapter is of another kind, or its base model cannot be read.
-    """
+    """Load a LoRA adapter and merge it into its base model; a classifier's saved head is used too."""
     base = find_base(adapter)
     check_peft(f"the adapter {adapter.name}")
     import peft
@@ -263,7 +238,7 @@ def merged(adapter: Source) -> PreTrainedModel:
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
     check_size(classes._model_mapping[type(config)], config)
-    with read_errors_named(base.name, f"it cannot be read as {classes.__name__}"), quiet_loading():
+    with refusals_named(f"{base.name}: it cannot be read as {classes.__name__}"), quiet_loading():
         model, _ = classes.from_pretrained(base.name, config=config, **STRICTLY)
     model.base_fingerprint = base.fingerprint()
     with described_by(adapter.base_named_in):

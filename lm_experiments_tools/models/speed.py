@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
@@ -33,12 +32,11 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import user_cache
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
-from lm_experiments_tools.modules.devices import has_bf16, lacks_triton, supports_bf16_on_cpu
+from lm_experiments_tools.modules.devices import has_bf16, lacks_triton
 from lm_experiments_tools.modules.inspection import base_of
 from lm_experiments_tools.tracking.run_directory import check_script, settings_in_use
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import ExperimentArgs
 
 logger = logging.getLogger(__name__)
@@ -65,21 +63,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 def choose_speed(
     args: Args, origins: Mapping[str, str], *, keeps_process: bool = False
 ) -> tuple[Args, dict[str, str]]:
-    """Fill in the flags that `--speed auto` chooses: `--model_cls`, `--bf16` and `--compile`.
+    """Fill in the flags that `--speed auto` chooses: `--model_cls`, `--bf16` and `--compile`. Raises UserError.
 
     Every worker calls this first. A resumed run keeps its recorded choices.
 
     Args:
-        args: the flags of a run.
         origins: where each setting comes from, as `cli.parse` returns it; only settings from "default" are chosen.
         keeps_process: True if the package is used as a library: then options of the whole process are not changed (see
             `set_up_process`).
-
-    Returns:
-        The settings and their origins.
-
-    Raises:
-        UserError: a flag asks for what the machine cannot do.
     """
     origins, before = dict(origins), _recorded(args)
     free = [name for name in CHOSEN if origins.get(name, "default") == "default"]
@@ -105,25 +96,8 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() and not cpu_asked() else "cpu"
 
 
-def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
-    """Check that all workers made the same choices for `--speed auto`, because the machines of a job may differ.
-
-    Raises:
-        UserError: the workers' choices differ; the message says in what.
-    """
-    choices = backend.gather({name: getattr(args, name) for name in ("speed", "model_cls", "bf16")})
-    for name, value in choices[0].items():
-        if any(choice[name] != value for choice in choices):
-            on_all(backend, lambda: _config_values(args))  # a file that one of them lacks is the better reason
-            raise agreed(UserError(f"{AUTO}: workers choose {name} differently: give --{name}, or --speed off."))
-
-
 def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.Module) -> str:
-    """Describe in one line for the log what `--speed auto` chose, and why.
-
-    Args:
-        origins: where each setting comes from, which holds the reasons.
-    """
+    """Describe in one line for the log what `--speed auto` chose, and why (from the origins of the settings)."""
     if args.speed == "off":
         return "off"
     is_own = type(model).__module__.partition(".")[0].startswith("modeling_")
@@ -138,11 +112,7 @@ def describe_speed(args: ExperimentArgs, origins: Mapping[str, str], model: nn.M
 
 
 def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> None:
-    """Enable a model's fused training path for `--speed auto`, and compile the model for `--compile`.
-
-    Args:
-        plain: False for a model whose layers were replaced (adapters, 8-bit weights), which has no fused path.
-    """
+    """Enable a model's fused training path for `--speed auto` (`plain`: its layers are its own), and compile it."""
     use_fast_step = getattr(model, "use_fast_step", None)
     if args.speed == "auto" and plain and use_fast_step is not None:
         use_fast_step(True)
@@ -157,10 +127,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compile each transformer block of a model, with a disk cache that makes the next run start faster.
 
     A model without such blocks is compiled as a whole. Blocks of the same shape share two compiled graphs: one for the
-    first input length, one for all other lengths.
-
-    Args:
-        options: arguments of `torch.compile`.
+    first input length, one for all other lengths. `options` are those of `torch.compile`.
     """
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -180,11 +147,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 def set_up_process(*, fast: bool, device: str = "cpu") -> None:
     """Set options of the whole process for speed: flush denormals, use TF32 on a GPU, reuse freed memory on a CPU.
 
-    Call it before the first matrix product: threads that torch starts inherit the flushing of denormals.
-
-    Args:
-        fast: False restores torch's defaults, except for the reuse of freed memory.
-        device: "cuda" or "cpu", the device to train on.
+    Call it before the first matrix product: threads that torch starts inherit the flushing of denormals. Without
+    `fast` torch's defaults are restored, except for the reuse of freed memory.
     """
     torch.set_flush_denormal(fast)
     if torch.cuda.is_available():
@@ -231,10 +195,7 @@ def lacks_compiler(device: str) -> str | None:
 
 
 def _refuse_unavailable(args: ExperimentArgs, free: Sequence[str], device: str) -> None:
-    """Refuse a given flag that the machine cannot do; `--fp16` and a GPU's bf16 are refused where they are set up."""
-    is_emulated = device == "cpu" and not supports_bf16_on_cpu()
-    if args.bf16 and "bf16" not in free and is_emulated:
-        raise UserError("--bf16: this CPU has no bfloat16 arithmetic: leave it out, or add --speed off.")
+    """Refuse `--compile` that the machine cannot do; `--fp16` and a GPU's bf16 are refused where they are set up."""
     if args.compile and "compile" not in free and (lacking := lacks_compiler(device)):
         raise UserError(f"--compile: {lacking}: install it, or leave --compile out.")
 

@@ -30,15 +30,9 @@ _TOKENIZER_SETTINGS = (
 
 
 def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that `--tokenizer` names, or the one saved with the model's weights.
+    """Load the tokenizer that `--tokenizer` names, or the one saved with the model's weights. Raises UserError.
 
-    EOS replaces a missing padding token.
-
-    Args:
-        files: the model's files, if they are already open; None to find them.
-
-    Raises:
-        UserError: there is no tokenizer, it cannot be read, or the target's language is unknown.
+    EOS replaces a missing padding token. `files` are the model's, if they are already open.
     """
     files = files or ModelFiles(args)
     flag, name = files.tokenizer_flag
@@ -79,15 +73,11 @@ def _set_languages(tokenizer: PreTrainedTokenizerBase, args: FinetuningArgs, nam
 
 
 def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged.
+    """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged. Raises UserError.
 
     Args:
-        name: folder, file or Hub name.
         flag: the flag that names it, for messages.
         source: its location, if already known; None to find it.
-
-    Raises:
-        UserError: there is no tokenizer, or its vocabulary is empty.
     """
     path, named = Path(name), f"{flag} {name}"
     source = source or (Source(name, path) if path.exists() else hub_source(name, flag))
@@ -97,11 +87,7 @@ def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTr
 
 
 def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
-    """Read a tokenizer from its location.
-
-    Args:
-        named: the flag with its value, for error messages.
-    """
+    """Read a tokenizer from its location; `named` is the flag with its value, for error messages."""
     path = source.path or Path(source.name)
     if source.path is not None and path.is_dir():
         verify_model(path)

@@ -74,7 +74,7 @@ class BertPretraining(Pretraining):
     def loop_options(self, args: BertPretrainingArgs, source: ModelSource, model: nn.Module) -> dict[str, Any]:
         backend, transform = self.backend, None
         if args.packing == "documents":
-            transform = on_all(backend, lambda: prepare(model, args.input_seq_len))
+            transform = on_all(backend, lambda: prepare(model))
         loss = bert_loss(args.use_nsp, labels_alone(args, backend, model))
         loss = distilled_loss(args, backend, model, "encoder", loss)
         return {"batch_transform_fn": transform, "batch_metrics_fn": bert_metrics, "loss": loss}

@@ -27,7 +27,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import LABEL_POSITIONS
 from lm_experiments_tools.models.build import num_parameters
 from lm_experiments_tools.models.from_args import make_optimizer, most_labels
-from lm_experiments_tools.models.speed import check_agreement, describe_speed
+from lm_experiments_tools.models.speed import describe_speed
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
 from lm_experiments_tools.training.distillation import Predict, distilled, predictor
@@ -62,7 +62,6 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     on_all(backend, lambda: _check_phases(args, backend.world_size))
-    check_agreement(args, backend)
     if args.model_path is not None:
         say(backend, f"run directory: {args.model_path}")
     elif not args.validate_only:

@@ -3,7 +3,6 @@
     lmtools evaluate runs/a runs/b runs/c --valid_data_path valid.jsonl --metrics rouge
     lmtools evaluate runs/a/checkpoints/step_* --test_data_path test.jsonl --output table.jsonl
     lmtools evaluate runs/gpt --suite lm_eval --tasks my_tasks/colours.yaml hellaswag
-    lmtools evaluate runs/bert --suite glue --tasks glue/SST-2 --epochs 3 --lr 2e-5
 
 With data, a run directory means its best checkpoint, or the last one. Flags are those of run_finetuning.py. Their
 defaults (task, prefix, lengths) are those each model was trained with.
@@ -42,12 +41,12 @@ class CheckpointsArgs:
     """Run directories, checkpoints, folders of models, adapters, or names of the Hugging Face Hub."""
     output: str | None = None
     """File to append each model's values to, one JSON object a line. None: none."""
-    suite: Literal["lm_eval", "sts", "mteb", "glue"] | None = None
-    """lm_eval: lm-evaluation-harness, for models that generate. sts, mteb: sentence-transformers, for encoders. glue:
-    each checkpoint is fine-tuned on a folder by the flags of run_finetuning.py. None: the data of the flags below."""
+    suite: Literal["lm_eval", "sts", "mteb"] | None = None
+    """lm_eval: lm-evaluation-harness, for models that generate. sts, mteb: sentence-transformers, for encoders. None:
+    the data of the flags below."""
     tasks: Annotated[tuple[str, ...], needs("suite")] = ()
     """Tasks of the suite: names or YAML files (lm_eval), files with sentence1, sentence2 and score (sts), names or
-    module:Class (mteb), folders with training and validation data (glue)."""
+    module:Class (mteb)."""
     num_fewshot: Annotated[int | None, NOT_NEGATIVE, needs("suite", "lm_eval")] = None
     """Examples before each question. None: the task's own number."""
     limit: Annotated[int | None, COUNT, needs("suite", "lm_eval")] = None
@@ -118,30 +117,19 @@ def _evaluated(name: str, settings: Mapping[str, Any]) -> list[Row]:
 
 
 def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each checkpoint; for a run that has removed them all meanwhile, one for its newest."""
-    from lm_experiments_tools.checkpoint.source import on_newest
+    """A row for each checkpoint."""
     from lm_experiments_tools.tools.suites import Suite, checkpoints_of, measured
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "HOROVOD_RANK" in os.environ:
         raise UserError("--suite is measured by one process: start it without torchrun, horovodrun or accelerate.")
     own = {field.name for field in fields(CheckpointsArgs)} | {"model_cls", "eval_batch_size"}
-    settings = {name: value for name, value in given.items() if name not in own or name in ("num_fewshot", "limit")}
-    if args.suite != "glue" and (ignored := sorted(set(settings) - {"num_fewshot", "limit"})):
+    if ignored := sorted(set(given) - own):
         raise UserError(f"--{ignored[0]} is not read by --suite {args.suite}: leave it out.")
+    settings = {name: given[name] for name in ("num_fewshot", "limit") if name in given}
     suite = Suite(args.suite, args.tasks, settings, args.eval_batch_size or 8, args.model_cls)
     suite.check()
-    for run, names in [(run, checkpoints_of(run)) for run in args.checkpoints]:
-        num_removed = 0
-        for name in names:
-            try:
-                yield {"checkpoint": name, **measured(name, suite)}
-            except (UserError, OSError):
-                if Path(name).exists() or names == [run]:
-                    raise
-                num_removed += 1
-                logger.warning("%s is left out: its run has removed it meanwhile", name)
-        if num_removed == len(names):
-            yield {"checkpoint": run, **on_newest(run, lambda run=run: measured(run, suite))}
+    for name in [name for run in args.checkpoints for name in checkpoints_of(run)]:
+        yield {"checkpoint": name, **measured(name, suite)}
 
 
 def table(rows: Sequence[Row], texts: Sequence[str] = ("checkpoint", "split")) -> list[str]:

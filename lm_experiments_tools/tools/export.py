@@ -6,7 +6,7 @@
     lmtools export runs/summaries --output summaries.onnx
 
 --to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card
-with the run's records but without licence. The folder is created only if it loads with bit-identical logits.
+without licence. The folder is created only if it loads with bit-identical logits.
 
 --output writes model.onnx of a classifier, or encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx
 of an encoder-decoder, with configuration and tokenizer, and prints the largest difference from torch.

@@ -20,13 +20,11 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.checkpoint.weights import copy_tokenizer, quiet_saving
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask
-from lm_experiments_tools.models.build import pretrained_config
-from lm_experiments_tools.models.pretrained import read_errors_named
-from lm_experiments_tools.models.saved import LIBRARIES, OURS, Opened, position_of, run_folder
+from lm_experiments_tools.models.build import pretrained_config, refusals_named
+from lm_experiments_tools.models.saved import LIBRARIES, OURS, Opened
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.tools.compare import read_run
 
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 _AUTO = {
@@ -34,10 +32,6 @@ _AUTO = {
     "decoder": "AutoModelForCausalLM",
     "encoder": "AutoModelForMaskedLM",
 }
-_SETTINGS = (
-    "task", "data_path", "valid_data_path", "input_seq_len", "target_seq_len", "batch_size",
-    "gradient_accumulation_steps", "WORLD_SIZE", "optimizer", "lr", "lr_scheduler", "seed", "COMMIT",
-)  # fmt: skip
 _CARD = """---
 {data}
 ---
@@ -47,10 +41,6 @@ A `{cls}` ({kind}) of {parameters:,} parameters{merged}.
 
 **Licence: not chosen yet.** Whoever publishes this model puts one here and in `license` above.
 
-## Training
-
-{training}
-
 ## How to load it
 
 {note}
@@ -58,7 +48,7 @@ A `{cls}` ({kind}) of {parameters:,} parameters{merged}.
 folder = "{name}"
 {code}
 ```
-{task}"""
+"""
 _TOKENIZER = "\n\nfrom transformers import AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained(folder)"
 
 
@@ -131,43 +121,22 @@ def write_folder(opened: Opened, folder: Path, max_shard_size: str) -> Loading:
     # Parameters alone: buffers such as the frequencies of rotary positions would lose digits.
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
-    with quiet_saving(), _user_code_named(opened):
+    with quiet_saving():
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     # Save the tokenizer of a decoder again: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
-    with _user_code_named(opened):
-        check_folder(folder, loading, inputs, expected)
+    check_folder(folder, loading, inputs, expected)
     return loading
 
 
-@contextmanager
-def _user_code_named(opened: Opened) -> Iterator[None]:
-    """Turn errors of a user's code, as it is copied and imported again, into a UserError."""
-    try:
-        yield
-    except (OSError, ImportError, AttributeError) as error:
-        if not opened.is_own:
-            raise
-        raise UserError(
-            f"the code of {type(opened.model).__name__} cannot be copied and loaded ({first_line(error)}): let its "
-            "file import others of yours by `from .name import X`."
-        ) from error
-
-
 def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expected: Tensor) -> None:
-    """Check that the model in a folder loads and gives the expected logits. Raises UserError if not.
-
-    Args:
-        loading: how the model is loaded.
-        inputs: arguments of the model's forward.
-        expected: logits of the model that was written.
-    """
+    """Check that the model in a folder loads and gives the expected logits of `inputs`. Raises UserError if not."""
     modules = dynamic_module_utils.HF_MODULES_CACHE
     with tempfile.TemporaryDirectory() as temporary:
         dynamic_module_utils.HF_MODULES_CACHE = temporary  # the copy of a user's code is of no use afterwards
         try:
-            with read_errors_named(str(folder), "it cannot be loaded"), quiet_loading():
+            with refusals_named(f"{folder}: it cannot be loaded"), quiet_loading():
                 cls = loading.reader(str(folder))
                 model = cls.from_pretrained(folder, dtype=torch.float32, **loading.options)
         finally:
@@ -249,7 +218,7 @@ def _package(cls: type) -> str:
 
 
 def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> None:
-    """Write the model card README.md into `folder`, with settings and metrics of the model's run.
+    """Write the model card README.md into `folder`.
 
     Args:
         name: final name of the folder.
@@ -264,7 +233,6 @@ def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> Non
         pipeline_tag="text-classification" if classifies else pipelines.get(opened.kind),
         tags=[model.config.model_type],
     )
-    task = [(key, value) for key, value in opened.source.task.items() if value not in (None, "", [], ())]
     text = _CARD.format(
         data=data.to_yaml(),
         name=name,
@@ -272,36 +240,7 @@ def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> Non
         kind=opened.kind or model.config.model_type,
         parameters=sum(weight.numel() for weight in model.parameters()),
         merged=", into whose weights an adapter is merged" if opened.is_merged else "",
-        training=_training(opened),
         note=f"{loading.note}\n" if loading.note else "",
         code=loading.code + (_TOKENIZER if any(folder.glob("tokenizer*")) else ""),
-        task=f"\n## What it was fine-tuned for\n\n{_table(task)}\n" if task else "",
     )
     ModelCard(text).save(folder / "README.md")
-
-
-def _training(opened: Opened) -> str:
-    """A table of what the run recorded up to the checkpoint's step."""
-    path = run_folder(opened.source)
-    if path is None:
-        return "The files that this was exported from do not record it."
-    run, position = read_run(path), position_of(opened.source.path)
-    step = position["step"]
-    rows: list[tuple[str, Any]] = [("updates" if key == "step" else key, f"{n:,}") for key, n in position.items()]
-    for key in run.metrics("train"):
-        values = [record[key] for record in run.of("train") if record["step"] <= step and record.get(key)]
-        rows += [(f"training {key}", f"{value:.4g}") for value in values[-1:]]
-    valid = next((record for record in reversed(run.of("valid")) if record["step"] == step), {})
-    rows += [(f"validation {key}", f"{valid[key]:.4g}") for key in run.metrics("valid") if valid.get(key) is not None]
-    for name in _SETTINGS:
-        value = run.config.get(name)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        # Only the last part of a path: folders are those of one machine.
-        texts = [Path(entry).name if name.endswith("path") else str(entry) for entry in values if entry is not None]
-        rows += [(name, ", ".join(texts))] if texts else []
-    return _table(rows)
-
-
-def _table(rows: list[tuple[str, Any]]) -> str:
-    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows]
-    return "\n".join(["| | |", "|---|---|", *lines])

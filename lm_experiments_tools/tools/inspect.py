@@ -1,12 +1,12 @@
 """Show the data of a run before training: counts, lengths, padding, steps, and samples of model inputs.
 
     lmtools inspect --config run.yaml
-    lmtools inspect --data_path big.jsonl --vocab my.model --task prefix_lm --documents 2000 --output look/
+    lmtools inspect --data_path big.jsonl --vocab my.model --task prefix_lm --documents 2000
     lmtools inspect pretrain-bert --data_path DATA_text_sentence --vocab_file vocab.txt --input_seq_len 128
     lmtools inspect finetune --tokenizer t5-small --data_path train.jsonl --valid_data_path valid.jsonl
 
-The first word names the training script (pretrain-t5, the default, pretrain-bert or finetune) or a YAML file of its
-settings. Flags are those of the script.
+The first word names the training script: pretrain-t5 (the default), pretrain-bert or finetune. Flags are those of the
+script.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ class TokenArgs:
     documents: Annotated[int | None, COUNT] = None
     """Inspect only the first N documents of each --data_path. None: all; 10000 of a Hugging Face dataset and with
     --streaming."""
-    check_gigabytes: Annotated[float, NOT_NEGATIVE] = 8.0
-    """Compare token files up to this size with their recorded sha256 (1 s a GB). 0: never."""
-    output: str | None = None
-    """Folder for a histogram of lengths (PNG) of each --data_path. None: none."""
 
 
 # Only flags about data are checked: those of the model and its training may be incomplete.

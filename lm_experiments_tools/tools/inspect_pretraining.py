@@ -35,7 +35,6 @@ from megatron.tokenizers import check_tokenizer
 Section = tuple[str, Facts, Samples]
 STREAMED_DOCUMENTS = 10_000  # of a Hugging Face dataset and of --streaming, unless --documents is given
 _DOCUMENTS_AT_ONCE = 64
-_WRONG_PAIR = {"swap": "a wrong pair: B comes before A", "random": "a wrong pair: B is from another document"}
 
 
 def t5_sections(args: Any) -> Iterator[Section]:
@@ -145,7 +144,6 @@ def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder
         tokenizer.decode,
         {tokenizer.pad_id: "[PAD]", tokenizer.sep_id: "[SEP]", tokenizer.mask_id: "MASK"},
         labels_at_inputs=True,
-        meanings={"next_sentence_label": {0: "a right pair: B follows A", 1: _WRONG_PAIR[args.nsp]}},
     )
     with closing(TrainLoader(dataset, args.global_batch_size(args.world_size))) as train:  # the rows of all workers
         return training_section(train, len(dataset), is_whole, args, False, rendering, facts)

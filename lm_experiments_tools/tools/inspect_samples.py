@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -28,13 +28,11 @@ class Rendering:
         decode: converts token ids to text.
         shown: names of special ids, such as {0: "<pad>"}.
         labels_at_inputs: True if labels are predicted at the input positions (masked LM), not by a decoder.
-        meanings: batch entry -> value -> text, for entries with one value per row.
     """
 
     decode: Callable[[list[int]], str]
     shown: Mapping[int, str]
     labels_at_inputs: bool = False
-    meanings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 def training_section(
@@ -46,21 +44,14 @@ def training_section(
     rendering: Rendering,
     facts: Facts,
 ) -> tuple[str, Facts, Samples]:
-    """Make the section on training data that `lmtools inspect` prints.
-
-    It has the steps of an epoch, the padding of the first micro-batches, and the first samples.
+    """Title, (name, value) lines and printed samples of the training data, with the padding of first micro-batches.
 
     Args:
         batches: global batches; a worker gets the rows `rank::world_size`.
         samples_per_epoch: None if unknown.
         is_whole: False if only the first documents are inspected.
         args: arguments of the run, with `SampleArgs`.
-        has_decoder: True for an encoder-decoder.
-        rendering: how to print samples.
         facts: (name, value) lines that come first.
-
-    Returns:
-        A title, (name, value) lines and the printed samples.
     """
     wanted = min(MEASURED_MICRO_BATCHES, ceil((samples_per_epoch or 1 << 62) / args.batch_size))
     options = torch.device("cpu"), has_decoder, ("labels",), args.trim_to()
@@ -117,11 +108,6 @@ def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mappi
     """Decode token ids to text in which special ids are visible and repeated ones are counted.
 
     With shown={0: "<pad>", 1: "</s>"}, [5, 6, 1, 0, 0] becomes "a b </s> <pad> x 2".
-
-    Args:
-        ids: int64[length].
-        decode: converts other ids to text.
-        shown: names of special ids.
     """
     words = []
     for name, run in itertools.groupby(np.asarray(ids).tolist(), key=shown.get):
@@ -134,13 +120,7 @@ def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mappi
 def render_predictions(
     input_ids: np.ndarray, labels: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]
 ) -> str:
-    """Decode a masked-LM sample to text that shows inputs and labels together: "e [<mask> -> f] g".
-
-    Args:
-        input_ids, labels: int64[length]; label -100 is not predicted.
-        decode: converts ids to text.
-        shown: names of special ids.
-    """
+    """Decode a masked-LM sample to text that shows inputs and labels together: "e [<mask> -> f] g"."""
     words = []
     pairs = zip(np.asarray(input_ids).tolist(), np.asarray(labels).tolist(), strict=True)
     for is_predicted, run in itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORED_LABEL):
@@ -178,6 +158,5 @@ def render_sample(row: Mapping[str, np.ndarray], rendering: Rendering, label: st
             runs = (f"{v} x {len(list(run))}" for v, run in itertools.groupby(value.tolist()))
             lines.append(f"{name}: {', '.join(runs)}")
         else:
-            meaning = rendering.meanings.get(name, {}).get(value.item())
-            lines.append(f"{name}: {value.item()}" + ("" if meaning is None else f", {meaning}"))
+            lines.append(f"{name}: {value.item()}")
     return lines

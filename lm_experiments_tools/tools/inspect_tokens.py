@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tracking.curve import new_figure
 
 Facts = list[tuple[str, str]]  # (name, text); an empty name continues the fact above
 PERCENTILES = {0: "min", 5: "5 %", 25: "25 %", 50: "median", 75: "75 %", 95: "95 %", 99: "99 %", 100: "max"}
@@ -23,16 +21,11 @@ _BLOCK = 1 << 24  # tokens counted at a time
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The tokens of one data path that `lmtools inspect` describes.
-
-    Attributes:
-        content: result of comparing the file with its recorded sha256; "" for text.
-    """
+    """The tokens of one data path that `lmtools inspect` describes."""
 
     path: str
     tokens: IndexedDataset
     is_whole: bool = True
-    content: str = ""
 
     def title(self) -> str:
         """Title of the section on this data path: the path and the number of inspected documents."""
@@ -43,21 +36,14 @@ def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> 
     """Select the documents of a data path that `lmtools inspect` describes: the first `args.documents`, or all.
 
     Args:
-        path: the data path.
-        tokens: its token file.
         scratch: folder to which the first documents are copied.
 
     Raises:
         UserError: all are inspected, and the file differs from its recorded sha256.
     """
     if args.documents is None or args.documents >= tokens.num_documents:
-        gigabytes = tokens.bin_path.stat().st_size / 1e9
-        if gigabytes > args.check_gigabytes:
-            content = f"not compared with its record: {gigabytes:.3g} GB, more than --check_gigabytes"
-        else:
-            is_recorded = tokens.check_content()
-            content = "as written (sha256)" if is_recorded else f"unknown: no sha256 in {tokens.meta_path}"
-        return TokenSource(path, tokens, content=content)
+        tokens.check_content()
+        return TokenSource(path, tokens)
     with IndexedDatasetWriter(scratch, tokens.dtype) as writer:
         for first, end in pairwise(tokens.document_indices[: args.documents + 1].tolist()):
             for index in range(first, end):
@@ -65,7 +51,7 @@ def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> 
             writer.end_document()
         entries = ("vocab_file", "vocab_sha256", "vocab_size", "append_eos", "append_eod")
         writer.finalize({name: tokens.meta[name] for name in entries if name in tokens.meta})
-    return TokenSource(path, IndexedDataset(scratch), False, "not compared with its record, because of --documents")
+    return TokenSource(path, IndexedDataset(scratch), is_whole=False)
 
 
 def document_lengths(tokens: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
@@ -113,11 +99,9 @@ def token_facts(
     subword: Callable[[int], str],
     has_sentences: bool = False,
 ) -> Facts:
-    """Describe tokens: documents, lengths, frequent ids, rate of unknown tokens. `--output` writes a histogram.
+    """Describe tokens: documents, lengths, frequent ids, rate of unknown tokens.
 
     Args:
-        args: arguments of the run, with `TokenArgs`.
-        unk_id: id of the unknown token, or None.
         subword: returns the text of an id.
         has_sentences: True if the sequences of a document are sentences, to describe their lengths too.
     """
@@ -131,7 +115,6 @@ def token_facts(
     facts = [("documents", f"{tokens.num_documents:,}")]
     facts += [("sentences", f"{len(tokens):,}")] if has_sentences else []
     facts += [("tokens", f"{tokens.num_tokens:,}{text}")]
-    facts += [("content", source.content)] if source.content else []
     facts += [("length", _length(lengths, "tokens of a document"))]
     if has_sentences:
         facts += [("", _length(tokens.sequence_lengths, "tokens of a sentence"))]
@@ -142,26 +125,8 @@ def token_facts(
     facts += [("vocabulary", f"{used}; unknown {unknown / counted:.4%} of the tokens")]
     most = np.argsort(-frequencies, kind="stable")[: min(args.frequent, np.count_nonzero(frequencies))]
     facts += [("frequent", "  ".join(f"{subword(i)!r} {frequencies[i] / counted:.2%}" for i in most.tolist()))]
-    if args.output is not None:
-        name = re.sub(r"[^\w.-]+", "_", source.path).strip("_")
-        kinds = {"documents": lengths} | ({"sentences": tokens.sequence_lengths} if has_sentences else {})
-        facts += [("picture", str(_plot_lengths(kinds, Path(args.output) / f"{name}.png")))]
     return facts
 
 
 def _length(lengths: np.ndarray, what: str) -> str:
     return f"{'  '.join(f'{name} {value:,}' for name, value in percentiles(lengths).items())}   ({what})"
-
-
-def _plot_lengths(kinds: Mapping[str, np.ndarray], path: Path) -> Path:
-    """Write a PNG with a histogram of lengths for each kind. Raises UserError without matplotlib."""
-    figure = new_figure(6.0, 3.4)
-    axes = figure.subplots()
-    for kind, lengths in kinds.items():
-        if len(lengths):
-            axes.hist(np.maximum(lengths, 1), np.geomspace(1, lengths.max() + 2, 60), alpha=0.7, label=kind)
-    axes.set(xscale="log", yscale="log" if len(kinds) > 1 else "linear", xlabel="tokens")
-    axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path

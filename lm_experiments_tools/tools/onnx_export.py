@@ -146,13 +146,10 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
 
 def _check_attention(model: PreTrainedModel) -> None:
     """Raise UserError for block-sparse attention, whose layout is made for one length."""
-    config = model.config
-    is_theirs = getattr(config, "attention_type", None) == "block_sparse"  # BigBird's "original_full" is exported
-    if is_theirs or getattr(config, "sparse_config_cls", None) is not None:
-        flag = "attention_type" if is_theirs else "sparse_config_cls"
+    if getattr(model.config, "sparse_config_cls", None) is not None:
         raise UserError(
-            f"{type(model).__name__} has block-sparse attention ({flag}), whose layout is made for one length, while "
-            "an ONNX graph serves all."
+            f"{type(model).__name__} has block-sparse attention (sparse_config_cls), whose layout is made for one "
+            "length, while an ONNX graph serves all."
         )
 
 

@@ -3,10 +3,10 @@
     lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --batch_size 32 --input_seq_len 512
     lmtools plan pretrain-bert --model_cfg bert_base_uncased --batch_size 64 --input_seq_len 128 --fit 24GiB
     lmtools plan finetune --from_pretrained t5-large --peft lora --batch_size 8
-    lmtools plan run.yaml
+    lmtools plan pretrain-t5 --config run.yaml
     lmtools plan pretrain-t5 --model_cfg t5-11b --device cuda --workers 8 --sharding fsdp
 
-The first word names the training script or a YAML file of its settings. Flags are those of the script and those below.
+The first word names the training script. Flags are those of the script and those below.
 The model's code runs one step on tensors without data, so no memory is allocated. See docs/out_of_memory.md.
 """
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `lmtools plan`; returns the exit code. Raises UserError.
 
     Args:
-        argv: name of a training script or a YAML file, then flags.
+        argv: name of a training script, then flags.
     """
     _, args, origins = parse_flags_of_script("plan", argv, SCRIPTS, __doc__)
     from lm_experiments_tools.planning.show import show  # torch, which a mistyped flag need not wait for

@@ -46,8 +46,8 @@ class Suite:
     """A benchmark suite of another project, and the tasks of it that are evaluated.
 
     Attributes:
-        name: "lm_eval", "sts", "mteb" or "glue"; also the split name of its values in metrics.jsonl.
-        tasks: names, YAML files (lm_eval), data files (sts), module:Class (mteb) or folders (glue).
+        name: "lm_eval", "sts" or "mteb"; also the split name of its values in metrics.jsonl.
+        tasks: names, YAML files (lm_eval), data files (sts) or module:Class (mteb).
         settings: flags that affect the values. A task is measured again if its recorded values have other settings.
         model_cls: class of the model; None for the class it was saved from.
     """
@@ -65,15 +65,15 @@ class Suite:
             name: checkpoint, folder or Hub name of the model.
             tasks: the tasks, some of those of the suite.
         """
-        yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb, "glue": _glue}[self.name](self, name, tasks)
+        yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb}[self.name](self, name, tasks)
 
     def check(self) -> None:
         """Check that the packages, files and tasks of the suite exist. Raises UserError."""
         for package in {"lm_eval": ["lm_eval"], "mteb": ["mteb", _ENCODERS], "sts": [_ENCODERS]}.get(self.name, ()):
             _package(package)
         missing = [task for task in self.tasks if not Path(task).exists()]
-        if self.name in ("sts", "glue") and missing:
-            raise UserError(f"--tasks {missing[0]}: there is no such file or folder.")
+        if self.name == "sts" and missing:
+            raise UserError(f"--tasks {missing[0]}: there is no such file.")
         if self.name == "lm_eval":
             _lm_eval_tasks(self.tasks)
         if self.name == "mteb":
@@ -254,14 +254,7 @@ def _pairs(task: str) -> tuple[list[str], list[str], list[float]]:
     for number, row in enumerate(found, 1):
         if missing := [name for name in _FIELDS if name not in row]:
             raise UserError(f"--tasks {task}: row {number} has no {', '.join(missing)}: give {', '.join(_FIELDS)}.")
-    try:
-        scores = [float(row["score"]) for row in found]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--tasks {task}: a score is no number ({first_line(error)}).") from error
-    if len(set(scores)) < 2:
-        raise UserError(
-            f"--tasks {task}: its {len(found)} rows do not have two different scores to be correlated with."
-        )
+    scores = [float(row["score"]) for row in found]
     return [str(row["sentence1"]) for row in found], [str(row["sentence2"]) for row in found], scores
 
 
@@ -286,16 +279,3 @@ def _mteb(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, 
         )
         (result,) = results.task_results
         yield task, {f"{found.metadata.name}/{found.metadata.main_score}": float(result.get_score())}
-
-
-# ---- GLUE: each checkpoint is fine-tuned
-
-
-def _glue(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    from lm_experiments_tools.recipes.finetuner import FineTuner
-
-    for task in tasks:
-        settings = {"task": "classification", **suite.settings, "data_path": (task,), "valid_data_path": task}
-        tuner = FineTuner(name, **settings)
-        values = tuner.train().get("valid", {})
-        yield task, {f"{Path(task).name}/{key}": float(value) for key, value in values.items()}

@@ -187,12 +187,9 @@ def limit_float16(x: Tensor) -> Tensor:
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 def validate(inputs: AttentionInputs) -> AttentionInputs:
-    """Check the arguments of an attention call, and complete its settings.
+    """Check the arguments of an attention call, and complete its settings. Raises UserError.
 
     The layout becomes a `Layout` for these lengths, segment IDs become a pair, and the scale becomes a number.
-
-    Raises:
-        UserError: tensors whose shapes or types do not fit, which kernels would read beyond their ends.
     """
     q, k, v, spec = inputs
     fits = q.dtype in _FLOATS and all(x.dim() == 4 and x.dtype == q.dtype and x.device == q.device for x in (q, k, v))
@@ -273,13 +270,10 @@ def select(inputs: AttentionInputs, backend: str) -> tuple[AttentionInputs, Modu
 
 
 def choose(inputs: AttentionInputs, backend: str) -> ModuleType:
-    """Choose the backend of an attention call with validated inputs.
+    """Choose the backend of an attention call with validated inputs. Raises UserError.
 
     Args:
         backend: a backend's name, or "auto" to choose one by device, sizes and settings.
-
-    Raises:
-        UserError: a named backend is unknown, or cannot compute these inputs.
     """
     if backend == "auto":
         if inputs.spec.softcap is not None:
@@ -333,15 +327,12 @@ def _warn_once(message: str) -> None:
 
 
 def backend_of(implementation: str, fused_on: torch.device | None = None) -> str:
-    """Map transformers' `attn_implementation` to the name of an attention backend of this package.
+    """Map transformers' `attn_implementation` to the name of an attention backend of this package. Raises UserError.
 
     Args:
         implementation: "eager", "sdpa" or "block_sparse".
         fused_on: the model's device if it trains by its fused path (`use_fast_step`), else None. If Triton's kernels
             run there, "sdpa" gives "auto", which needs less memory for the gradient of a position bias.
-
-    Raises:
-        UserError: the implementation is another one.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise UserError(f"attn_implementation={implementation!r} is none of {', '.join(_IMPLEMENTATIONS)}.")
@@ -405,7 +396,7 @@ def block_sparse_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute softmax(q k^T * scale + bias) v over the keys that the layout and the masks allow.
+    """Compute softmax(q k^T * scale + bias) v over the keys that the layout and the masks allow. Raises UserError.
 
     Gradients are exact, including that of the bias. Queries without an allowed key give zeros and get zero gradients.
     Masked inputs must be finite too, because 0 times NaN is NaN. Pass the same layout object to many calls, and do not
@@ -432,9 +423,6 @@ def block_sparse_attention(
 
     Returns:
         [batch, heads, query_length, v's last dimension] in q's dtype.
-
-    Raises:
-        UserError: arguments do not fit each other, or the named backend cannot compute them.
     """
     spec = AttentionSpec(None, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p)
     return _attend(AttentionInputs(q, k, v, spec), backend)

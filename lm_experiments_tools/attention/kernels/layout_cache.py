@@ -37,16 +37,13 @@ class LayoutMaker(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A block-sparse layout for one input length: the key blocks that each query block attends to.
+    """A block-sparse layout for one input length: the key blocks that each query block attends to. Raises UserError.
 
     It must not change after its first use.
 
     Args:
         blocks: [heads or 1, query_blocks, key_blocks], True or 1 where attended; 1 holds for all heads.
         block: tokens of a block, in queries and in keys.
-
-    Raises:
-        UserError: blocks of another shape or with values besides 0 and 1, or a block below 1.
     """
 
     blocks: Tensor

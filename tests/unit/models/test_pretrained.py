@@ -181,7 +181,7 @@ def test_device_map_on_a_cpu_says_where_layers_are(bases, caplog):
 
 
 def test_embeddings_stay_where_they_are_when_the_model_moves(bases):
-    from lm_experiments_tools.models.placement import host_embeddings
+    from lm_experiments_tools.models.pretrained import host_embeddings
 
     config = t5_config(num_layers=1)
     config.tie_word_embeddings = False

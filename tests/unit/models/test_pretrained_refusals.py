@@ -101,15 +101,12 @@ def test_labels_of_a_configuration_are_texts_by_number(bases, tmp_path, id2label
         made(toy_args(None, "encoder", **described))
 
 
-def test_an_adapter_on_weights_that_lie_nowhere_is_refused(bases, adapters):
+def test_an_adapter_on_weights_that_lie_nowhere_is_refused(bases):
     config, words = str(bases["encoder-decoder"] / "config.json"), str(bases["encoder-decoder"])
     with pytest.raises(UserError, match="--peft lora needs --from_pretrained"):
         made(toy_args(None, model_cfg=config, tokenizer=words, peft="lora"))
     with pytest.raises(UserError, match="--peft lora needs --from_pretrained"):
         made(toy_args(None, init_checkpoint=words, peft="lora"))
-    for name in ("lora", "prompts"):
-        with pytest.raises(UserError, match=r"--init_checkpoint .* holds an adapter: name it by --from_pretrained"):
-            made(toy_args(None, init_checkpoint=str(adapters[name]), base_model=words, tokenizer=words))
 
 
 def test_a_random_head_is_not_validated_unless_a_checkpoint_fills_it(bases, tmp_path):

@@ -117,7 +117,7 @@ def inspect(vocab, *flags: str) -> int:
 
 def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
     flags = "--input_seq_len 32 --target_seq_len 16 --seed 7 --batch_size 2 --world_size 3 --samples 3 --iters 20"
-    assert inspect(vocab, *flags.split(), "--output", "look") == 0
+    assert inspect(vocab, *flags.split()) == 0
     printed = capsys.readouterr().out
     vocabulary = Tokenizer.load(vocab)
     (prefix,) = (text / ".cache" / "tokens").glob("*.idx")
@@ -127,8 +127,6 @@ def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
         assert f"{vocabulary.decode(row)} </s>" in printed
     assert "documents  40" in printed and f"tokens     {dataset.members[0].num_tokens:,}" in printed
     assert re.search(rf"an epoch   {len(dataset):,} examples = {len(dataset) / 6:,.1f} steps of 6 ", printed)
-    (picture,) = (text / "look").iterdir()
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_settings_of_a_run_are_read_as_they_are(vocab, text, capsys):
@@ -284,14 +282,11 @@ def flip_a_bit(path) -> None:
 def test_a_flipped_bit_is_one_sentence(vocab, text, capsys):
     tokenize_corpus(["text.jsonl"], vocab, "tokens", workers=1)
     small = ["--data_path", "tokens", "--samples", "0"]
-    assert inspect(vocab, *small) == 0 and "content    as written (sha256)" in capsys.readouterr().out
+    assert inspect(vocab, *small) == 0
     flip_a_bit(text / "tokens.bin")
     assert inspect(vocab, *small) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert re.match(r"error: tokens\.bin was changed after it was written: its sha256 is \w+, not \w+ as rec", error)
-    assert inspect(vocab, *small, "--check_gigabytes", "0") == 0
-    assert "content    not compared with its record: " in capsys.readouterr().out
-    assert inspect(vocab, *small, "--documents", "4") == 0 and "because of --documents" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("record", "flags"), [(None, []), ("{}", ["--documents", "4"])])
@@ -309,13 +304,12 @@ def test_tokens_without_a_record_get_one_warning(vocab, text, caplog, record, fl
 def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, capsys, nsp):
     monkeypatch.chdir(tmp_path)
     flags = ["--batch_size", "4", "--world_size", "2", "--samples", "6", "--seed", "3", "--nsp", nsp]
-    assert inspect_bert(bert, *flags, "--output", "look") == 0
+    assert inspect_bert(bert, *flags) == 0
     printed = capsys.readouterr().out
     tokens = IndexedDataset(bert / "train")
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=bert / "vocab.txt")
     dataset = Dataset(BertDataset(tokens, tokenizer, max_seq_length=32, nsp=nsp, seed=3, cache_dir=tmp_path))
     assert (number_of(printed, "documents"), number_of(printed, "sentences")) == (tokens.num_documents, len(tokens))
-    assert f"content    unknown: no sha256 in {bert}" in printed
     lengths = sorted(tokens.sequence_lengths.tolist())
     assert re.search(
         rf"min {lengths[0]} .*median {lengths[(len(lengths) - 1) // 2]} .*\(tokens of a sentence\)", printed
@@ -324,7 +318,6 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
     assert re.search(rf"an epoch   {len(dataset):,} examples = {len(dataset) / 8:,.1f} steps of 8 ", printed)
     whole = dataset.batch(np.arange(64 * 4))
     assert f"padding    {np.mean(whole['attention_mask'] == 0):.2%} of the inputs" in printed
-    wrong = {"swap": "B comes before A", "random": "B is from another document"}[nsp]
     for number in range(6):
         lines = printed.split(f"sample {number} (worker {number % 2})\n")[1].split("\n\nsample")[0]
         words = re.findall(r"\[(\S+) -> (\S+)\]", lines.partition("target ")[0])
@@ -334,12 +327,9 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
         inputs = whole["input_ids"][number][predicted]
         assert [word == "MASK" for word, _ in words] == (inputs == tokenizer.mask_id).tolist()
         label = whole["next_sentence_label"][number]
-        meaning = f"a wrong pair: {wrong}" if label else "a right pair: B follows A"
-        assert f"next_sentence_label: {label}, {meaning}" in lines
+        assert f"next_sentence_label: {label}" in lines
         assert f"token_type_ids: 0 x {np.argmax(whole['token_type_ids'][number])}, 1 x" in lines
     assert {0, 1} == set(whole["next_sentence_label"][:6].tolist())
-    (picture,) = (tmp_path / "look").iterdir()
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bert_reads_the_settings_of_a_run(bert, tmp_path, monkeypatch, capsys):

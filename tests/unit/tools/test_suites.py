@@ -10,7 +10,6 @@ import pytest
 
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, build_manifest, describe_files, list_files
 from lm_experiments_tools.metrics import lower_is_better
-from lm_experiments_tools.recipes.finetuner import FineTuner
 from lm_experiments_tools.tools import suites
 from lm_experiments_tools.tools.main import main
 from tests.helpers.runs import records
@@ -131,24 +130,6 @@ def test_mteb_gives_what_it_gives_by_itself(run_of, pairs, tmp_path, monkeypatch
         assert record["LocalSTS/cosine_spearman"] == pytest.approx(direct.task_results[0].get_score(), abs=1e-6)
 
 
-def test_glue_is_fine_tuning_of_each_checkpoint(run_of, tmp_path):
-    glue = tmp_path / "SST-2"
-    glue.mkdir()
-    for name in ("train", "dev"):
-        lines = [f"w{i} w{i + 5}\t{i % 2}" for i in range(3, 27)]
-        (glue / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
-    run = run_of("encoder")
-    flags = {"epochs": 1, "lr": 1e-2, "batch_size": 8, "input_seq_len": 8}
-    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    assert evaluate(run, "--suite", "glue", "--tasks", glue, *words) == 0
-    for record in records(run, "glue"):
-        path = run / "checkpoints" / f"step_{record['step']:06}"
-        tuner = FineTuner(path, task="classification", data_path=(str(glue),), valid_data_path=str(glue), **flags)
-        assert {f"SST-2/{k}": v for k, v in tuner.train()["valid"].items()} == {
-            k: record[k] for k in record["metrics"]
-        }
-
-
 def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypatch, capsys):
     asked = []
 
@@ -189,10 +170,9 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
         (("--suite", "lm_eval"), "measures --tasks: name at least one"),
         (("--tasks", "a", "--valid_data_path", "x"), "--tasks needs --suite"),
         (("--suite", "sts", "--tasks", "nowhere.jsonl"), "nowhere.jsonl: there is no such file"),
-        (("--suite", "glue", "--tasks", "nowhere"), "nowhere: there is no such file"),
         (("--suite", "sts", "--tasks", "a", "--limit", "3"), "--limit needs --suite lm_eval"),
         (("--suite", "sts", "--tasks", "a", "--lr", "3"), "--lr is not read by --suite sts"),
-        (("--suite", "glue", "--tasks", "a", "--valid_data_path", "x"), "brings its own data"),
+        (("--suite", "sts", "--tasks", "a", "--valid_data_path", "x"), "brings its own data"),
     ],
 )
 def test_refusals(run_of, capsys, monkeypatch, flags, message):
@@ -233,22 +213,6 @@ def test_mteb_says_itself_that_it_does_not_know_a_task(run_of, capsys):
     assert evaluate(run_of("encoder"), "--suite", "mteb", "--tasks", "STSBenchmrk") == 2
     error = capsys.readouterr().err
     assert "mteb has no such task" in error and "STSBenchmark" in error and "Traceback" not in error
-
-
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_out(run_of, monkeypatch, caplog):
-    run = run_of("decoder")
-
-    def measure(suite, name, tasks):
-        if name.endswith("2"):
-            shutil.rmtree(name)
-        opened = suites.open_saved(name)
-        yield "a", {"a/size": float(opened.model.num_parameters())}
-
-    monkeypatch.setattr(suites, "_lm_eval", measure)
-    monkeypatch.setattr(suites.Suite, "check", lambda self: None)
-    assert evaluate(run, "--suite", "lm_eval", "--tasks", "a") == 0
-    assert [record["step"] for record in records(run, "lm_eval")] == [4]
-    assert "step_000002 is left out: its run has removed it meanwhile" in caplog.text
 
 
 def test_a_run_without_checkpoints_and_several_workers(tmp_path, capsys, monkeypatch):
