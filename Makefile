@@ -163,7 +163,7 @@ mutants: env-full horovod ## change the package in N=200 places, one at a time, 
 	@$(BIN)/python -m tests.mutants.program --count $(N) --seed $(SEED) $(if $(wildcard build/coverage),--coverage build/coverage) $(ARGS)
 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
-nightly: env-full horovod ## what takes hours: slow tests (330 kills among them), damaged checkpoints, fuzzing
+nightly: env-full horovod ## what takes hours: slow tests (300 kills among them), damaged checkpoints, fuzzing
 	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(addprefix --ignore=,$(DAMAGE) $(FUZZ)) $(ARGS)
 	@$(MAKE) -k damage fuzz bench-demo ARGS=
 

@@ -19,15 +19,7 @@ from random import Random
 from typing import Any
 
 # phase -> most ticks that a start of the tiny run has; a moment is drawn among them
-PHASES = {
-    "tokenizing": 8,
-    "rendezvous": 2,
-    "loading": 6,
-    "training": 6,
-    "evaluating": 8,
-    "saving": 40,
-    "any time": 0,
-}
+PHASES = {"tokenizing": 8, "rendezvous": 2, "loading": 6, "training": 6, "evaluating": 8, "saving": 40, "any time": 0}
 WEIGHTS = {"tokenizing": 8, "rendezvous": 2, "loading": 3, "training": 3, "evaluating": 3, "saving": 5, "any time": 3}
 SIGNALS = (signal.SIGKILL,) * 8 + (signal.SIGTERM, signal.SIGINT)
 

@@ -1,7 +1,7 @@
 """One job of test_hangs.py and test_failures.py: two workers train with dropout, and something goes wrong on rank 1.
 
 argv: KIND, MOMENT, the run directory. KIND stop, kill, raise, exit, nan, uneven, sigterm, full_disk (on rank 0),
-sigterm_to_launcher, late (also on rank 0, whose first checkpoint is written slowly), or train and train_long for
+late (also on rank 0, whose first checkpoint is written slowly), or train and train_long for
 nothing wrong; MOMENT start, training, evaluation or saving.
 """
 
@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
@@ -105,19 +104,6 @@ class Validation:
         yield RaggedPairs(24).batch([0, 1])
 
 
-def end_the_job(model, inputs):
-    """In step 3 (the fifth training pass) rank 0 asks its launcher to end; from there on a pass takes 1.3 s."""
-    if not (model.training and torch.is_grad_enabled()):  # a trial before the first step
-        return
-    model.passes = getattr(model, "passes", 0) + 1
-    if model.passes == 5 and os.environ.get("HOROVOD_RANK") == "0":
-        launchers = [
-            p for p in psutil.Process().parents() if any(Path(word).name == "horovodrun" for word in p.cmdline())
-        ]
-        launchers[-1].send_signal(signal.SIGTERM)
-    time.sleep(1.3 if model.passes >= 5 else 0)
-
-
 def make_writing_slow():
     """Let the checkpoint of step 2 take longer than a worker may wait in a collective."""
     commit = CheckpointWriter.commit
@@ -147,8 +133,6 @@ def main():
     trouble.at("start")
     model = Labeller()
     model.trouble = trouble
-    if kind == "sigterm_to_launcher":
-        model.register_forward_pre_hook(end_the_job)
     if kind == "full_disk" and backend.is_main:
         CheckpointWriter.commit = no_space
     if kind == "late" and backend.is_main:

@@ -25,13 +25,12 @@ from tests.helpers.toys import tiny_t5
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("worker.py")
-PLAIN = ["ahead", "trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "unfrozen"]
-PLAIN += ["sparse"]
-ZERO = ["trained", "talked", "evaluated", "zero_refusals"]
+PLAIN = ["ahead", "trained", "talked", "clipped", "evaluated", "fp16", "bf16", "unfrozen", "sparse"]
+ZERO = ["trained", "talked", "evaluated"]
 SCENARIOS = {
     "alone": [*PLAIN, "partial"],
-    "horovod": [*PLAIN, "partial", "compressed", "wide_range", "bf16_parameters"],
-    "ddp": [*PLAIN, "unused", "compressed", "wide_range"],
+    "horovod": [*PLAIN, "partial", "wide_range"],
+    "ddp": [*PLAIN, "unused", "wide_range"],
     "fsdp": PLAIN,
     "zero1": ZERO,
     "zero2": [*ZERO, "zero_16bit"],
@@ -162,7 +161,7 @@ def test_adamw_steps_equal_one_process(results, kind, record_property):
 
 
 def test_horovod_equals_ddp_bit_for_bit(results):
-    for scenario in ("trained", "clipped", "factored", "fp16"):
+    for scenario in ("trained", "clipped", "fp16"):
         assert largest_difference(results.weights("horovod", scenario), results.weights("ddp", scenario)) == 0.0
 
 
@@ -228,15 +227,6 @@ def test_what_is_unfrozen_or_frozen_during_training_equals_one_process(results, 
     assert largest_difference(results.weights("alone", "unfrozen"), results.weights(kind, "unfrozen")) < 2e-6
 
 
-@pytest.mark.parametrize("kind", UNSHARDED)
-def test_adafactor_equals_one_process_and_goes_on_from_its_state(results, kind):
-    alone = results.of("alone", "factored")[0]["steps"]
-    for rank in results.of(kind, "factored"):
-        assert [s["loss"] for s in rank["steps"]] == pytest.approx([s["loss"] for s in alone], abs=1e-4)
-        assert rank["again"] == rank["steps"][3:]
-        assert rank["same"]
-
-
 @pytest.mark.parametrize("kind", [*UNSHARDED[1:], "zero3"])
 def test_block_sparse_attention_equals_one_process(results, kind):
     alone, together = results.weights("alone", "sparse"), results.weights(kind, "sparse")
@@ -297,12 +287,6 @@ def test_bf16_computes_in_bf16(results, kind):
             assert mine["applied"] and mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["horovod", "ddp"])
-def test_fp16_allreduce_drifts_a_little(results, kind):
-    drift = largest_difference(results.weights(kind, "saved"), results.weights(kind, "compressed"))
-    assert 0.0 < drift < 1e-2
-
-
 @pytest.mark.parametrize("kind", ["ddp", "horovod"])
 def test_fp16_allreduce_keeps_small_gradients(results, kind):
     """Within fp16's unit of the mean in float64, from 1 to 2e-8; nothing becomes 0, and none overflows."""
@@ -319,11 +303,6 @@ def test_horovod_leaves_a_parameter_without_gradient_alone(results):
 def test_ddp_refuses_a_parameter_without_gradient(results):
     for rank in results.of("ddp", "unused"):
         assert "never.weight" in rank["error"] and "find_unused_parameters=True" in rank["error"]
-
-
-def test_horovod_refuses_bf16_parameters(results):
-    for rank in results.of("horovod", "bf16_parameters"):
-        assert "bfloat16" in rank["error"] and "--bf16" in rank["error"]
 
 
 @pytest.mark.parametrize("kind", slow(["zero2", "zero3"], "zero2"))
@@ -343,15 +322,6 @@ def test_deepspeed_in_16_bits_keeps_fp32_weights_and_skips_alike(results, kind):
         known = scaler.state_dict()
         assert known == {name: rank["fp16"]["precision"][name] for name in known}
         assert (known["scale"], known["_growth_tracker"]) == (128.0, 1)
-
-
-@pytest.mark.parametrize("kind", slow(SHARDED, "zero1", "zero2"))
-def test_deepspeed_refuses_what_it_would_do_differently(results, kind):
-    for rank, errors in enumerate(results.of(kind, "zero_refusals")):
-        assert "--clip_grad_value" in errors["value"]
-        assert "Adafactor" in errors["adafactor"]
-        assert "cannot follow" in errors["unfrozen"] and "num_items_in_batch" in errors["scaled"]
-        assert rank or "1 unexpected ['nonsense']" in errors["keys"]
 
 
 @pytest.mark.slow

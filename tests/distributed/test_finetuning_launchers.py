@@ -129,19 +129,6 @@ def test_a_classifier_is_trained_alike(folder, weights, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
-def test_a_folder_is_trained_further_and_the_run_continued(folder, weights, kind):
-    """Weights from a checkpoint go into a model that has not been cut into slices yet."""
-    flags = ("--optimize_metric", "loss", "--iters")
-    one = finetune(folder, f"whole-{kind}", "alone", *flags, 4, model=weights["t5"])[1]
-    finetune(folder, f"parts-{kind}", kind, *flags, 2, model=weights["t5"])
-    output, two = finetune(folder, f"parts-{kind}", kind, *flags, 4, model=weights["t5"])
-    assert "resumed from" in output
-    for split in ("valid", "test"):
-        assert two[split] == pytest.approx(one[split], rel=1e-4), split
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model", "adapter_model"])
 def test_elastic_runs_on_saved_weights_agree_with_one_row_a_micro_batch(folder, weights, name):
     """MKL's code for other CPUs rounds a product with one row by the addresses of its operands."""

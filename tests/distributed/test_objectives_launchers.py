@@ -18,11 +18,7 @@ T5_VOCAB = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
 BERT_VOCAB = DATA / "vocabs" / "bert-base-uncased" / "vocab.txt"
 WHY_NOT = lacking(*SHARDS, T5_VOCAB, BERT_VOCAB)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.distributed,
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or ""),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "")]
 
 STEPS, SAVE_INTERVAL = 40, 14
 T5_SCRIPT, BERT_SCRIPT = ROOT / "run_t5_pretraining.py", ROOT / "run_bert_pretraining.py"

@@ -5,10 +5,6 @@ The runs are without dropout, so that all of them must end with the losses of th
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -141,19 +137,3 @@ def test_the_checkpoints_of_a_run_load_with_from_pretrained(plain_python, text):
         with torch.no_grad():
             theirs, own = (m(**batch, decoder_input_ids=batch["input_ids"]).logits for m in (model, ours))
         assert torch.equal(theirs, own)
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_exits_143(text, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, *map(str, [SCRIPT, *flags(text, tmp_path, 8, 1), "--iters", 100000, "--speed", "off"])],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    end = time.monotonic() + 120
-    while not (tmp_path / "checkpoints" / "step_000010").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, output[-3000:]
-    verify((tmp_path / "last").resolve())
-    assert int((tmp_path / "last").resolve().name.removeprefix("step_")) > 10

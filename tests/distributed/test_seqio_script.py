@@ -116,13 +116,6 @@ def test_the_users_own_task_trains_and_validates_on_its_split(work, tmp_path):
 PACKAGES = [name for name in ("deepspeed", "triton") if missing(name) is None]
 
 
-@pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "lm_experiments_tools.data.seqio.client"]))
-def test_no_order_of_imports_ends_a_training_process(order):
-    statements = "\n".join(f"import {name}" for name in order)
-    check = 'import sys\nassert "tensorflow" not in sys.modules'
-    subprocess.run([sys.executable, "-c", f"{statements}\n{check}"], check=True, env=environment(), cwd=ROOT)
-
-
 @pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "tensorflow"]))
 def test_no_order_of_imports_in_the_users_module_ends_the_worker(order):
     """Whatever the module of a task imports; the worker has seen to triton before."""

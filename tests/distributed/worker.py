@@ -33,7 +33,6 @@ from lm_experiments_tools.backends.slices import SlicedTensor, full
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, slice_ranges
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.optimizers.adafactor import Adafactor
 from tests.helpers.toys import RaggedPairs, tiny_t5
 
 SLICES = 2  # the data of a step is cut for two workers, whoever they are; one worker takes both
@@ -216,21 +215,6 @@ def scenario_unfrozen(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     return {"steps": steps, "bits": bits(list(model.parameters())) if not backend.state.shards_weights else ""}
 
 
-def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """Our Adafactor, whose state is not of its parameter's shape, saved and loaded half-way."""
-    model = tiny_t5(seed=backend.rank)
-    backend.setup(model, Adafactor(model.parameters(), lr=1e-2, relative_step=False))
-    steps = [train_step(backend, step) for step in range(3)]
-    weights, tree = deepcopy(backend.state.model_state()), deepcopy(backend.state.optimizer_state())
-    steps += [train_step(backend, step) for step in range(3, 5)]
-    before = bits(backend.state.model_state())
-    backend.state.load_model_state(weights)
-    backend.state.load_optimizer_state(tree)
-    again = [train_step(backend, step) for step in range(3, 5)]
-    save_weights(backend, out, "factored")
-    return {"steps": steps, "again": again, "same": before == bits(backend.state.model_state())}
-
-
 def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """Block-sparse attention of our T5: the learned bias of the first layer is used by all of them.
 
@@ -389,13 +373,6 @@ def with_fp16_allreduce(backend: Backend) -> Backend:
     return type(backend)(*group, fp16_allreduce=True)
 
 
-def scenario_compressed(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """Gradients sent as fp16."""
-    compressed = with_fp16_allreduce(backend)
-    setup(compressed)
-    return trained_for(SAVED_AT, compressed, out, "compressed")
-
-
 def scenario_wide_range(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """Gradients from 1 down to 1e-11 sent as fp16, as far apart as in a real model."""
     compressed = with_fp16_allreduce(backend)
@@ -410,11 +387,6 @@ def scenario_wide_range(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     error = ((model.weight.grad[0] - total) / total).abs()
     first = slope > 2e-8
     return {"lost": (model.weight.grad == 0).float().mean().item(), "worst": error[first].max().item()}
-
-
-def scenario_bf16_parameters(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    model = tiny_t5().bfloat16()
-    return {"error": refusal(lambda: backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1)))}
 
 
 def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -459,20 +431,6 @@ def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         result[kind] = {"steps": steps, "scales": scales, "untouched": untouched, "exact": exact}
         result[kind] |= {"again": once == again, "precision": tree["precision"]}
     return result
-
-
-def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """DeepSpeed says what it cannot do, instead of doing something else."""
-    setup(backend)
-    model = tiny_t5()
-    attempts = {
-        "value": lambda: backend.clip_and_step(max_value=0.1),
-        "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
-        "unfrozen": backend.follow_frozen,
-        "scaled": lambda: backend.clip_and_step(scale=2.0),
-        "keys": lambda: backend.state.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
-    }
-    return {name: refusal(attempt) for name, attempt in attempts.items()}
 
 
 def main() -> None:

@@ -80,6 +80,7 @@ def test_reference_has_every_command_of_lmtools(pages):
     assert sections == list(COMMANDS)
 
 
+@pytest.mark.slow  # takes 20 s, and a workflow of its own builds the site
 def test_builds_without_a_warning_and_with_each_block_of_code():
     if not importlib.util.find_spec("zensical"):
         pytest.skip("zensical is not installed (pip install -e .[docs])")

@@ -187,10 +187,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "nested file missing": (remove("rng/rank0.json"), "rng/rank0.json is missing"),
     "nested directory missing": (lambda p: shutil.rmtree(p / "rng"), "rng/rank0.json is missing"),
     "empty directory": (empty, "manifest.json is missing|has no weights|neither config.json nor"),
-    "files swapped": (
-        swap("model.safetensors", "optimizer.safetensors"),
-        "safetensors does not match its sha256",
-    ),
+    "files swapped": (swap("model.safetensors", "optimizer.safetensors"), "safetensors does not match its sha256"),
     "rank files swapped": (
         swap("rng/rank0.safetensors", "rng/rank1.safetensors"),
         "rng/rank0.safetensors does not match",

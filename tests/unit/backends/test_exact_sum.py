@@ -11,7 +11,6 @@ from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.exact_sum import ExactSum
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 
 SHAPES = [(7, 5), (300,), (), (3, 2, 4), (0, 3)]
@@ -160,22 +159,6 @@ def test_what_cannot_be_exact_is_refused(state, flags, words):
     vars(backend).update(state)
     with pytest.raises(UserError, match=words):
         backend.reproduce(TrainerArgs(reproducible="elastic", **flags))
-
-
-@pytest.mark.parametrize(("how", "warnings"), [("fixed", 1), ("off", 0)])
-def test_another_number_of_threads_at_a_restart_is_warned_of(how, warnings, tmp_path, monkeypatch, caplog):
-    def start(iters: int) -> None:
-        backend = LocalBackend(device=torch.device("cpu"))
-        make_loop(backend=backend, model_path=tmp_path, iters=iters, reproducible=how).train()
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    start(2)
-    start(4)
-    assert "OMP_NUM_THREADS" not in caplog.text
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    start(6)
-    told = [record.message for record in caplog.records if "OMP_NUM_THREADS=3" in record.message]
-    assert len(told) == warnings
 
 
 def test_grids_of_other_parameters_are_not_taken_over():

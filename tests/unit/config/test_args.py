@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import sys
-import types
 from typing import Annotated
 
 import pytest
@@ -189,22 +187,6 @@ def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
     assert ShortRunArgs(log_interval=5, iters=9) and ShortRunArgs(log_interval=3)
     with pytest.raises(UserError, match=r"^--log_interval is of runs of 9, not 7: drop --log_interval\.$"):
         ShortRunArgs(log_interval=5)
-
-
-def test_notes_are_read_where_annotations_are_text():
-    module = types.ModuleType("written_as_text")
-    sys.modules[module.__name__] = module
-    exec(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import Annotated\n"
-        "from lm_experiments_tools.config.flags import COUNT, HARMLESS\n"
-        "from lm_experiments_tools.config.training import TrainerArgs\n"
-        "@dataclass(frozen=True, kw_only=True)\nclass OwnArgs(TrainerArgs):\n"
-        "    num_looks: Annotated[int, HARMLESS, COUNT] = 1\n",
-        vars(module),
-    )
-    assert "num_looks" in harmless_flags(module.OwnArgs)
-    with pytest.raises(UserError, match="--num_looks is -5: it must be at least 1"):
-        module.OwnArgs(num_looks=-5)
 
 
 def test_a_script_may_change_a_default_but_the_field_stays_in_its_group():

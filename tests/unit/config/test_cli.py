@@ -1,7 +1,6 @@
 """Command line and YAML: precedence, types, sentences for mistakes, speed of --help."""
 
 import dataclasses
-import random
 import subprocess
 import sys
 import textwrap
@@ -11,7 +10,6 @@ import yaml
 
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.config.flags import flags_of
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
@@ -267,48 +265,3 @@ def test_rank_comes_from_any_launcher(name):
 
 
 # Fuzz
-
-
-def typo(name: str, rng: random.Random) -> str:
-    """One slip of the finger: a letter left out, doubled, replaced, or two swapped."""
-    at = rng.randrange(len(name) - 1)
-    kind = rng.randrange(4)
-    if kind == 0:
-        return name[:at] + name[at + 1 :]
-    if kind == 1:
-        return name[:at] + name[at] + name[at:]
-    if kind == 2:
-        return name[:at] + rng.choice("abcdefghijklmnopqrstuvwxyz") + name[at + 1 :]
-    return name[:at] + name[at + 1] + name[at] + name[at + 2 :]
-
-
-def test_three_hundred_typos_are_refused_with_the_flag_that_was_meant(tmp_path):
-    rng, flags = random.Random(0), flags_of(T5PretrainingArgs)
-    num_typos = num_right = 0
-    for case in range(300):
-        name = rng.choice(list(flags))
-        written = typo(name, rng)
-        other = written.replace("-", "_")
-        if other in flags or other.removeprefix("no_") in flags:
-            continue  # the slip made another flag's name, or none at all
-        path = tmp_path / f"{case}.yaml"
-        path.write_text(f"seed: 3\n{written}: 'x'\n")
-        sentence = refusal("--config", str(path)) if case % 2 else refusal(f"--{written}=x")
-        num_typos += 1
-        num_right += sentence.endswith((f" {name}?", f" --{name}?"))
-    assert num_typos > 250 and num_right >= 0.95 * num_typos, f"{num_right} of {num_typos} suggestions right"
-
-
-def test_random_bytes_as_yaml_never_show_a_traceback(tmp_path):
-    rng = random.Random(1)
-    base = b"lr: 1e-4\niters: 20\nfp16: true\nvocab: 'a b'\nclip_grad_norm: null\n"
-    for _ in range(300):
-        text = bytearray(base)
-        for _ in range(rng.randrange(1, 6)):
-            text[rng.randrange(len(text))] = rng.choice(b"\x00\xff{}[]:,&*!|>'\"%@`#-? \n\tz0")
-        path = tmp_path / "run.yaml"
-        path.write_bytes(text)
-        try:
-            parse("--config", str(path))
-        except UserError as error:
-            assert "\n" not in str(error)

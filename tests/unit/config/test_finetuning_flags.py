@@ -104,10 +104,9 @@ def test_a_flag_that_a_task_does_not_read_is_refused(model_type, task):
 
 @pytest.mark.parametrize("flag", ["lora_r", "num_virtual_tokens", "prompt_init_text"])
 def test_a_flag_of_another_adapter_is_refused(flag):
-    kinds = {
-        "lora_r": {"lora"},
-        "num_virtual_tokens": {"prompt_tuning", "prefix_tuning", "new_tokens"},
-    }.get(flag, {"prompt_tuning"})
+    kinds = {"lora_r": {"lora"}, "num_virtual_tokens": {"prompt_tuning", "prefix_tuning", "new_tokens"}}.get(
+        flag, {"prompt_tuning"}
+    )
     value = "words" if flag == "prompt_init_text" else 5
     for kind in (None, "lora", "prompt_tuning", "prefix_tuning", "new_tokens"):
         if kind in kinds:

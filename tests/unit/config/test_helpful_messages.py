@@ -13,7 +13,7 @@ from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import load_model_config
 from lm_experiments_tools.recipes.finetuner import FineTuner
-from tests.helpers.runs import T5_RUN, TINY, refused, words, write_toys
+from tests.helpers.runs import T5_RUN, refused, words, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 BERT_RUN = {
@@ -70,27 +70,12 @@ def test_text_for_a_number_is_refused_by_the_name_of_the_setting():
         T5PretrainingArgs(data_path=("a",), model_cfg="t5-small", lr="1e-3")
 
 
-def test_an_unknown_task_of_python_lists_those_there_are():
-    with pytest.raises(UserError, match=r"--task translation does not exist; .* has text_to_text, "):
-        FineTuner("t5-small", task="translation")
-
-
 @pytest.mark.parametrize(
     "name, ours", [("output_dir", "model_path"), ("max_steps", "iters"), ("save_steps", "save_interval")]
 )
 def test_an_argument_of_hf_trainer_leads_to_ours_in_python(name, ours):
     with pytest.raises(UserError, match=f"TrainerArgs has no argument '{name}': here it is called {ours}"):
         TrainerArgs(**{name: 1})
-
-
-def test_a_configuration_of_an_own_model_leads_to_model_cls(tmp_path):
-    (tmp_path / "my_t5.json").write_text(json.dumps({**TINY, "my_window": 3}))
-    from transformers import T5Config
-
-    with pytest.raises(
-        UserError, match=r"T5Config has no 'my_window'.*--model_cls names the class of a model of your own"
-    ):
-        load_model_config(tmp_path / "my_t5.json", T5Config)
 
 
 def test_a_wrong_metric_is_refused_before_the_first_step(work, caplog):
@@ -105,12 +90,6 @@ def test_a_wrong_metric_is_refused_before_the_first_step(work, caplog):
     masks = {"packing": "documents", "valid_data_path": "text.jsonl"}
     refused(bert, "gives loss, loss_mlm, accuracy_mlm, bits_per_byte", optimize_metric="rouge", **masks)
     bert(optimize_metric="accuracy_mlm", optimize_mode="max", **masks)
-
-
-def test_an_encoder_without_packing_is_refused_once(work):
-    """The first way out that the message names leads to a run."""
-    refused(bert, "takes no next_sentence_label: choose --packing documents for plain text")
-    bert(packing="documents")
 
 
 def test_the_padding_of_the_tokenizer_is_taken_for_a_new_encoder_and_the_flag_named_for_weights(work, caplog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import tracemalloc
 
@@ -105,16 +104,6 @@ def test_answers_that_are_no_label_are_wrong_and_counted(tmp_path, decode, sourc
     assert [r["text"] for r in records] == ["no", "cats", "the yes", "yes"]
 
 
-def test_unknown_answers_are_there_where_there_are_none(decode):
-    args = args_of(task="classification", metrics=("accuracy",), optimize_metric="unknown_answers")
-    assert args.resolved().optimize_mode == "min"
-    collector = Predictions(args, "valid", sentences(0, 1), decode, ("no", "yes"))
-    collector.add(indices(0, 1), generated("no", "no"))
-    assert collector.reduce(LocalBackend()) == {"accuracy": 0.5, "unknown_answers": 0.0}
-    encoder = args_of(model_type="encoder", task="classification")
-    assert "unknown_answers" not in encoder.metric_values() + args_of().metric_values()
-
-
 def test_label_words_are_told_apart_as_long_as_they_differ():
     label_of = LabelWords(["A", "B", "the B", "+", "-"])
     assert [label_of(answer) for answer in ("A", "a.", "B", "The b", "+", "-", "", "the", "c")] == [
@@ -175,8 +164,7 @@ def test_metrics_that_give_one_value_by_two_rules_are_refused(metrics, decode):
 
 
 @pytest.mark.parametrize(
-    ("metric", "module", "package"),
-    [("chrf", "sacrebleu", "sacrebleu"), ("rouge", "rouge_score", "rouge-score")],
+    ("metric", "module", "package"), [("chrf", "sacrebleu", "sacrebleu"), ("rouge", "rouge_score", "rouge-score")]
 )
 def test_a_missing_package_is_named_before_anything_is_generated(metric, module, package, decode, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
@@ -184,20 +172,3 @@ def test_a_missing_package_is_named_before_anything_is_generated(metric, module,
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"--metrics {metric} is computed by {package}.*: pip install {package}"):
         Predictions(args_of(metrics=(metric,)), "valid", TEXTS, decode)
-
-
-# ---- for people
-def test_the_same_examples_are_shown_each_time(decode, caplog):
-    caplog.set_level(logging.INFO)
-    examples = [Example("long " * 500, ("cats", "dogs"), name=f"q{n}") for n in range(10)]
-    for _ in range(2):
-        collector = Predictions(args_of(metrics=("exact_match",), show_valid_examples=2), "valid", examples, decode)
-        collector.add(indices(*range(10)), generated(*["cats"] * 10))
-        collector.reduce(LocalBackend())
-    shown = [record.getMessage() for record in caplog.records]
-    assert shown[:2] == shown[2:] and len(shown) == 4
-    lines = shown[1].splitlines()
-    assert lines[0] == "valid example q5" and lines[2:] == [
-        "  prediction cats", "  reference  cats", "  reference  dogs"
-    ]  # fmt: skip
-    assert lines[1].startswith("  source     long") and len(lines[1]) < 330

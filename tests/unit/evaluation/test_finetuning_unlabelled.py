@@ -11,7 +11,6 @@ from transformers import T5ForConditionalGeneration
 from lm_experiments_tools import FineTuner, UserError
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.evaluation.predictions import Predictions
 from lm_experiments_tools.recipes.finetuning import finetuning_loop
 from lm_experiments_tools.recipes.finetuning_data import finetuning_data
 from lm_experiments_tools.tracking.curve import plot_curve
@@ -20,7 +19,6 @@ from lm_experiments_tools.training.metrics import MetricSums
 from run_finetuning import main
 from tests.helpers.finetuning_toys import lone_backend, pairs, write_json
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
-from tests.helpers.thread_workers import Workers
 
 LENGTHS = {"encoder": {"input_seq_len": 32}}
 LENGTHS |= {key: {"input_seq_len": 32, "target_seq_len": 8} for key in ("encoder-decoder", "decoder")}
@@ -146,17 +144,6 @@ def test_a_run_with_unlabelled_test_data_trains_ends_and_is_read_again(folder, t
     assert again["test"] == {} and predictions(tmp_path / "again") == predictions(run)
 
 
-def test_scrolls_predictions_are_written(folder, tmp_path):
-    pytest.importorskip("rouge_score")
-    rows = [{"id": f"q{n}", "pid": f"q{n}_0", "input": s, "output": None} for n, s in enumerate(SENTENCES)]
-    path = write_json(tmp_path / "test.jsonl", [*rows, rows[0]])
-    tuner = FineTuner(**settings(folder, "encoder-decoder", "text.jsonl", metrics="scrolls"))
-    assert evaluated(tuner, tmp_path / "run", path)[0] == {}
-    answers = {line["id"]: line["prediction"] for line in predictions(tmp_path / "run")}
-    assert list(answers) == [f"q{n}" for n in range(11)]
-    assert json.loads((tmp_path / "run" / "predictions" / "test.json").read_text()) == answers
-
-
 GLUE = {  # the columns of train.tsv, those of test.tsv as GLUE hands it out, and where the sentences stand
     "SST-2": ("sentence label", "index sentence", ["sentence"]),
     "CoLA": (None, "index sentence", ["sentence"]),
@@ -255,38 +242,6 @@ def test_labels_are_missing_in_test_data_as_a_whole_or_not_at_all(flags, text, r
         assert f"other.jsonl:{lines.index(text) + 1}: {reason}" in str(error.value)
     examples = split_of(tmp_path, "test", f"{text}\n{text}", **flags).splits["test"].examples
     assert [(e.label, e.targets) for e in examples] == [(None, ())] * 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "filled_by"), [("encoder-decoder", "loop"), ("decoder", "loader"), ("encoder", "loader")]
-)
-def test_two_workers_predict_each_example_once_as_one_does(folder, tmp_path, kind, filled_by, monkeypatch):
-    """Of 9 examples in batches of 2 the second worker has none left in the third; what fills up is not predicted."""
-    added, add = [], Predictions.add
-    monkeypatch.setattr(
-        Predictions, "add", lambda self, batch, outputs: (added.extend(batch["example"].tolist()),
-                                                          add(self, batch, outputs)),
-    )  # fmt: skip
-    encoder = kind == "encoder"
-    path = tmp_path / "test.jsonl"
-    path.write_text("".join(jsonl(text=SENTENCES).splitlines(keepends=True)[:9]))
-    flags = {"task": "classification"} if encoder else {"metrics": ("gen_len",)}
-    tuner = FineTuner(**settings(folder, kind, "classes.tsv" if encoder else "text.jsonl", **flags, eval_batch_size=2))
-
-    def work(backend, run, values):
-        keep = {"loader": lambda batch: True, "loop": lambda batch: (batch["example"] >= 0).all()}[filled_by]
-        values[backend.rank] = evaluated(tuner, run, path, backend, keep)
-
-    one, two = {}, {}
-    work(LocalBackend(), tmp_path / "one", one)
-    assert sorted(added) == list(range(9)) and one[0][1] == 5
-    added.clear()
-    workers = Workers(2)
-    workers.run(lambda backend: work(backend, tmp_path / "two", two))
-    assert sorted(added) == list(range(9))
-    assert [two[rank] for rank in range(2)] == [(one[0][0], 3), (one[0][0], 3 - (filled_by == "loop"))]
-    assert set(one[0][0]) == (set() if encoder else {"gen_len"})
-    assert predictions(tmp_path / "two") == predictions(tmp_path / "one")
 
 
 def test_a_mean_over_no_label_is_absent_from_the_metrics():

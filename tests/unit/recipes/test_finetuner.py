@@ -231,17 +231,6 @@ def test_texts_that_the_task_has_not_are_refused(folder):
     assert plain.predict([]) == []
 
 
-def test_an_encoder_of_pairs_is_not_asked_about_single_texts(folder, tmp_path):
-    tuner = FineTuner(
-        folder / "bert", model_type="encoder", task="classification", data_path=folder / "pairs.tsv", input_seq_len=24
-    )
-    tuner.save(tmp_path)
-    for asked in (tuner, FineTuner(tmp_path)):
-        assert len(asked.predict([("w1", "w2")])) == 1
-        with pytest.raises(UserError, match=r"text 0 .* has 1 parts, not 2"):
-            asked.predict(("w1", "w2"))
-
-
 @pytest.mark.parametrize("speed", ["off", "auto"])
 def test_the_settings_of_the_process_are_the_users_again(folder, sets, speed):
     """And while it trains, those of --speed."""

@@ -84,11 +84,7 @@ def test_the_vocabulary_that_the_tokens_record_is_taken_also_from_beside_them(wo
         ("text.jsonl", None, r"--vocab is missing, and text\.jsonl records none"),
         ("train", None, r"--vocab is missing, and the vocabulary of train\.json \(None\)"),
         ("train", {}, r"--vocab is missing, and the vocabulary of train\.json \(None\)"),
-        (
-            "train",
-            {"vocab_file": "/no/x.model"},
-            r"the vocabulary of train\.json \(/no/x\.model\) is not",
-        ),
+        ("train", {"vocab_file": "/no/x.model"}, r"the vocabulary of train\.json \(/no/x\.model\) is not"),
         ("train", [1], r"train\.json"),
     ],
 )

@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import sysconfig
 import typing
 import zipfile
 from pathlib import Path
@@ -82,21 +81,15 @@ def site(wheel, tmp_path_factory) -> Path:
 
 
 def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
-    def lmtools(*words: str, code: int = 0) -> str:
+    def lmtools(*words: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, site / "bin" / "lmtools", *words]
         done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
-        assert done.returncode == code, done.stderr[-3000:]
-        return done.stdout + done.stderr
+        assert done.returncode == 0, done.stderr[-3000:]
 
-    for command, flag in (("pretrain-t5", "--target_seq_len"), ("pretrain-bert", "--use_nsp"), ("finetune", "--peft")):
-        assert flag in lmtools(command, "--help", "all")
-    assert "did you mean --lr" in lmtools("pretrain-t5", "--lrr", "1", code=2)
-    assert "--rebuild" in lmtools("build-horovod", "--help")
     lmtools("settings")
     shipped = sorted(path.name for path in (ROOT / "accelerate_configs").iterdir())
     assert sorted(path.name for path in (tmp_path / "accelerate_configs").iterdir()) == shipped
-    assert "is there already" in lmtools("settings", code=2)
 
     text = "".join(f'{{"text": "some words {n} of a text {n + 1} that is short"}}\n' for n in range(200))
     (tmp_path / "text.jsonl").write_text(text)
@@ -229,60 +222,6 @@ def tools(monkeypatch, tmp_path):
         return path
 
     return put
-
-
-def run_main(script, capsys) -> str:
-    """main()'s sentence on stderr; it must have refused, in one line."""
-    assert script.main() == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("Horovod is not available: ")
-    return lines[0]
-
-
-@pytest.mark.parametrize(
-    ("prepare", "words"),
-    [
-        (lambda tools, patch: None, "no C++ compiler on PATH"),
-        (lambda tools, patch: patch.setenv("CXX", "/no/such/g++"), "CXX names /no/such/g++, which is not there"),
-        (lambda tools, patch: tools("g++", "exit 1"), "g++ does not know C++20: install g++ 10 or newer"),
-        (lambda tools, patch: patch.setattr(sysconfig, "get_path", lambda name: "/no"), "Python.h is not in /no"),
-        (lambda tools, patch: patch.setattr(importlib.util, "find_spec", lambda name: None), "torch is not installed"),
-    ],
-    ids=["no compiler", "absent CXX", "old compiler", "no Python headers", "no torch"],
-)
-def test_build_without_what_it_needs_says_so(script, tools, capsys, monkeypatch, prepare, words):
-    prepare(tools, monkeypatch)
-    assert words in run_main(script, capsys)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("echo cmake version 4.1.2", "the only CMake is 4.1 at"),
-        ("echo cmake version 3.20.1", "the only CMake is 3.20 at"),
-        ("exit 1", "a broken one at"),
-        (None, "there is no CMake"),
-    ],
-)
-def test_build_with_an_unfit_cmake_says_what_it_found(script, tools, capsys, monkeypatch, tmp_path, text, words):
-    tools("g++", "exit 0")
-    tools("make", "exit 0")
-    if text:
-        tools("cmake", text)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
-    sentence = run_main(script, capsys)
-    assert words in sentence and "pip install 'cmake<4'" in sentence
-
-
-def test_failed_compilation_shows_its_first_error_and_the_log(script, monkeypatch, tmp_path):
-    def compiler_output(command, environment, log):
-        print("a.cc:3: error: no matching function\nb.cc:4: error: another", file=log, flush=True)
-        return int("wheel" in command)
-
-    monkeypatch.setattr(script, "run_logged", compiler_output)
-    first_error = r"did not compile, first error: a.cc:3: error: no matching.*build.log"
-    with pytest.raises(script.CannotBuild, match=first_error):
-        script.build(tmp_path, {"CXX": "g++"}, tmp_path / "build.log")
 
 
 def test_compiler_wrapper_asks_for_cxx20_whatever_it_is_told(script, tmp_path):

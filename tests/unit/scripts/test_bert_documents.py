@@ -1,7 +1,6 @@
 """run_bert_pretraining.py on plain text: continued by one flag, resumed to the bit, masked as its flags say."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from transformers import (
 
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models import inherited
 from lm_experiments_tools.recipes.bert import bert_tokenizer, document_datasets
 from lm_experiments_tools.tools.main import main as lmtools
@@ -152,31 +150,6 @@ def test_texts_and_token_files_of_both_tools_give_the_same_rows(data, work):
     expected = found[0].batch(np.arange(50))
     for rows in found[1:]:
         assert all((values == expected[name]).all() for name, values in rows.batch(np.arange(50)).items())
-
-
-def test_explicit_flags_win_over_those_of_the_weights(data, work):
-    args = parsed(data)
-    assert args.base_model == args.init_checkpoint == args.tokenizer == os.path.relpath(data / "modern")
-    assert args.model_cls == "transformers:ModernBertForMaskedLM" and not args.use_nsp and not args.whole_word
-    args = parsed(data, model_cls="mine:Model", tokenizer="other", whole_word=True)
-    assert (args.model_cls, args.tokenizer, args.whole_word) == ("mine:Model", "other", True)
-    args = parse(
-        BertPretrainingArgs, words(**{**flags_of(data), "model_cfg": "mine.json"}), inherit=inherited.of_bert
-    )[0]
-    assert args.model_cfg == "mine.json" and args.base_model is None and args.init_checkpoint
-    flags = words(from_pretrained=data / "modern", data_path="text", lr=1)
-    args = parse(T5PretrainingArgs, flags, inherit=inherited.of_t5)[0]
-    assert args.vocab == args.base_model and args.model_cls.endswith("ModernBertForMaskedLM")
-
-
-def test_a_run_is_continued_from_its_best_checkpoint_and_resumes_after_that_has_moved(data, work):
-    start(data, iters=2, save_interval=1, model_path="first")
-    next_run = {"from_pretrained": "first", "model_path": "second", "save_interval": 1}
-    start(data, iters=2, **next_run)
-    assert runs.losses("second")[0][0] == 1, "steps are counted from 0"
-    start(data, iters=3, save_interval=1, model_path="first")
-    start(data, iters=3, **next_run)
-    assert [step for step, _ in runs.losses("second")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
-from lm_experiments_tools.recipes.bert import bert_datasets, bert_metrics
+from lm_experiments_tools.recipes.bert import bert_datasets
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from run_bert_pretraining import main
@@ -79,13 +79,6 @@ def test_only_masked_tokens_are_scored_and_the_logs_stay(data, work, monkeypatch
     for split in ("train", "valid"):
         for one, other in zip(records(split, "labels"), records(split, "all"), strict=True):
             assert one == pytest.approx(other, rel=1e-5)
-
-
-def test_labels_alone_are_refused_of_a_class_that_scores_all(data, work):
-    bert = "transformers:BertForPreTraining"
-    refused(data, f"mlm_positions labels: {bert} scores all", model_cls=bert, mlm_positions="labels")
-    start(data, model_cls=bert)
-    assert f"{bert} scores all positions" in (work / "run" / "logs" / "rank0.log").read_text()
 
 
 def expected_validation(data, model, tokenizer, use_nsp=True):
@@ -205,19 +198,6 @@ def test_bad_input_is_one_sentence(data, work, changed, sentence):
     refused(data, sentence, **changed)
 
 
-@pytest.mark.parametrize(
-    "changed, sentence",
-    [
-        ({"vocab_size": 500}, "vocabulary has 600 ids but the model's embedding only 500 rows"),
-        ({"type_vocab_size": 1}, "type_vocab_size .* must be 2"),
-        ({"hidden_sise": 8}, "did you mean 'hidden_size'"),
-    ],
-)
-def test_a_model_that_does_not_fit_the_data_is_refused(data, work, changed, sentence):
-    (work / "other.json").write_text(json.dumps({**TINY, **changed}))
-    refused(data, sentence, model_cfg="other.json")
-
-
 def test_members_of_equal_size_have_an_order_and_noise_of_their_own(data, work):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=data / "vocab.txt")
 
@@ -257,29 +237,6 @@ def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work
     writer.finalize()
     refused(data, "no sentence pairs: .*--split-sentences", data_path="documents")
     start(data, data_path="documents", use_nsp=0, iters=1)
-
-
-def test_data_that_is_text_or_lacks_a_file_names_what_makes_it(data, work):
-    (work / "text.jsonl").write_text('{"text": "a"}\n')
-    refused(
-        data, r"text.jsonl is text; .*megatron.preprocess_data --input .*--split-sentences", data_path="text.jsonl"
-    )
-    refused(data, "data . is text; .*--split-sentences", data_path=".")
-    copy = IndexedDatasetWriter("own_text_sentence", np.uint16)
-    copy.finalize()
-    refused(data, "there is no own.idx, but own_text_sentence: give the whole prefix", data_path="own")
-    copy.bin_path.unlink()
-    refused(data, "own_text_sentence.bin is missing next to own_text_sentence.idx", data_path="own_text_sentence.idx")
-
-
-def test_accuracy_of_masked_tokens_from_logits_of_these_alone():
-    """A class may compute no other logits."""
-    labels = torch.tensor([[-100, 2, -100], [1, -100, 0]])
-    every = torch.tensor([[[0.0, 1, 0], [0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 0, 1], [0, 1, 0]]])
-    right, number = bert_metrics({"labels": labels}, {"logits": every})["accuracy_mlm"]
-    assert (right.item(), number.item()) == (2, 3)
-    right, number = bert_metrics({"labels": labels}, {"logits": every[labels != -100]})["accuracy_mlm"]
-    assert (right.item(), number.item()) == (2, 3)
 
 
 def test_fsdp_shards_tied_parameters_in_one_unit():

@@ -82,22 +82,6 @@ def test_the_best_checkpoint_is_evaluated_last(folder, tmp_path):
     assert len((run / "predictions" / "test.jsonl").read_text().splitlines()) == 5
 
 
-def test_tensorboard_has_the_examples_of_each_validation(folder, tmp_path):
-    """With what the file of predictions holds, at the step of the last one."""
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    start(folder, tmp_path, valid_interval=3, show_valid_examples=3, use_generate_on_valid=True)
-    events = accumulators.EventAccumulator(str(tmp_path))
-    events.Reload()
-    shown = events.Tensors("examples/valid/text_summary")
-    assert [event.step for event in shown] == [3, 6]
-    header, _, *rows = shown[-1].tensor_proto.string_val[0].decode().splitlines()
-    assert header == "| id | source | prediction | references |" and len(rows) == 3
-    lines = [json.loads(line) for line in (tmp_path / "predictions" / "valid.jsonl").read_text().splitlines()]
-    for row, line in zip(rows, lines[::3], strict=True):
-        cells = [cell.strip() for cell in row.replace("\\", "").strip("|").split("|")]
-        assert cells == [line["id"], line["source"], " ".join(line["prediction"].split()), *line["references"]]
-
-
 def test_validation_alone_leaves_a_run_as_it_is_and_free_to_go_on(folder, tmp_path):
     """With other settings than the run's, of a step before its last, on validation and test data."""
     run = tmp_path / "run"

@@ -233,10 +233,3 @@ def test_bert_keeps_its_place_under_another_mask_rate_and_over_a_kill_at_the_bor
     pretrain_bert(words(**flags, model_path="run"))
     ours, theirs = (load_file(f"{run}/last/model.safetensors") for run in ("run", "run_whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_phases_start_from_a_model(work):
-    start(run="run_model", iters=2)
-    start(phases=[{"iters": 2, "lr": 0.1, "lr_scheduler": "constant"}, {"iters": 1}], from_pretrained="run_model")
-    assert ended("run")[2]["step"] == 3
-    assert "weights from run_model" in (work / "run" / "logs" / "rank0.log").read_text()

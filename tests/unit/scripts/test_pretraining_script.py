@@ -11,13 +11,12 @@ from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.streaming import stream
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes.report import PredictedExamples
 from lm_experiments_tools.tools.main import main as lmtools
 from run_t5_pretraining import main
 from tests.helpers import runs
-from tests.helpers.runs import BERT, T5_RUN, TINY, losses, scored_tokens, words, write_toys
+from tests.helpers.runs import BERT, T5_RUN, losses, scored_tokens, words, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 OBJECTIVES = {
@@ -53,13 +52,6 @@ def start(vocab, **changed):
 
 def refused(vocab, sentence, **changed):
     runs.refused(start, sentence, vocab, **changed)
-
-
-def test_raw_text_takes_the_vocabulary_that_lies_where_the_ancestors_default_says(work, vocab):
-    (work / "vocabs").mkdir()
-    (work / "vocabs" / "sentencepiece.model").write_bytes(vocab.read_bytes())
-    start(None)
-    assert (work / "run" / "last").exists()
 
 
 def test_other_settings_in_the_same_run_directory(work, vocab):
@@ -124,15 +116,6 @@ def test_a_refused_start_leaves_no_trace_in_the_run_directory(work, vocab):
     assert not (work / "run" / "config.2.json").exists()
 
 
-def test_the_way_out_that_a_refusal_names_works(work, vocab):
-    start(vocab)
-    with pytest.raises(UserError) as error:
-        start(vocab, lr=5e-3, iters=4)
-    way_out = str(error.value).split("--resume ")[1].split()[0]
-    start(vocab, lr=5e-3, iters=4, resume=way_out)
-    assert (work / "run" / "last").resolve().name == "step_000004"
-
-
 def test_nothing_left_to_train_is_said(work, vocab):
     start(vocab)
     refused(vocab, "nothing is left to train", init_checkpoint="run/last", model_path="run2")
@@ -150,14 +133,6 @@ def test_a_run_whose_settings_are_cut_short_goes_on_by_those_of_its_checkpoint(w
     start(vocab, iters=4)
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
     assert json.loads((work / "run" / "config.1.json").read_text())["iters"] == 4
-
-
-def test_optimizer_state_of_other_shapes_is_refused(work, vocab):
-    start(vocab)
-    (work / "wide.json").write_text(json.dumps({**TINY, "d_ff": 48}))
-    changed = {"model_cfg": "wide.json", "model_path": "run2", "init_checkpoint": "run/last", "iters": 4}
-    refused(vocab, "--reset_optimizer", allow_partial_checkpoint=True, **changed)
-    start(vocab, allow_partial_checkpoint=True, reset_optimizer=True, **changed)
 
 
 def test_generation_on_validation_is_measured(work, vocab):
@@ -251,24 +226,6 @@ def test_documents_end_with_eos_where_borders_are_read_over(work, vocab, task, e
         assert ends_of_documents() == {True, False}
     else:
         refused(vocab, "--append_eos is not read by --task span_corruption", append_eos=False)
-
-
-def test_tokens_whose_documents_run_into_each_other_are_named_with_the_remedy(work, vocab, caplog):
-    for name, eos in (("with", True), ("without", False)):
-        tokenize_corpus(["text.jsonl"], vocab, name, workers=1, append_eos=eos)
-    flags = {**OBJECTIVES["causal_lm"], "iters": 1, "model_path": None}
-    start(vocab, **flags, data_path="with")
-    start(vocab, data_path="without", iters=1, model_path=None)
-    assert "--append_eos" not in caplog.text
-    start(vocab, **flags, data_path="without")
-    assert "without has no EOS" in caplog.text and "--append_eos" in caplog.text
-    refused(
-        vocab,
-        "--no_append_eos is about raw text, and without is tokenized",
-        **flags,
-        data_path="without",
-        append_eos=False,
-    )
 
 
 def test_masked_lm_scores_masked_positions_only(work, vocab, monkeypatch):

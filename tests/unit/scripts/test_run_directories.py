@@ -14,7 +14,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training import run_folder
 from run_t5_pretraining import main
-from tests.distributed.launch import ROOT, forked
+from tests.distributed.launch import forked
 from tests.helpers.runs import T5_RUN, refused, words, write_toys
 from tests.helpers.thread_workers import Workers
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -75,12 +75,6 @@ def test_none_in_a_file_saves_nothing_and_printed_settings_say_auto(work, capsys
     assert yaml.safe_load(capsys.readouterr().out)["model_path"] == "auto"
 
 
-def test_flags_of_the_run_directory_need_none_that_is_named(work):
-    start(save_interval=1)
-    assert (work / DATED / "checkpoints" / "step_000001").exists()
-    refused(start, "--save_interval needs --model_path", model_path="none", save_interval=1)
-
-
 def test_a_refused_start_leaves_no_folder(work):
     refused(start, "holds no text|is not|does not exist", data_path="absent.jsonl", streaming=True)
     assert not list((work / "runs").iterdir())
@@ -118,10 +112,3 @@ def test_a_job_that_is_restarted_must_name_its_folder(work, monkeypatch, variabl
     args = T5PretrainingArgs(**{**T5_RUN, "data_path": ("text.jsonl",), "model_path": "auto"})
     with pytest.raises(UserError, match=r"may be started again .* give --model_path DIR"):
         run_folder.with_run_directory(args, LocalBackend(), "t5")
-
-
-def test_the_environment_names_another_folder_for_runs(work, monkeypatch, tmp_path):
-    monkeypatch.setenv("LMTOOLS_RUNS", str(tmp_path / "scratch"))
-    start()
-    assert (tmp_path / "scratch" / "t5-2026-11-28-181500" / "last").exists()
-    assert not (work / "runs").exists() and not (ROOT / "runs" / "t5-2026-11-28-181500").exists()

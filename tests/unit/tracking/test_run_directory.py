@@ -80,17 +80,6 @@ def test_second_start_never_touches_the_first(tmp_path):
     assert {"config.1.yaml", "cmd.1.sh", "env.1.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize(("then", "now", "differ"), [(32, None, False), (None, 16, True)])
-def test_rows_of_a_bucket_left_out_are_those_of_a_step(tmp_path, then, now, differ):
-    batch = {"batch_size": 4, "gradient_accumulation_steps": 2}
-    directory = RunDirectory(tmp_path)
-    directory.write_start({**batch, "bucket_rows": then}, {}, ["run.py"], world_size=4)
-    (directory.path / "metrics.jsonl").write_text("{}\n")
-    same_step = {"batch_size": 16, "gradient_accumulation_steps": 1, "bucket_rows": now}
-    found = directory.check_compatible(same_step, resume=True, world_size=2)
-    assert found == ({"bucket_rows": (32, 16)} if differ else {})
-
-
 def test_settings_are_compared_by_meaning_and_refused_by_the_flags_that_were_given(tmp_path):
     before = {"from_pretrained": "runs/a/", "init_checkpoint": "b/../runs/a", "lr": 1}
     directory = in_use(RunDirectory(tmp_path))
@@ -133,33 +122,6 @@ def test_git_state_can_be_restored(tmp_path, monkeypatch):
     git(repository, "checkout", commit)
     git(repository, "apply", str(directory.path / "git.diff"))
     assert (repository / "code.py").read_text() == "a = 2  # é\n"
-
-
-@pytest.mark.parametrize("call", [["script.py"], ["-m", "module"]])
-def test_cmd_runs_the_same_again(tmp_path, call):
-    """The recorded script is run, from elsewhere, and must give the child the same arguments and directory.
-
-    The run works in another one (`--working_dir`).
-    """
-    script = """
-import json, os, sys
-from lm_experiments_tools.tracking.run_directory import relaunch_script
-if os.environ.get("AGAIN"):
-    print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("OMP_NUM_THREADS")]))
-else:
-    os.chdir("elsewhere")
-    open("cmd.sh", "w").write(relaunch_script(sys.argv))
-"""
-    (tmp_path / "elsewhere").mkdir()
-    for name in ("script.py", "module.py"):
-        (tmp_path / name).write_text(script)
-    arguments = ["--prefix", "two words", "$HOME", "it's", "", "é*"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *call, *arguments], cwd=tmp_path, env=environment, check=True)
-    bare = {"PATH": os.environ["PATH"], "AGAIN": "1"}
-    command = ["sh", str(tmp_path / "elsewhere" / "cmd.sh")]
-    result = subprocess.run(command, cwd="/", env=bare, check=True, capture_output=True, text=True)
-    assert json.loads(result.stdout) == [arguments, str(tmp_path), "1"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="launchers are found through /proc")

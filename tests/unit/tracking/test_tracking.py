@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
 
@@ -215,24 +214,3 @@ def test_save_metrics_is_always_valid_json(tmp_path):
         loop["self"] = loop
         save_metrics(tmp_path / "metrics.json", loop)
     assert (tmp_path / "metrics.json").read_bytes() == before and to_jsonable(True) is True
-
-
-def test_curve_is_drawn_from_the_record(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from lm_experiments_tools.tracking.curve import plot_curve
-
-    with Tracker(tmp_path, rank=0) as tracker:
-        for step in range(1, 60):
-            log_step(tracker, step, loss=math.nan if step == 30 else 5 / step)
-        tracker.log("valid", 59, 472, 47200, {"loss": 1.0})
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 60, "spl')
-    png = plot_curve(tmp_path / "metrics.jsonl", tmp_path / "out" / "loss.png")
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "matplotlib.pyplot" not in sys.modules or sys.modules["matplotlib.pyplot"].get_fignums() == []
-    with pytest.raises(UserError, match="no losses"):
-        (tmp_path / "empty.jsonl").write_text("")
-        plot_curve(tmp_path / "empty.jsonl", png)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="pip install matplotlib"):
-        plot_curve(tmp_path / "metrics.jsonl", png)

@@ -11,7 +11,6 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS, bert_loss, with_bytes
-from modeling_t5 import T5Config
 from tests.helpers.loops import make_loop
 from tests.helpers.thread_workers import Workers
 from tests.helpers.toys import tiny_t5
@@ -107,11 +106,3 @@ def test_bert_leaves_sentence_pairs_out():
     num_tokens = num_bytes() + 2 * len(TEXTS)
     expected = num_tokens * values["loss_mlm"] / math.log(2) / num_bytes()
     assert values["bits_per_byte"] == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("config", [{"z_loss": 1e-4}, {"label_smoothing": 0.1}])
-def test_a_loss_with_other_terms_has_no_bits_per_byte(config):
-    model = torch.nn.Linear(1, 1)
-    model.config = T5Config(**config)
-    assert with_bytes(MODEL_LOSS, BYTES, model) is MODEL_LOSS
-    assert with_bytes(MODEL_LOSS, None, gpt2()) is MODEL_LOSS

@@ -192,16 +192,6 @@ def test_answers_beyond_the_text_do_not_count(package, name, batch_size, steps):
     assert_is_whole(seen, losses, exact, exact(**default_collate(rows))["loss"])
 
 
-@pytest.mark.parametrize("package", ["transformers", "modeling_bert"])
-def test_masked_words_and_sentence_pairs_are_means_of_their_own(package):
-    model, rows = answering(package, "BertForPreTraining"), rows_of("tags")
-    for number, row in enumerate(rows):
-        row["next_sentence_label"] = torch.tensor(number % 2)
-    exact = copy.deepcopy(model).double()
-    seen, losses = in_split(model, rows, 2, 4)
-    assert_is_whole(seen, losses, exact, exact(**default_collate(rows))["loss"])
-
-
 class InBatch(Net):
     """Each row is to be told from the other rows of its batch."""
 
@@ -227,15 +217,6 @@ def test_a_loss_over_whole_batches_is_refused_in_parts_unless_asked_for():
     ids = batch["input_ids"]
     ((exact(ids[:4])["loss"] + exact(ids[4:])["loss"]) / 2).backward()
     torch.testing.assert_close(seen["head.weight"].double(), exact.head.weight.grad, rtol=1e-4, atol=1e-7)
-
-
-def test_a_contrast_within_single_rows_that_nobody_declared_ends_the_run():
-    class Undeclared(InBatch):
-        def forward(self, input_ids, labels=None):
-            return super().forward(input_ids, labels)
-
-    with pytest.raises(UserError, match=r"gradient of the first step is 0.*micro-batches of one row"):
-        in_split(Undeclared(), rows_of("row"), 1, 8)
 
 
 def test_a_contrastive_class_of_transformers_is_known():

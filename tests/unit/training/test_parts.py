@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -34,10 +33,7 @@ class SparseLabeller(TinyLabeller):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"loader": DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)},
-            "a batch is a list, but must be a",
-        ),
+        ({"loader": DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)}, "a batch is a list, but must be a"),
         ({"loader": [{"input_ids": [[1, 2]] * 2, "labels": [[1]] * 2}]}, "tensors, but input_ids is a list"),
         ({"loader": None}, "made without train_dataloader, so it can only validate"),
         ({"optimizer": torch.optim.SGD(TinyLabeller().parameters())}, "has none of the 3 trained parameters"),
@@ -172,18 +168,6 @@ class Tempered(TinyLabeller):
         logits = super().forward(input_ids, labels)["logits"] / float(temperature)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=class_weight)
         return {"loss": loss, "logits": logits}
-
-
-@pytest.mark.parametrize("temperature", [torch.tensor(2.0), np.float32(2.0), np.array(2.0), 2.0])
-def test_a_batch_may_hold_numbers_of_no_row(temperature):
-    rows = RaggedPairs(8).batch(list(range(8)))
-    expected = Tempered()(rows["input_ids"], rows["labels"], 2.0)["loss"].item()
-    batch = {**rows, "temperature": temperature, "task": "a", "name": [str(n) for n in range(8)]}
-    for batch_size in (8, 3):
-        loop = made(Tempered(), loader=[batch], valid=[batch], batch_size=batch_size, iters=1, lr=0.0)
-        loop.train()
-        assert loop.state.metrics["train"]["loss"] == pytest.approx(expected, rel=1e-5)
-        assert loop.state.metrics["valid"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_belongs_to_no_row_or_is_nested_is_refused_with_the_way_on():

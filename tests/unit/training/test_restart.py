@@ -145,17 +145,6 @@ def test_more_iters_keep_the_schedule_and_num_training_steps_stretches_it(tmp_pa
     assert "12 updates long (0.005 now" in caplog.text and "of 6 updates" in caplog.text
 
 
-def test_fewer_or_more_iters_of_a_run_cut_short_leave_its_curve(tmp_path):
-    stop = At(2, lambda loop: setattr(loop.signals, "agreed", signal.SIGTERM))
-    flags = {"lr_scheduler": "cosine", "num_warmup_steps": 0}
-    with pytest.raises(SystemExit):
-        start(tmp_path, iters=6, callbacks=[stop], **flags)[0].train()
-    expected = [1e-2 * (1 + math.cos(math.pi * n / 6)) / 2 for n in (2, 4, 6)]
-    for iters in (5, 9):
-        assert curve(start(tmp_path, iters=iters, **flags)[0], [2, 4, 6]) == pytest.approx(expected)
-    assert curve(start(tmp_path, iters=9, **flags)[0], [8]) == pytest.approx([0.0]), "transformers' cosine rises again"
-
-
 def test_updates_after_the_end_of_a_schedule_at_0_are_refused_or_warned_of(tmp_path, caplog):
     """A fresh run, one that counts from 0 after another, and a resumed one; a schedule that ends above 0 is fine."""
     cosine = {"lr_scheduler": "cosine", "num_warmup_steps": 0}

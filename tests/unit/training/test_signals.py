@@ -67,18 +67,26 @@ def test_the_death_of_the_launcher_counts_as_sigterm_once(monkeypatch, caplog):
 @pytest.mark.parametrize("name, code", [  # 128 + the number of the signal, as shells report it
     ("TERM", 143), ("INT", 130), ("USR1", 138), ("USR2", 140), ("HUP", 129), ("XCPU", 152),
 ])  # fmt: skip
-def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_path, name, code):
+def test_a_signal_saves_and_exits_with_its_code(tmp_path, name, code):
     number = getattr(signal, f"SIG{name}")
+    before = signal.signal(number, signal.SIG_DFL if name != "INT" else signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            make_loop(At(2, lambda _: os.kill(os.getpid(), number)), model_path=str(tmp_path)).train()
+    finally:
+        signal.signal(number, before)
+    assert stop.value.code == code and (tmp_path / "last").resolve().name == "step_000002"
 
+
+def test_after_a_signal_the_rest_is_as_if_nothing_had_been(tmp_path):
     def run(path, hook=None):
         torch.manual_seed(7)
         loop = make_loop(hook, DataLoader(RaggedPairs(4), batch_size=4), model_path=str(path), valid_interval=2)
         loop.train()
         return weights_of(loop.backend.unwrap()), loop
 
-    with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "killed", At(3, lambda loop: os.kill(os.getpid(), number)))
-    assert stop.value.code == code
+    with pytest.raises(SystemExit):
+        run(tmp_path / "killed", At(3, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     continued, loop = run(tmp_path / "killed")
     whole, whole_loop = run(tmp_path / "whole")
     assert all(torch.equal(whole[n], continued[n]) for n in whole)

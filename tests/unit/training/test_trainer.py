@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import get_scheduler
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
@@ -59,22 +56,6 @@ def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(batch_si
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(captured[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
     assert loop.state.metrics["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["linear", "inverse_sqrt"])
-def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
-    recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
-    loop = make_loop({"iters": 12, "lr_scheduler": name, "num_warmup_steps": 4}, callbacks=[recorder])
-    loop.train()
-    model = tiny_t5()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=4, num_training_steps=12)
-    expected = []
-    for _ in range(12):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert recorder.seen == pytest.approx(expected, rel=1e-12)
 
 
 def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(tmp_path):
@@ -223,37 +204,6 @@ def test_a_finished_run_started_again_logs_nothing_twice(tmp_path):
     assert again.state.last_validated_step == 10
     again.train()
     assert (tmp_path / "metrics.jsonl").read_text() == first
-
-
-def test_weight_decay_is_this_runs_not_the_checkpoints(tmp_path):
-    make_loop({"iters": 2, "model_path": str(tmp_path)}).train()
-    model = tiny_t5()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-    make_loop({"iters": 4, "init_checkpoint": str(tmp_path / "last")}, model=model, optimizer=optimizer)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5 and optimizer.state
-
-
-def test_a_metric_that_json_cannot_hold_costs_no_checkpoint(tmp_path):
-    odd = {
-        "table": np.eye(2),
-        "at": Fraction(1, 3),
-        "who": {1, 2},
-        "nan": np.float32("nan"),
-        "score": torch.tensor(0.5),
-    }
-    loop = make_loop(
-        {"model_path": str(tmp_path), "valid_interval": 1, "save_interval": 1, "optimize_metric": "at", "iters": 2},
-        valid=DataLoader(RaggedPairs(4), batch_size=4),
-        keep_for_metrics_fn=lambda batch, outputs: {"rows": batch["labels"]},
-        metrics_fn=lambda kept: odd,
-    )
-    loop.train()
-    resumed = make_loop({"model_path": str(tmp_path), "iters": 3, "optimize_metric": "at"}, loader=loop.stream.loader)
-    stored = resumed.state.metrics["valid"]
-    assert stored["table"] == [[1.0, 0.0], [0.0, 1.0]] and stored["at"] == "1/3" and stored["who"] == [1, 2]
-    assert math.isnan(stored["nan"]) and stored["score"] == 0.5 and resumed.state.best_metric == 1 / 3
-    loop.save_metrics(tmp_path)
-    assert json.loads((tmp_path / "metrics.json").read_text())
 
 
 def test_the_backend_follows_what_a_callback_unfreezes_from_the_step_after():
