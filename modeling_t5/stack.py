@@ -152,6 +152,10 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
 class T5Stack(T5PreTrainedModel):
     """The encoder of T5 or, if `config.is_decoder`, the decoder: embeddings, all layers, and the last norm."""
 
+    compiled_parts = (
+        "final_layer_norm",
+    )  # besides the layers, see `lm_experiments_tools.models.speed.compile_blocks`
+
     def __init__(self, config: T5Config) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)  # tied to `shared` of the model around it

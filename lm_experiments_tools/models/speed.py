@@ -126,8 +126,9 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compile each transformer block of a model, with a disk cache that makes the next run start faster.
 
-    A model without such blocks is compiled as a whole. Blocks of the same shape share two compiled graphs: one for the
-    first input length, one for all other lengths. `options` are those of `torch.compile`.
+    Modules name other parts to compile by an attribute `compiled_parts`. A model without blocks is compiled as a whole.
+    Blocks of the same shape share two compiled graphs: one for the first input length, one for all other lengths.
+    `options` are those of `torch.compile`.
     """
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -140,7 +141,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     # DDP would split each block's graph at the bounds of its buckets. Gradients are sent block by block as it is.
     torch._dynamo.config.optimize_ddp = torch._dynamo.config.optimize_ddp and not blocks
-    for module in blocks or [model]:
+    parts = [getattr(module, name) for module in model.modules() for name in getattr(module, "compiled_parts", ())]
+    for module in [*blocks, *parts] if blocks else [model]:
         module.compile(**options)
 
 
