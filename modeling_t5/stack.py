@@ -152,9 +152,8 @@ class T5PreTrainedModel(InitializesAllModules, PreTrainedModel, metaclass=TakesB
 class T5Stack(T5PreTrainedModel):
     """The encoder of T5 or, if `config.is_decoder`, the decoder: embeddings, all layers, and the last norm."""
 
-    compiled_parts = (
-        "final_layer_norm",
-    )  # besides the layers, see `lm_experiments_tools.models.speed.compile_blocks`
+    # Besides the layers, by `lm_experiments_tools.models.speed.compile_blocks`.
+    compiled_parts = ("final_layer_norm",)
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(config)

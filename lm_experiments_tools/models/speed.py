@@ -126,7 +126,7 @@ def speed_up(model: nn.Module, args: ExperimentArgs, *, plain: bool = True) -> N
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compile each transformer block of a model, with a disk cache that makes the next run start faster.
 
-    Modules name other parts to compile by an attribute `compiled_parts`. A model without blocks is compiled as a whole.
+    Modules name other parts to compile in `compiled_parts`. A model without blocks is compiled as a whole.
     Blocks of the same shape share two compiled graphs: one for the first input length, one for all other lengths.
     `options` are those of `torch.compile`.
     """

@@ -189,7 +189,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "graphs"), [pytest.param("t5", 4, marks=pytest.mark.slow), ("bert", 1)])
+@pytest.mark.parametrize(
+    ("kind", "graphs"), [pytest.param("t5", [6, 10, 10], marks=pytest.mark.slow), ("bert", [1, 2, 2])]
+)
 def test_blocks_that_are_alike_share_one_graph_for_a_shape_and_one_for_all_others(kind, graphs):
     """Losses and gradients are those of the model before."""
     torch.compiler.reset()
@@ -211,7 +213,7 @@ def test_blocks_that_are_alike_share_one_graph_for_a_shape_and_one_for_all_other
             found = compiled.get_parameter(name).grad
             assert found is parameter.grad or torch.allclose(found, parameter.grad, rtol=1e-5, atol=1e-7), name
         numbers.append(len(made))
-    assert numbers == [graphs, 2 * graphs, 2 * graphs]
+    assert numbers == graphs
     assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]
 
 
