@@ -214,8 +214,8 @@ def run_backward(
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
     given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
-    given["delta"] = torch.empty_like(lse)  # this and the next are filled by the first kernel
-    given["less"] = lse.new_empty(*lse.shape[:2], 3 if call.bias == _T5 else 1, lse.shape[2])
+    # Filled by the first kernel.
+    given["pairs"] = lse.new_empty(*lse.shape[:2], 3 if call.bias == _T5 else 1, lse.shape[2], 2)
     with torch.cuda.device_of(q):
         sums, constants = _sums_of_bias(call, lse) if trains_bias else ({}, {})
         written = {"o": o, "lse": lse, "dq": dq, **dict.fromkeys(_SUMS), **sums}

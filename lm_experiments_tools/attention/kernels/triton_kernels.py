@@ -303,26 +303,29 @@ def store_near(near_sums, sums, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRE
 
 @triton.jit
 def rows_of(
-    o, do, lse, delta, less, sequence, tile, left, right, stride, query_length, BLOCK_M: tl.constexpr,
+    o, do, lse, pairs, sequence, tile, left, right, stride, query_length, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, EVEN_M: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Load what the backward pass needs of a tile of queries: do, delta = sum(o * do), and -lse.
 
-    `do` is the gradient of the output o, and `lse` the log-sum-exp of the scores. Delta and -lse are also stored for
-    `key_gradient_kernel`; for T5 two more copies of -lse have the far biases added.
+    `do` is the gradient of the output o, and `lse` the log-sum-exp of the scores. Pairs of -lse and delta are also
+    stored for `key_gradient_kernel`, which loads a tile of them at once. T5 has two more copies of the pairs,
+    whose -lse has the far biases added.
     """
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_tile = load_rows(o, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     do_tile = load_rows(do, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
     row_less = -tl.load(lse + rows, mask=inside, other=float("inf"))
-    less += sequence.to(tl.int64) * ((3 if BIAS == T5 else 1) * query_length) + queries
-    tl.store(less, row_less, mask=inside)
-    if BIAS == T5:
-        tl.store(less + query_length, row_less + left, mask=inside)
-        tl.store(less + 2 * query_length, row_less + right, mask=inside)
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    tl.store(delta + rows, row_delta, mask=inside)
+    pairs += sequence.to(tl.int64) * ((6 if BIAS == T5 else 2) * query_length) + queries * 2
+    tl.store(pairs, row_less, mask=inside)
+    tl.store(pairs + 1, row_delta, mask=inside)
+    if BIAS == T5:
+        tl.store(pairs + 2 * query_length, row_less + left, mask=inside)
+        tl.store(pairs + 2 * query_length + 1, row_delta, mask=inside)
+        tl.store(pairs + 4 * query_length, row_less + right, mask=inside)
+        tl.store(pairs + 4 * query_length + 1, row_delta, mask=inside)
     return do_tile, row_delta, row_less
 
 
@@ -359,7 +362,7 @@ def gradient_by_query(
 
 @triton.jit(do_not_specialize=VARYING)
 def query_gradient_kernel(
-    q, k, v, o, do, lse, delta, dq, far_sums, near_sums, sides, places, windows, less, table, key_mask,
+    q, k, v, o, do, lse, dq, far_sums, near_sums, sides, places, windows, pairs, table, key_mask,
     query_segments, key_segments, ranges, order, tiles, tile_bits, seed, drop_below, drop_chance, grow, scale, scale2,
     num_tiles, num_heads, layout_heads, sequences, query_length, key_length, stride_qb, stride_qh, stride_qn,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask,
@@ -382,7 +385,7 @@ def query_gradient_kernel(
     queries, key_segments = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_segments + batch * key_length
     q_tile = load_rows(q + of_query, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
     do_tile, row_delta, row_less = rows_of(
-        o + of_output, do + of_output, lse, delta, less, sequence, tile, left, right, stride_on, query_length,
+        o + of_output, do + of_output, lse, pairs, sequence, tile, left, right, stride_on, query_length,
         BLOCK_M, VALUE_DIM, BLOCK_V, EVEN_M, BIAS,
     )  # fmt: skip
     gradient, row_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
@@ -423,7 +426,7 @@ def query_gradient_kernel(
 # The first run of a key tile's list holds the queries that have this tile on their far right.
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
-    q, k, v, do, less, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
+    q, k, v, do, pairs, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
     tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
     query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
     stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
@@ -442,8 +445,7 @@ def key_gradient_kernel(
     query_segments, key_segments = query_segments + batch * query_length, key_segments + batch * key_length
     q += batch * stride_qb + head * stride_qh
     do += batch * stride_ob + head * stride_oh
-    less += sequence.to(tl.int64) * ((3 if BIAS == T5 else 1) * query_length)
-    delta += sequence.to(tl.int64) * query_length
+    pairs += sequence.to(tl.int64) * ((6 if BIAS == T5 else 2) * query_length)
     of_key, of_value = batch * stride_kb + head * stride_kh, batch * stride_vb + head * stride_vh
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k_tile = load_rows(k + of_key, tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
@@ -459,8 +461,13 @@ def key_gradient_kernel(
             q_tile = load_rows(q, query_tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
             do_tile = load_rows(do, query_tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
             added = tl.where(step < first_steps, 2, 1) * query_length if BIAS == T5 and NEAR == 0 else 0
-            base = tl.load(less + added + queries, mask=inside, other=float("-inf"))[None, :]
-            row_delta = tl.load(delta + queries, mask=inside, other=0.0)
+            places = (added + queries)[:, None] * 2 + tl.arange(0, 2)[None, :]
+            if EVEN_M:
+                base, row_delta = tl.split(tl.load(pairs + places))
+            else:
+                base, row_delta = tl.split(tl.load(pairs + places, mask=inside[:, None], other=0.0))
+                base = tl.where(inside, base, float("-inf"))
+            base = base[None, :]
             value = tl.where(step < first_steps, right, left)
             if BIAS == T5 and NEAR:
                 base += bias_of(table, query_tile * BLOCK_M - tile * BLOCK_N, WIDTH, BLOCK_N, BLOCK_M)
