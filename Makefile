@@ -15,7 +15,7 @@ STEPS ?= 100000
 THREADS ?= $(shell $(PYTHON) -c 'import glob, os; cores = {open(f).read() for f in glob.glob("/sys/devices/system/cpu/cpu[0-9]*/topology/core_cpus_list")}; print(min(len(cores), len(os.sched_getaffinity(0))) if cores else ((os.cpu_count() or 1) + 1) // 2)')
 # Test files of `make damage` and `make fuzz`.
 DAMAGE := tests/unit/checkpoint/test_checkpoint_damage.py tests/unit/checkpoint/test_write_faults.py
-FUZZ := tests/unit/test_hostile_input.py tests/unit/test_hostile_weights.py tests/unit/config/test_cli.py tests/unit/data/tokens/test_indexed_mutations.py
+FUZZ := tests/unit/test_hostile_input.py tests/unit/test_hostile_weights.py tests/unit/data/tokens/test_indexed_mutations.py
 # Tests that run at once. A job of several processes runs alone among its like.
 TEST_PROCESSES ?= 2
 

@@ -118,7 +118,8 @@ def refusals() -> Iterator[None]:
 def check_optimizer(optimizer: Optimizer, stage: int) -> None:
     """Refuse optimizers that need whole matrices: ZeRO flattens all parameters into one vector. Raises UserError."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not all(any(p.requires_grad for p in group["params"]) for group in optimizer.param_groups):
+    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+    if not all(any(p.requires_grad for p in group) for group in groups):
         raise UserError("ZeRO cannot step a parameter group that is all frozen: leave it out of the optimizer.")
     if stage == 3 and any(getattr(parameter, "ds_numel", parameter.numel()) == 0 for parameter in parameters):
         raise UserError("ZeRO stage 3 cannot train a parameter without elements: remove it, or use stage 2 or DDP.")

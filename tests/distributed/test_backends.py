@@ -25,16 +25,17 @@ from tests.helpers.toys import tiny_t5
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("worker.py")
-PLAIN = ["ahead", "trained", "talked", "clipped", "evaluated", "fp16", "bf16", "unfrozen", "sparse"]
+FSDP = ["ahead", "trained", "talked", "evaluated", "fp16", "unfrozen", "sparse"]
+PLAIN = [*FSDP, "clipped", "bf16"]
 ZERO = ["trained", "talked", "evaluated"]
 SCENARIOS = {
     "alone": [*PLAIN, "partial"],
     "horovod": [*PLAIN, "partial", "wide_range"],
     "ddp": [*PLAIN, "unused", "wide_range"],
-    "fsdp": PLAIN,
+    "fsdp": FSDP,
     "zero1": ZERO,
     "zero2": [*ZERO, "zero_16bit"],
-    "zero3": [*ZERO, "sparse", "zero_16bit"],
+    "zero3": [*ZERO, "zero_16bit"],
 }
 # class of the wrapped model, words of its description
 DESCRIBED = {
@@ -45,8 +46,8 @@ DESCRIBED = {
     **{f"zero{stage}": ("DeepSpeedEngine", "2 worker", f"ZeRO stage {stage}") for stage in (1, 2, 3)},
 }
 RESHARDED = {  # kind and number of the workers that continue, kind whose checkpoint it is, DeepSpeed file
-    "zero2_on_3": ("zero2", 3, "zero3"),
     "alone_after_zero": ("alone", 1, "zero3"),
+    "zero2_on_3": ("zero2", 3, "zero3"),
     "zero1_on_3": ("zero1", 3, "zero2"),
     "zero3_on_3": ("zero3", 3, "zero1"),
     "zero1_on_1": ("zero1", 1, "zero3"),
@@ -181,7 +182,7 @@ def test_resumed_in_new_processes_equals_uninterrupted(results, kind):
     assert largest_difference(results.weights(kind, "resumed"), results.weights(kind, "trained")) == 0.0
 
 
-@pytest.mark.parametrize("name", slow(RESHARDED, *list(RESHARDED)[2:]))
+@pytest.mark.parametrize("name", slow(RESHARDED, *list(RESHARDED)[1:]))
 def test_optimizer_state_goes_on_in_other_slices_or_in_none(results, name):
     """The worker compares the whole state, once loaded, with the file, bit for bit."""
     folder, earlier = results.resharded(name), RESHARDED[name][2]
@@ -212,7 +213,7 @@ def test_collectives(results, kind):
         assert rank["broadcast"] == {"from": 0}
 
 
-@pytest.mark.parametrize("kind", UNSHARDED[1:])
+@pytest.mark.parametrize("kind", ["horovod", "ddp"])
 def test_clipping_by_value_equals_one_process(results, kind):
     assert largest_difference(results.weights("alone", "clipped"), results.weights(kind, "clipped")) < 2e-6
 
@@ -227,7 +228,7 @@ def test_what_is_unfrozen_or_frozen_during_training_equals_one_process(results, 
     assert largest_difference(results.weights("alone", "unfrozen"), results.weights(kind, "unfrozen")) < 2e-6
 
 
-@pytest.mark.parametrize("kind", [*UNSHARDED[1:], "zero3"])
+@pytest.mark.parametrize("kind", UNSHARDED[1:])
 def test_block_sparse_attention_equals_one_process(results, kind):
     alone, together = results.weights("alone", "sparse"), results.weights(kind, "sparse")
     assert largest_difference(alone, together) < 1e-5  # float32 in another order: up to 2.7e-6, depending on the CPU
@@ -278,7 +279,7 @@ def test_fp16_scales_the_loss_on_a_cpu_too(results, kind):
         assert rank["steps"][0]["norm"] == pytest.approx(exact[0]["norm"], rel=1e-2), "the norm is not unscaled"
 
 
-@pytest.mark.parametrize("kind", UNSHARDED)
+@pytest.mark.parametrize("kind", ["alone", "horovod", "ddp"])
 def test_bf16_computes_in_bf16(results, kind):
     exact = results.of("alone", "trained")[0]["steps"]
     for rank in results.of(kind, "bf16"):

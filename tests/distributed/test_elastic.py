@@ -29,8 +29,8 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_other_workers_and_backends_continue_a_run_to_the_same_bits(uninterrupted, tmp_path):
-    digest(tmp_path, 5, "ddp", 3)
-    assert digest(tmp_path, STEPS, "horovod", 2) == uninterrupted
+    digest(tmp_path, 5, "horovod", 2)
+    assert digest(tmp_path, STEPS, "alone") == uninterrupted
 
 
 @pytest.mark.slow

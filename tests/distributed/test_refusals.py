@@ -205,7 +205,7 @@ def test_parameters_without_dimensions_are_not_cut_into_slices():
 
 def test_only_elementwise_optimizers_reach_deepspeed():
     weights = [torch.nn.Parameter(torch.ones(2, 2))]
-    deepspeed_config.check_optimizer(torch.optim.AdamW(weights), 3)
+    deepspeed_config.check_optimizer(torch.optim.AdamW([{"params": []}, {"params": weights}]), 3)
     empty = torch.optim.AdamW([*weights, torch.nn.Parameter(torch.ones(0, 2))])
     deepspeed_config.check_optimizer(empty, 2)
     with pytest.raises(UserError, match="stage 3 cannot train a parameter without elements"):

@@ -92,7 +92,8 @@ def test_a_worker_that_cannot_write_fails_the_save_on_all(tmp_path, kind):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
 
 
-@pytest.mark.parametrize("kind", slow(["fsdp", "zero3"], "zero3"))
+@pytest.mark.slow  # test_saving.py kills at any moment of a save, and the test above has a part that is not written
+@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
 def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(jobs, tmp_path, kind):
     """Rank 0 has written its part by then or not; the next start removes it and reaches the undisturbed weights."""
     run = tmp_path / "run"

@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 import random
 import sys
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
-_WATCHED = (
-    "exec",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "os.forkpty",
-    "subprocess.Popen",
-    "ctypes.dlopen",
-)
-_WATCHED += ("socket.connect", "shutil.rmtree", "webbrowser.open")
+_WATCHED = ("exec", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen")
+_WATCHED += ("ctypes.dlopen", "socket.connect", "shutil.rmtree", "webbrowser.open")
 _GENERATED = ("<frozen", "<attrs", "<__array")
 _seen: list[list[str]] = []  # of the watches that are on now
 _hooked: list[bool] = []
@@ -28,23 +20,8 @@ SPLICES = [b"\r", b'"', b"\\", b"\\u0000", b"\\ud83d", b"\x00", b"\xff", b"{", b
 SPLICES += [b"1e999", b"\xef\xbb\xbf", b"NaN", b"-Infinity", b"\xe2\x80", b'"text"', b" ", b"\t", b"\x0c", b"//", b"'"]
 SPLICES += [b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xe2\x80\xa8", b"1_000", b'"text": "twice", ', b"{}" * 3]
 NUMBERS = (None, True, -1, 0, 1, 2, 3, 7, 64, -0.5, 0.0, 0.5, 1.5, 1e30, 10**30, float("nan"), float("inf"))
-OTHERS = (
-    "",
-    "x",
-    "relu",
-    "gelu",
-    "../x",
-    "\0",
-    "é" * 9,
-    [],
-    {},
-    [1, 2],
-    {"a": [None]},
-    [[[]]],
-    "os:system",
-    "t5",
-    "bert",
-)
+OTHERS = ("", "x", "relu", "gelu", "../x", "\0", "é" * 9, [], {}, [1, 2], {"a": [None]}, [[[]]])
+OTHERS += ("os:system", "t5", "bert")
 
 
 def edited(rng: random.Random, content: bytes, most: int = 4) -> bytes:
@@ -82,6 +59,40 @@ def edited_object(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
         if not values:
             return values
     return values
+
+
+def any_value(rng: random.Random, annotation: Any) -> list[str]:
+    """Words of a value that the type of a flag may take."""
+    options = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return [str(rng.choice(options))]
+    if typing.get_origin(annotation) is tuple:
+        return [word for _ in range(rng.choice((1, 1, 2))) for word in any_value(rng, options[0])]
+    if options:
+        return any_value(rng, rng.choice([option for option in options if option is not type(None)] or [str]))
+    words: dict[Any, tuple[object, ...]] = {
+        bool: ("true", "false"),
+        int: (-1, 0, 1, 2, 3, 8, 100, 10**12),
+        float: (-1.0, 0.0, 1e-9, 1e-3, 0.15, 0.5, 1.0, 2.0, 1e30, "nan", "inf"),
+    }
+    texts = (
+        "x",
+        "../x",
+        "/",
+        ".",
+        "a=b",
+        "beta=0.9",
+        "x:y",
+        "os:system",
+        "-",
+        "é",
+        "a b",
+        "1",
+        "[" * 200,
+        "{}",
+        "bf16",
+    )
+    return [str(rng.choice(words.get(annotation, texts)))]
 
 
 def dumped(values: Any) -> str:

@@ -24,10 +24,6 @@ T5 = {
     "model_type": "t5", "vocab_size": 32128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
     "decoder_start_token_id": 0, "dropout_rate": 0.0,
 }  # fmt: skip
-BERT = {
-    "model_type": "bert", "vocab_size": 30522, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 64, "max_position_embeddings": 64,
-}  # fmt: skip
 GPT = {
     "model_type": "gpt2", "vocab_size": 32128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
     "bos_token_id": 1, "eos_token_id": 1, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
@@ -48,44 +44,6 @@ def finetune(folder, config, **flags):
     return metrics, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_classification_by_scikit_learn(tmp_path):
-    of = pytest.importorskip("sklearn.metrics")
-    metrics, rows = finetune(
-        tmp_path, BERT, model_type="encoder", task="classification", tokenizer=BERT_VOCABULARY, input_seq_len=64,
-        data_path=POLARITY / "train.tsv", valid_data_path=POLARITY / "dev.tsv", max_train_samples=200,
-        valid_samples=90, metrics=("accuracy", "f1", "precision", "recall", "mcc"),
-    )  # fmt: skip
-    said, true = [row["prediction"] for row in rows], [row["references"][0] for row in rows]
-    options = {"pos_label": "1", "zero_division": 0}
-    assert len(rows) == 90
-    assert metrics["accuracy"] == of.accuracy_score(true, said)
-    assert metrics["f1"] == pytest.approx(of.f1_score(true, said, **options), rel=1e-12)
-    assert metrics["precision"] == pytest.approx(of.precision_score(true, said, **options), rel=1e-12)
-    assert metrics["recall"] == pytest.approx(of.recall_score(true, said, **options), rel=1e-12)
-    assert metrics["mcc"] == pytest.approx(of.matthews_corrcoef(true, said), rel=1e-12)
-
-
-def test_summaries_by_sacrebleu_and_rouge_score(tmp_path):
-    sacrebleu = pytest.importorskip("sacrebleu")
-    rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
-    metrics, rows = finetune(
-        tmp_path, T5, tokenizer=T5_VOCABULARY / "sentencepiece.model", data_path=SCITLDR / "train.json",
-        valid_data_path=SCITLDR / "validation_multiref.jsonl", max_train_samples=64, valid_samples=20,
-        input_seq_len=96, target_seq_len=24, metrics=("bleu", "chrf", "rouge", "gen_len"), prefix="summarize: ",
-    )  # fmt: skip
-    said, references = [row["prediction"] for row in rows], [row["references"] for row in rows]
-    columns = [[some[k] if k < len(some) else None for some in references] for k in range(max(map(len, references)))]
-    assert len(rows) == 20 and len(columns) > 1
-    assert metrics["bleu"] == pytest.approx(sacrebleu.corpus_bleu(said, columns).score, rel=1e-12)
-    assert metrics["chrf"] == pytest.approx(sacrebleu.corpus_chrf(said, columns).score, rel=1e-12)
-    names = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
-    scorer = rouge_scorer.RougeScorer(names, use_stemmer=True)
-    scores = [scorer.score_multi(some, one) for some, one in zip(references, said, strict=True)]
-    for name in names:
-        mean = 100 * sum(score[name].fmeasure for score in scores) / len(scores)
-        assert metrics[name] == pytest.approx(mean, rel=1e-12)
-
-
 def test_the_loss_of_summaries_by_transformers(tmp_path):
     flags = {"input_seq_len": 96, "target_seq_len": 24}
     metrics, rows = finetune(
@@ -103,24 +61,6 @@ def test_the_loss_of_summaries_by_transformers(tmp_path):
             total += model(**inputs, labels=labels).loss.item() * labels.numel()
         count += labels.numel()
     assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
-
-
-def test_instructions_by_rouge_score(tmp_path):
-    rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
-    metrics, rows = finetune(
-        tmp_path, T5, task="instructions", tokenizer=T5_VOCABULARY / "sentencepiece.model", data_path=SNI,
-        valid_data_path=SNI, max_train_samples=64, max_instances_per_task=2, max_instances_per_eval_task=6,
-        input_seq_len=512, target_seq_len=16,
-    )  # fmt: skip
-    scorer = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
-    scores = {}
-    for row in rows:
-        best = max(scorer.score(one, row["prediction"])["rougeL"].fmeasure for one in row["references"])
-        scores.setdefault(row["group"], []).append(100 * best)
-    assert len(rows) == 30 and len(scores) == 5  # the five official test tasks that are there
-    for task, values in scores.items():
-        assert metrics[f"rougeL/{task}"] == pytest.approx(sum(values) / len(values), abs=1e-9)
-    assert metrics["rougeL"] == pytest.approx(sum(map(sum, scores.values())) / len(rows), abs=1e-9)
 
 
 def test_perplexity_by_transformers(tmp_path):

@@ -1,6 +1,6 @@
 """Broken and hostile input, thousands of seeded cases of each kind: a sentence or the right content, nothing else.
 
-`make fuzz` runs these and the mutations of token files and command lines, at their full counts, in minutes.
+`make fuzz` runs these and the mutations of token files, at their full counts, in minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import traceback
+import typing
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -23,17 +24,24 @@ import transformers as tr
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 
+from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state
 from lm_experiments_tools.checkpoint.model_config import check_model_config
 from lm_experiments_tools.checkpoint.weights import load_weights
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.text.records import RejectedRecords, rows
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.models import build
 from lm_experiments_tools.models.build import build_model, load_model_config
+from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from lm_experiments_tools.recipes import common
 from tests.helpers.checkpoint_toys import random_t5
-from tests.helpers.fuzz import dumped, edited, edited_object, watching
+from tests.helpers.fuzz import any_value, dumped, edited, edited_object, watching
 
 ROWS = [
     {"text": "one two", "label": "a"},
@@ -93,7 +101,8 @@ def only(outcomes: Counter, *expected: str) -> None:
     assert not unexpected, "\n".join(unexpected)
 
 
-def configurations(count, tmp_path):
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=FULL)])
+def test_an_edited_model_configuration_is_refused_in_a_sentence_or_builds(tmp_path, count):
     rng, outcomes, path = random.Random("configurations"), Counter(), tmp_path / "model.json"
     for number in range(count):
         values, cls = rng.choice(
@@ -115,20 +124,9 @@ def configurations(count, tmp_path):
             outcomes["refused"] += 1
         except Exception as error:  # anything else, which is what this looks for
             outcomes[f"{where_raised(error)}: {path.read_text(errors='replace')} {cls}"] += 1
-    return outcomes
-
-
-def test_an_edited_model_configuration_is_refused_in_a_sentence_or_builds(tmp_path):
-    outcomes = configurations(150, tmp_path)
-    only(outcomes, "refused", "read", "built")
-    assert outcomes["refused"] > 50 and outcomes["built"] > 9, outcomes
-
-
-@FULL
-def test_1000_edited_model_configurations(tmp_path):
-    outcomes = configurations(1000, tmp_path)
     print(outcomes)
     only(outcomes, "refused", "read", "built")
+    assert outcomes["refused"] > 50 and outcomes["built"] > 9, outcomes
 
 
 def test_configurations_of_transformers_pass_the_check():
@@ -153,6 +151,48 @@ def test_a_model_beyond_the_memory_is_refused_with_both_numbers(monkeypatch):
         build_model(tr.BertForMaskedLM, config, seed=0)
     monkeypatch.setattr(build, "total_memory", lambda: 4 * 109_514_298)
     build.check_size(tr.BertForMaskedLM, config)
+
+
+RUN = {"lr": ["1e-3"], "iters": ["20"], "model_cfg": ["model.json"]}
+REQUIRED = {
+    T5PretrainingArgs: {**RUN, "data_path": ["text.jsonl"]},
+    BertPretrainingArgs: {**RUN, "data_path": ["text"], "vocab_file": ["vocab.txt"]},
+    FinetuningArgs: {**RUN, "data_path": ["rows.jsonl"], "tokenizer": ["folder"]},
+}
+
+
+@pytest.mark.parametrize("count", [90, pytest.param(500, marks=FULL)])
+def test_any_combination_of_flags_is_taken_or_refused_in_a_sentence(tmp_path, monkeypatch, count):
+    """Flags and YAML files up to where a run would look for its data."""
+    monkeypatch.chdir(tmp_path)
+    rng, outcomes = random.Random("flags"), Counter()
+    for number in range(count):
+        args_class = list(REQUIRED)[number % 3]
+        Path("model.json").write_text(dumped(BERT if args_class is BertPretrainingArgs else T5))
+        fields = typing.get_type_hints(args_class)
+        chosen = rng.sample(sorted(fields.keys() - {"working_dir"}), rng.choice((1, 1, 2, 3)))
+        given = {name: words for name, words in REQUIRED[args_class].items() if name in fields}
+        given |= {name: any_value(rng, fields[name]) for name in chosen}
+        argv = [word for name, words in given.items() for word in (f"--{name}", *words)]
+        if number % 2:
+            lists = {name: words if len(words) > 1 else words[0] for name, words in given.items()}
+            Path("run.yaml").write_text(dumped(lists))  # which is YAML
+            argv = ["--config", "run.yaml"]
+        try:
+            args, _ = parse(args_class, argv)
+            outcomes["parsed"] += 1
+            common._check_optimization(args)
+            if args_class is not FinetuningArgs:
+                model_source(args, LocalBackend())
+            outcomes["taken"] += 1
+        except (UserError, RunError) as error:
+            sentence(error)
+            outcomes["refused"] += 1
+        except Exception as error:
+            outcomes[f"{where_raised(error)}: {given}"] += 1
+    print(outcomes)
+    only(outcomes, "parsed", "taken", "refused")
+    assert outcomes["refused"] > 30 and outcomes["taken"] > 9, outcomes
 
 
 # ---- what is read from elsewhere ------------------------------------------------------------------------------------

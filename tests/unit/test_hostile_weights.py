@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-from safetensors.torch import load_file
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model, load_model_config
@@ -144,26 +143,6 @@ def test_a_broken_configuration_ends_in_a_sentence_that_names_it(bad, capsys, co
     assert code == 2 and time.process_time() - began < 10, said
     error = next(line for line in said.splitlines() if line.startswith("error: "))
     assert "config.json" in error or "bad" in error, error
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_index_that_leads_out_of_the_folder_is_not_followed(bad, capsys, command):
-    """The file outside is a good one, that of the model itself."""
-    (bad / "model.safetensors").rename(bad.parent / "outside.safetensors")
-    names = load_file(bad.parent / "outside.safetensors")
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
-    (bad / "model.safetensors.index.json").write_text(json.dumps(index))
-    code, said = run(COMMANDS[command], capsys)
-    assert code == 2 and "outside its directory" in said
-
-
-def test_the_model_outside_would_have_been_read(bad):
-    """Control of the test above: the same file inside the folder loads."""
-    (bad / "model.safetensors").rename(bad / "part.safetensors")
-    names = load_file(bad / "part.safetensors")
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "part.safetensors")}
-    (bad / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert open_saved("bad").model.shared.weight.shape == names["shared.weight"].shape
 
 
 @pytest.mark.parametrize("command", ["generate", "finetune", "export"])

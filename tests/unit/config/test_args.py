@@ -1,12 +1,9 @@
 """Arguments: what is refused and in which words, and the numbers that follow from others."""
 
-import dataclasses
 import math
-from typing import Annotated
 
 import pytest
 
-from lm_experiments_tools.config.flags import Ignored, harmless_flags, help_groups
 from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.config.objectives import OBJECTIVES, parse_denoisers
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
@@ -173,29 +170,6 @@ def test_derived_numbers():
     assert t5_args(lr_scheduler="linear", num_training_steps=80).schedule_steps() == 80
     assert t5_args(valid_interval=9, **VALID).effective_valid_interval() == 9
     assert [t5_args(resume=value).resume_path() for value in ("auto", "never", "runs/a")] == [None, None, "runs/a"]
-
-
-def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
-    of_long_runs = Ignored(lambda args: args.iters < 9, "is of runs of 9, not {iters}: drop --{flag}")
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ShortRunArgs(TrainerArgs):
-        iters: int = 7
-        log_interval: Annotated[int, of_long_runs] = 3
-
-    assert {"iters", "log_interval"} <= harmless_flags(ShortRunArgs)
-    assert ShortRunArgs(log_interval=5, iters=9) and ShortRunArgs(log_interval=3)
-    with pytest.raises(UserError, match=r"^--log_interval is of runs of 9, not 7: drop --log_interval\.$"):
-        ShortRunArgs(log_interval=5)
-
-
-def test_a_script_may_change_a_default_but_the_field_stays_in_its_group():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ShortRunArgs(T5PretrainingArgs):
-        iters: int = 7
-
-    assert help_groups(ShortRunArgs) == help_groups(T5PretrainingArgs)
-    assert ShortRunArgs(data_path="a", model_cfg="b", lr=1.0).iters == 7
 
 
 def test_lengths_in_tokens_need_rows_of_a_fixed_length():

@@ -28,47 +28,22 @@ GENERATION = {
     "num_beams", "do_sample", "no_repeat_ngram_size", "repetition_penalty", "min_new_tokens", "max_new_tokens",
     "use_generate_on_valid",
 }  # fmt: skip
+ROWS = {"target_seq_len", "bucket_rows", "packing", "show_valid_examples"}
+LABELS = {"prefix", "text_fields", "label_field", "id_field", "table_columns"} | ROWS - {"target_seq_len"}
+WORDS = GENERATION | LABELS | {"suffix", "target_seq_len"}
+TEXT = GENERATION | ROWS | {"source_id", "target_id", "id_field", "table_columns", "prefix", "suffix"}
 READ = {
-    ("encoder", "classification"): {
-        "prefix", "text_fields", "label_field", "label_names", "id_field", "table_columns", "bucket_rows", "packing",
-        "show_valid_examples", "positive_label",
-    },
-    ("encoder", "multi_label"): {
-        "prefix", "text_fields", "label_field", "label_names", "id_field", "table_columns",
-        "thresholds", "bucket_rows", "packing",
-        "show_valid_examples",
-    },
-    ("encoder", "regression"): {
-        "prefix", "text_fields", "label_field", "id_field", "table_columns",
-        "bucket_rows", "packing", "show_valid_examples",
-    },
-    ("encoder-decoder", "text_to_text"): GENERATION | {
-        "source_id", "target_id", "id_field", "table_columns",
-        "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
-        "show_valid_examples",
-    },
-    ("encoder-decoder", "classification"): GENERATION | {
-        "prefix", "suffix", "text_fields", "label_field", "label_names", "label_words", "id_field", "table_columns",
-        "target_seq_len", "bucket_rows", "packing", "show_valid_examples", "positive_label",
-    },
-    ("encoder-decoder", "regression"): GENERATION | {
-        "prefix", "suffix", "text_fields", "label_field", "id_field", "table_columns",
-        "target_seq_len", "bucket_rows", "packing",
-        "show_valid_examples",
-    },
-    ("encoder-decoder", "instructions"): GENERATION | INSTRUCTIONS | {
-        "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
-    },
+    ("encoder", "classification"): LABELS | {"label_names", "positive_label"},
+    ("encoder", "multi_label"): LABELS | {"label_names", "thresholds"},
+    ("encoder", "regression"): LABELS,
+    ("encoder-decoder", "text_to_text"): TEXT,
+    ("encoder-decoder", "classification"): WORDS | {"label_names", "label_words", "positive_label"},
+    ("encoder-decoder", "regression"): WORDS,
+    ("encoder-decoder", "instructions"): GENERATION | INSTRUCTIONS | ROWS,
     ("decoder", "causal_lm"): set(),
-    ("decoder", "text_to_text"): GENERATION | {
-        "source_id", "target_id", "id_field", "table_columns",
-        "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
-        "show_valid_examples",
-    },
-    ("decoder", "instructions"): GENERATION | INSTRUCTIONS | {
-        "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
-    },
-}  # fmt: skip
+    ("decoder", "text_to_text"): TEXT,
+    ("decoder", "instructions"): GENERATION | INSTRUCTIONS | ROWS,
+}
 # what training of any kind reads, or what other tests are about
 EVERYWHERE = """model_type task data_path valid_data_path test_data_path max_bad_lines max_train_samples valid_samples
     test_samples input_seq_len from_pretrained tokenizer freeze quantize inference_dtype device_map embeddings_on_cpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tracemalloc
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import LabelWords, number_in
-from lm_experiments_tools.evaluation.predictions import PIECE_BYTES, Predictions
+from lm_experiments_tools.evaluation.predictions import Predictions
 from lm_experiments_tools.metrics.labels import UNKNOWN, label_metrics
 from tests.helpers.evaluation_toys import TEXTS, args_of, generated, indices, lines_of, sentences
 
@@ -61,19 +60,6 @@ def test_instructions_are_measured_for_each_task(tmp_path, decode):
     values = collector.reduce(LocalBackend())
     assert (values["rougeL"], values["rougeL/task0"], values["exact_match/task1"]) == (75.0, 100.0, 50.0)
     assert lines_of(tmp_path / "test.jsonl")[3]["group"] == "task1"
-
-
-def test_texts_stay_on_disk_at_the_end_too(decode, tmp_path):
-    """4,000 predictions of 2 KB."""
-    examples = [TEXTS[0]] * 4000
-    collector = Predictions(args_of(metrics=("exact_match", "gen_len")), "valid", examples, decode, (), tmp_path)
-    for first in range(0, 4000, 100):
-        collector.add({"example": torch.arange(first, first + 100)}, generated(*["cats sleep run " * 140] * 100))
-    tracemalloc.start()
-    values = collector.reduce(LocalBackend())
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 5 * PIECE_BYTES and values == {"exact_match": 0.0, "gen_len": 421.0}
 
 
 # ---- labels and numbers

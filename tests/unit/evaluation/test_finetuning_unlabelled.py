@@ -48,20 +48,12 @@ def settings(folder, kind, data, **changed):
     return {"model_type": kind, "from_pretrained": folder / kind, **sets, "batch_size": 4, **LENGTHS[kind], **changed}
 
 
-class OfAWorker(list):
-    """Batches that are one worker's part of the data, as the attribute declares."""
-
-    world_size = 2
-
-
-def evaluated(tuner, run, test_data_path, backend=None, keep=lambda batch: True):
-    """Metrics of the test data of a FineTuner, on one worker, and its batches; predictions go to `run`."""
+def evaluated(tuner, run, test_data_path):
+    """Metrics of the test data of a FineTuner; predictions go to `run`."""
     args = replace(tuner.args, test_data_path=str(test_data_path), model_path=str(run), validate_only=True).resolved()
-    backend = backend or LocalBackend()
-    data = finetuning_data(args, backend, tuner.tokenizer)
-    batches = OfAWorker(batch for batch in data.splits["test"].loader if keep(batch))
-    loop = finetuning_loop(args, backend, tuner.model, None, data, tuner.tokenizer)
-    return loop.validate(batches, "test"), len(batches)
+    data = finetuning_data(args, LocalBackend(), tuner.tokenizer)
+    loop = finetuning_loop(args, LocalBackend(), tuner.model, None, data, tuner.tokenizer)
+    return loop.validate(data.splits["test"].loader, "test")
 
 
 def start(folder, run, kind, data, **changed):
@@ -117,9 +109,9 @@ def test_predictions_are_those_of_the_same_data_with_labels(folder, tmp_path, na
     (tmp_path / f"test.{suffix}").write_text(unlabelled)
     flags = {"metrics": ("exact_match", "gen_len"), "show_valid_examples": 1, **flags}
     tuner = FineTuner(**settings(folder, kind, data, **flags))
-    expected, _ = evaluated(tuner, tmp_path / "a", tmp_path / f"labelled.{suffix}")
+    expected = evaluated(tuner, tmp_path / "a", tmp_path / f"labelled.{suffix}")
     assert PREDICTED not in caplog.text and math.isfinite(expected["loss"])
-    metrics, _ = evaluated(tuner, tmp_path / "b", tmp_path / f"test.{suffix}")
+    metrics = evaluated(tuner, tmp_path / "b", tmp_path / f"test.{suffix}")
     assert caplog.text.count(PREDICTED) == 1
     assert metrics == {name: expected[name] for name in ("gen_len", "unknown_answers") if name in expected}
     lines = predictions(tmp_path / "a")

@@ -10,7 +10,6 @@ import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation.measuring import chosen_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions
 from lm_experiments_tools.metrics import METRICS, text
 from tests.helpers import ROOT
@@ -98,17 +97,4 @@ def test_labels_come_by_name_and_numbers_as_numbers(decode):
 def test_result_that_is_no_value_is_refused(names, sentence, decode):
     with pytest.raises(UserError) as error:
         values_by(decode, *names)
-    assert sentence in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("no_such_module:f", "--metrics no_such_module:f: module no_such_module cannot be imported"),
-        ("my_metrics:alone", "--metrics my_metrics:alone takes (predictions), not (predictions, references)"),
-    ],
-)
-def test_function_that_cannot_be_a_metric_is_refused_before_anything_is_predicted(name, sentence):
-    with pytest.raises(UserError) as error:
-        chosen_metrics(args_of(metrics=(name,)))
     assert sentence in str(error.value)

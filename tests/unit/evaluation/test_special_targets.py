@@ -77,14 +77,3 @@ def test_another_answer_is_still_wrong_and_other_references_stay_as_written(tmp_
     assert tuner.evaluate()["exact_match"] == 0.0
     texts = ["w5  ~ W6", "<name> ~"]  # "~" is unknown to the tokenizer, which could not write it
     assert TextDecoder(tuner.tokenizer).references(texts) == texts
-
-
-def test_label_words_may_be_tokens_of_ones_own(tmp_path):
-    rows = [{"sentence": f"w{n}", "label": n % 2} for n in range(4)]
-    tuner = FineTuner(
-        save_base("encoder-decoder", tmp_path, True), task="classification", data_path=rows, valid_data_path=rows,
-        label_words=TOKENS, input_seq_len=32, target_seq_len=8, metrics=("accuracy",), speed="off",
-    )  # fmt: skip
-    make_perfect(tuner, {f"sentence: w{n}": TOKENS[n % 2] for n in range(4)})
-    make_perfect(tuner, {example.source: TOKENS[example.label] for example in tuner.data.splits["valid"].examples})
-    assert tuner.evaluate().items() >= {"accuracy": 1.0, "unknown_answers": 0.0}.items()

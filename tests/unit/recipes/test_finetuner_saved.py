@@ -8,8 +8,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lm_experiments_tools import FineTuner, UserError
 from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.models import speed
-from lm_experiments_tools.tools.main import main as lmtools
 from run_finetuning import main
 from tests.helpers.pretrained_toys import save_toy
 
@@ -123,20 +121,3 @@ def test_weights_of_few_bits_answer_and_are_neither_trained_nor_saved(few, tmp_p
             call()
     with pytest.raises(UserError, match=r"add --peft lora|add --validate_only"):
         FinetuningArgs(**{"from_pretrained": "x", "data_path": ("y",), **few}).check_used()
-
-
-def test_a_run_is_evaluated_with_the_arithmetic_of_its_training(folder, tmp_path, monkeypatch):
-    """`--speed auto` is the default of the script, of FineTuner and of `lmtools evaluate`: bf16 where it is faster."""
-    monkeypatch.setattr(speed, "has_bf16", lambda device: True)
-    monkeypatch.setattr(speed, "BF16_WIDTH", 1)
-    data, run = str(folder / "labels.tsv"), str(tmp_path / "run")
-    flags = ["--from_pretrained", str(folder / "encoder"), "--model_type", "encoder", "--task", "classification"]
-    flags += ["--input_seq_len", "32", "--data_path", data, "--valid_data_path", data, "--lr", "1e-3"]
-    main([*flags, "--iters", "2", "--batch_size", "8", "--backend", "local", "--model_path", run])
-    trained = json.loads((tmp_path / "run" / "metrics.json").read_text())["valid"]["loss"]
-    assert FineTuner(run, valid_data_path=data, eval_batch_size=8).evaluate()["loss"] == trained
-    assert FineTuner(run, valid_data_path=data, eval_batch_size=8, speed="off").evaluate()["loss"] != trained
-    table = tmp_path / "table.jsonl"
-    flags = ["--valid_data_path", data, "--eval_batch_size", "8", "--output", str(table)]
-    assert lmtools(["evaluate", "--checkpoints", run, *flags]) == 0
-    assert json.loads(table.read_text())["loss"] == trained

@@ -1,10 +1,5 @@
 """run_bert_pretraining.py in this process: what it logs is exact, what it saves loads, bad input is a sentence."""
 
-import itertools
-import json
-import shutil
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +12,6 @@ from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
-from lm_experiments_tools.recipes.bert import bert_datasets
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from run_bert_pretraining import main
@@ -196,37 +190,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
 )
 def test_bad_input_is_one_sentence(data, work, changed, sentence):
     refused(data, sentence, **changed)
-
-
-def test_members_of_equal_size_have_an_order_and_noise_of_their_own(data, work):
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=data / "vocab.txt")
-
-    def training_samples(*paths):
-        flags = ["--model_cfg", data / "tiny.json", "--vocab_file", data / "vocab.txt", "--data_path", *paths]
-        args, _ = parse(
-            BertPretrainingArgs, [*map(str, flags), "--short_seq_prob", "0", "--input_seq_len", "48", "--lr", "1e-3"]
-        )
-        return bert_datasets(args, tokenizer)[0]
-
-    alone = training_samples(data / "train")
-    first, second = map(Dataset, training_samples(data / "train", data / "train").members)
-    assert len(first) == len(second) == len(alone)
-    numbers = np.arange(len(alone))
-    inputs = [samples.batch(numbers)["input_ids"] for samples in (alone, first, second)]
-    for one, other in itertools.combinations(inputs, 2):
-        assert (one == other).all(axis=1).mean() < 0.05
-
-
-def test_validate_only_gives_the_checkpoints_numbers_and_opens_no_training_data(data, work):
-    copies = [shutil.copy(data / f"train.{kind}", work) for kind in ("bin", "idx")]
-    flags = {"data_path": "train", "valid_data_path": data / "valid", "valid_interval": 3}
-    start(data, **flags)
-    for path in (*copies, "run/metrics.json"):
-        Path(path).unlink()
-    start(data, **{**flags, "data_path": None}, validate_only=True)
-    (trained,) = records("valid")
-    alone = json.loads(Path("run/metrics.json").read_text())["valid"]
-    assert {name: alone[name] for name in METRICS} == pytest.approx(trained, rel=1e-6)
 
 
 def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work):

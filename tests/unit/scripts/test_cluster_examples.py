@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-import yaml
 
 from tests.helpers import ROOT
 from tests.helpers.cluster_examples import copy_example
@@ -119,30 +118,5 @@ def test_a_failure_on_one_host_ends_the_others(tmp_path, program):
     assert ended.returncode == 3 and time.monotonic() - start < 20
 
 
-# Fields of a TrainJob: manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml of kubeflow/trainer v2.2.0 and v2.3.0.
-RESOURCES, CONTAINERS = "spec.trainer.resourcesPerNode", "replicatedJobs[].template.spec.template.spec"
-IN_TRAINER = "image:str command[]:str numNodes:int numProcPerNode:int env[].name:str env[].value:str"
 IN_POD = "volumes[].name:str volumes[].persistentVolumeClaim.claimName:str containers[].name:str"
 IN_POD += " containers[].volumeMounts[].name:str containers[].volumeMounts[].mountPath:str"
-TRAIN_JOB = {
-    "apiVersion:str", "kind:str", "metadata.name:str", "spec.runtimeRef.name:str", "spec.runtimePatches[].manager:str",
-    f"{RESOURCES}.requests.cpu:int", f"{RESOURCES}.limits.nvidia.com/gpu:int",
-    "spec.runtimePatches[].trainingRuntimeSpec.template.spec.replicatedJobs[].name:str",
-    *(f"spec.trainer.{field}" for field in IN_TRAINER.split()),
-    *(f"spec.runtimePatches[].trainingRuntimeSpec.template.spec.{CONTAINERS}.{field}" for field in IN_POD.split()),
-}  # fmt: skip
-
-
-def fields_of(value, where=""):
-    """Path and type of each scalar: spec.trainer.env[].name:str."""
-    if isinstance(value, dict):
-        return {field for name, part in value.items() for field in fields_of(part, f"{where}.{name}".lstrip("."))}
-    if isinstance(value, list):
-        return {field for part in value for field in fields_of(part, f"{where}[]")}
-    return {f"{where}:{type(value).__name__}"}
-
-
-def test_the_train_job_is_what_kubernetes_accepts():
-    job = yaml.safe_load((ROOT / "examples" / "clusters" / "trainjob.yaml").read_text())
-    assert fields_of(job) == TRAIN_JOB
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")

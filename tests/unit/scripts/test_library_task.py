@@ -56,18 +56,3 @@ def test_sets_share_no_file_and_no_source_names_an_answer(tmp_path):
         assert counts["train"] <= 160 and counts["test"] <= 20 and counts["valid"] <= 10
     most = max(sum(row["target"] == target for row in sets["test"]) for target in set(targets))
     assert f"right in {100 * most / len(sets['test']):.1f} % of test" in result.stdout
-
-
-def test_the_same_corpus_gives_the_same_files(tmp_path):
-    corpus = write_corpus(tmp_path / "corpus")
-    for name in ("once", "twice"):
-        assert run(corpus, tmp_path / name).returncode == 0
-    assert read(tmp_path / "once") == read(tmp_path / "twice")
-
-
-def test_what_cannot_be_used_is_a_sentence(tmp_path):
-    absent = run(tmp_path / "nowhere", tmp_path / "task")
-    assert absent.returncode == 1 and "holds no train.jsonl" in absent.stderr and "Traceback" not in absent.stderr
-    corpus = write_corpus(tmp_path / "corpus")
-    alone = run(corpus, tmp_path / "task", "--libraries", "1")
-    assert alone.returncode == 1 and "too few paragraphs" in alone.stderr and "Traceback" not in alone.stderr

@@ -83,13 +83,3 @@ def test_what_cannot_be_packed_is_refused(flags, words_of_it, folder, tmp_path):
     with pytest.raises(UserError, match=words_of_it):
         main(words(**{**data, **run, **flags}, batch_size=4, packing=True, model_path=tmp_path / "run"))
     assert not list(tmp_path.glob("run/checkpoints/*"))
-
-
-def test_a_layout_of_blocks_is_refused(folder, tmp_path):
-    data, run = settings(folder, "encoder", "classification")
-    config = json.loads((folder / "encoder" / "config.json").read_text())
-    config |= {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 16}}
-    (tmp_path / "sparse.json").write_text(json.dumps(config))
-    run |= {"from_pretrained": None, "model_cfg": tmp_path / "sparse.json", "tokenizer": folder / "encoder"}
-    with pytest.raises(UserError, match=r"--packing: .*takes no packed rows: sparse_config_cls='BigBird'"):
-        main(words(**data, **run, batch_size=4, packing=True, model_path=tmp_path / "run"))

@@ -13,7 +13,6 @@ from lm_experiments_tools.data.streaming import stream
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes.report import PredictedExamples
-from lm_experiments_tools.tools.main import main as lmtools
 from run_t5_pretraining import main
 from tests.helpers import runs
 from tests.helpers.runs import BERT, T5_RUN, losses, scored_tokens, words, write_toys
@@ -119,20 +118,6 @@ def test_a_refused_start_leaves_no_trace_in_the_run_directory(work, vocab):
 def test_nothing_left_to_train_is_said(work, vocab):
     start(vocab)
     refused(vocab, "nothing is left to train", init_checkpoint="run/last", model_path="run2")
-
-
-@pytest.mark.parametrize("kept", [0, 0.5])
-def test_a_run_whose_settings_are_cut_short_goes_on_by_those_of_its_checkpoint(work, vocab, kept):
-    """As a power failure or a copy may leave config.json; another setting is refused as with the whole file."""
-    start(vocab)
-    file = work / "run" / "config.json"
-    content = file.read_bytes()
-    file.write_bytes(content[: int(kept * len(content))])
-    assert lmtools(["generate", "run", "w1", "--max_new_tokens", "2"]) == 0
-    refused(vocab, r"other settings: .*input_seq_len \(32 then, 24 now\)", input_seq_len=24)
-    start(vocab, iters=4)
-    assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
-    assert json.loads((work / "run" / "config.1.json").read_text())["iters"] == 4
 
 
 def test_generation_on_validation_is_measured(work, vocab):

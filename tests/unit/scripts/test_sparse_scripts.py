@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertForPreTraining, T5ForConditionalGeneration
+from transformers import T5ForConditionalGeneration
 
-import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.attention import huggingface
 from lm_experiments_tools.models.presets import list_presets
-from tests.helpers.bert_toys import TINY as TINY_BERT
-from tests.helpers.bert_toys import make_bert_data
 from tests.helpers.runs import T5_RUN, losses, words, write_text
 from tests.helpers.runs import TINY as TINY_T5
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -70,16 +67,3 @@ def test_t5_trains_block_sparsely_resumes_and_loads(tmp_path, monkeypatch, layou
     assert names == step * 4
     assert run(run_t5_pretraining.main, **{**flags, "iters": 5})[:4] == logged
     assert_loads_sparse(T5ForConditionalGeneration, layouts)
-
-
-def test_bert_trains_block_sparsely_and_loads(tmp_path, monkeypatch, layouts):
-    monkeypatch.chdir(tmp_path)
-    data = make_bert_data(tmp_path)
-    (tmp_path / "sparse.json").write_text(json.dumps({**TINY_BERT, **LAYOUT}))
-    logged = run(
-        run_bert_pretraining.main, data_path=data / "train", vocab_file=data / "vocab.txt", input_seq_len=48, iters=3,
-        model_cls="transformers:BertForPreTraining", model_cfg="sparse.json",
-    )  # fmt: skip
-    assert len(logged) == 3 and logged[-1] < logged[0]
-    assert [type(layout).__name__ for layout in layouts] == ["BigBirdSparsityConfig"] * 6
-    assert_loads_sparse(BertForPreTraining, layouts)

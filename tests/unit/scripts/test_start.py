@@ -11,7 +11,6 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.errors import UserError
 from tests.helpers import ROOT
 from tests.helpers.token_toys import write_tokens
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -106,17 +105,3 @@ def test_held_out_text_changes_nothing(script, folder):
     for name in ("config.json", "model.safetensors"):
         assert (folder / "again" / name).read_bytes() == (folder / "start" / name).read_bytes()
     assert not list(folder.glob("*.partial"))
-
-
-@pytest.mark.parametrize("made", ["file", "model"])
-def test_what_is_no_start_is_not_written_over(script, folder, tmp_path, made):
-    output = tmp_path / "mine"
-    if made == "file":
-        output.write_text("text")
-    else:
-        output.mkdir()
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
-            (output / name).write_text("trained")
-    with pytest.raises(UserError, match="mine is there and is no start"):
-        make_start(script, folder, str(output))
-    assert made == "file" or (output / "model.safetensors").read_text() == "trained"

@@ -9,8 +9,6 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import run_bert_pretraining
 import run_t5_pretraining
-from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.distillation import divergence_from, predictor
 from tests.helpers.bert_toys import make_bert_data
@@ -126,16 +124,6 @@ def test_an_encoder_learns_from_a_decoder_and_from_an_encoder(work, tmp_path, mo
         assert first["loss"] == pytest.approx(expected, rel=1e-9)
         losses[teacher] = first["loss_distillation"]
     assert losses["decoder"] != losses["encoder"] > 0
-
-
-def test_packed_documents_and_labels_alone_are_refused() -> None:
-    flags = ["--data_path", "a", "--vocab_file", "b", "--model_cfg", "c", "--lr", "1", "--distill_from", "d"]
-    for more, message in (
-        (["--packing", "documents"], "--packing none"),
-        (["--mlm_positions", "labels"], "leave --mlm"),
-    ):
-        with pytest.raises(UserError, match=message):
-            parse(BertPretrainingArgs, [*flags, *more])
 
 
 def test_teachers_that_do_not_fit_are_refused(work, tmp_path, monkeypatch) -> None:

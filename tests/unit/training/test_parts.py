@@ -199,15 +199,3 @@ def test_any_attention_mask_counts_the_tokens_that_are_attended_to(mask):
     batch = {"input_ids": torch.ones(4, 6, dtype=torch.long), "attention_mask": mask}
     parts = split_batch(batch, 2, set(batch), torch.device("cpu"))
     assert sum(part.tokens for part in parts) == LENGTHS.sum() and [part.rows for part in parts] == [2, 2]
-
-
-def test_masks_that_are_added_lose_no_token_to_trimming():
-    """-inf is true as a boolean, and 0, an attended token, is not."""
-    ids = torch.arange(24).view(4, 6)
-    mask = torch.zeros(4, 6).masked_fill(~PADDING, -torch.inf)
-    batch = {"input_ids": ids, "attention_mask": mask}
-    cut = split_batch(batch, 2, set(batch), torch.device("cpu"), trim_to=1)
-    assert [part.inputs["input_ids"].tolist() for part in cut] == [ids[:2].tolist(), ids[2:, :4].tolist()]
-    pairs = {**batch, "attention_mask": PADDING, "distances": torch.zeros(4, 6, 6)}
-    kept = split_batch(pairs, 2, set(pairs), torch.device("cpu"), trim_to=1)
-    assert all(part.inputs["input_ids"].shape == (2, 6) for part in kept)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
+from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.precision import LossScaledFp16
 from lm_experiments_tools.optimizers import (
     Adafactor,
@@ -169,35 +169,6 @@ def test_a_batch_reaches_the_gpu_as_it_is(dtype):
         for is_ids in (False, True):
             there = to_device(values, torch.device("cuda"), is_ids)
             assert there.dtype == dtype and torch.equal(there.cpu(), values)
-
-
-def test_an_update_is_asked_about_only_after_the_next_sum_of_counts_and_backward_pass():
-    events, model, backend = [], TinyLabeller(), AheadBackend()
-    backward, clip_and_step = backend.backward, backend.clip_and_step
-
-    def noted_sum(values: Tensor) -> Tensor:
-        events.append("sum")
-        return values
-
-    def noted_backward(loss: Tensor, last: bool) -> None:
-        backward(loss, last)
-        events.append("backward")
-
-    def noted_step(*clip: float | None, scale: float, wait: bool) -> PendingStep:
-        step, number = clip_and_step(*clip, scale=scale, wait=wait), events.count("backward") // 2
-        if step.is_done:
-            return step
-        events.append(f"update {number}")
-        return PendingStep(lambda: events.append(f"ask {number}") or step.result(), is_done=False)
-
-    backend.backward, backend.clip_and_step, backend.sum = noted_backward, noted_step, noted_sum
-    make_loop({"iters": 4, "log_interval": 4}, model, backend=backend).train()
-    step = ["sum", "backward", "backward"]
-    expected = [*step, "update 1"]
-    for number in (2, 3):
-        expected += [*step, f"ask {number - 1}", f"update {number}"]
-    expected += [*step, "ask 3"]  # the last update is waited for
-    assert events[: len(expected)] == expected and set(events[len(expected) :]) <= {"sum"}  # those of the log line
 
 
 def poison(model: nn.Module, backend: LocalBackend, when: set[int]) -> None:

@@ -99,7 +99,7 @@ def test_cosine_with_floor_equals_nanot5():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("total", [200, 20_003])
+@pytest.mark.parametrize("total", [200, 2003])
 def test_legacy_equals_nanot5(total):
     """nanoT5 composes a LambdaLR and a LinearLR; both starts are divided by base_lr."""
     base_lr = 2e-2
@@ -119,13 +119,6 @@ def test_t5_inverse_sqrt_is_the_papers():
     assert paper(0) == paper(10_000) == 0.01
     assert paper(40_000) == 0.005
     assert get_schedule("t5_inverse_sqrt", num_warmup_steps=100)(400) == 0.05
-
-
-def test_each_schedule_that_the_refusal_lists_is_taken():
-    for name in known_schedules():
-        warmup = None if name in ("constant", "legacy") else 2
-        schedule = get_schedule(name, num_warmup_steps=warmup, num_training_steps=9, base_lr=BASE_LR)
-        assert 0.0 <= schedule(3) <= 1.0
 
 
 def halves(step, num_warmup_steps, num_training_steps, factor=0.5):
@@ -191,13 +184,6 @@ def test_plateau_drop_equals_torch_and_resumes_from_json(settings):
         assert resumed.multiplier == ours.multiplier
         ours = resumed
     assert ours.multiplier < 1
-
-
-def test_plateau_drop_refuses_what_it_cannot_do():
-    with pytest.raises(UserError, match="refused by torch: Factor"):
-        PlateauDrop(0.1, factor=1.5)
-    with pytest.raises(UserError, match="needs it positive"):
-        PlateauDrop(0.0)
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
