@@ -59,6 +59,6 @@ def positions_of(segment_ids: Tensor) -> Tensor:
 
 
 def starts_of(segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Find the first token of each segment: its index, int64 [batch, num_segments]; 0 for segments that a row lacks."""
+    """Index of each segment's first token, int64 [batch, num_segments]; 0 for segments that a row lacks."""
     numbers = torch.arange(1, num_segments + 1, device=segment_ids.device)
     return (segment_ids[:, None] == numbers[:, None]).byte().argmax(-1)
