@@ -82,12 +82,14 @@ def config_of(theirs: T5GemmaConfig) -> T5Config:
         if not fits:
             raise UserError(f"T5Config has no {what}: load this T5Gemma as transformers' own class.")
     sizes = {ours: getattr(decoder, name) for ours, name in _SIZES.items()}
+    general = {name: getattr(decoder, name) for name in _TOKENS} | {
+        "decoder_start_token_id": decoder.bos_token_id, "tie_word_embeddings": bool(theirs.tie_word_embeddings),
+        "scale_decoder_outputs": False,
+    }  # fmt: skip
     if every == 1:
         sizes["local_attention"] = None
     return T5Config(
-        **sizes, **{name: getattr(decoder, name) for name in _TOKENS}, decoder_start_token_id=decoder.bos_token_id,
-        tie_word_embeddings=bool(theirs.tie_word_embeddings), scale_decoder_outputs=False,
-        num_layers=encoder.num_hidden_layers, num_decoder_layers=decoder.num_hidden_layers,
+        **sizes, **general, num_layers=encoder.num_hidden_layers, num_decoder_layers=decoder.num_hidden_layers,
         position_embedding_type="rotary", rotary_base=decoder.rope_parameters["rope_theta"],
         feed_forward_proj=f"gated-{_ACTIVATION}", attention_scale=decoder.query_pre_attn_scalar**-0.5,
         global_attn_every_n_layers=every, post_norms=True, scale_embeddings=True, separate_encoder_embeddings=True,

@@ -6,8 +6,8 @@
 
 A block-sparse layout says which blocks of keys each block of queries attends to. It is stored in the model's
 configuration under the names of t5-experiments, `sparse_config_cls` and `sparse_attention`. It holds for
-self-attention of encoders and of decoder-only models. Decoders of encoder-decoder models and cross-attention stay
-exact; so does everything where no layout is configured. Padding is respected.
+self-attention of encoders. Causal attention and cross-attention stay exact; so does everything where no layout is
+configured. Padding is respected.
 
 transformers' T5 passes its learned bias as a matrix of queries by keys, which Triton's kernels do not read. On a GPU
 use `modeling_t5`, which loads the same checkpoints.
@@ -55,25 +55,13 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
             that the model's configuration names; if it names none, attention is exact.
 
     Returns:
-        The same model.
-
-    Raises:
-        UserError: the layout is unknown or made for another number of heads, or the model cannot be converted.
+        The same model. Raises UserError.
     """
-    num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
-    if not isinstance(num_heads, int):
-        raise UserError(
-            f"{type(model).__name__}: its configuration has no num_attention_heads. Enable its parts, for example "
-            "enable(model.encoder, ...)."
-        )
+    num_heads = model.config.num_attention_heads
     if isinstance(layout, str):
         layout = get_sparsity_config(layout, **{"num_heads": num_heads, **settings})
-    elif settings:
-        raise UserError(f"enable: {', '.join(settings)} need the name of a layout, not {type(layout).__name__}.")
     elif layout is None:
         layout = configured_layout(model.config)
-    elif isinstance(layout, type) or not callable(getattr(layout, "to_dict", None)):
-        raise UserError(f"enable: layout is {layout!r}; it must be a configuration or the name of one.")
     if layout is not None and layout.num_heads != num_heads:
         name = type(model).__name__
         raise UserError(f"{type(layout).__name__} is for {layout.num_heads} heads, but {name} has {num_heads}.")
@@ -94,18 +82,13 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
 def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
     """Read the block-sparse attention layout that a model's configuration names; None if it names none.
 
-    The keys are `sparse_config_cls` (the layout's name) and `sparse_attention` (its settings).
-
-    Raises:
-        UserError: the layout is unknown, its settings are wrong, or there are settings without a layout.
+    The keys are `sparse_config_cls` (the layout's name) and `sparse_attention` (its settings). Raises UserError.
     """
     name, settings = getattr(config, TYPE_KEY, None), getattr(config, SETTINGS_KEY, None)
     if name is None:
         if settings is not None:
             raise UserError(f"{SETTINGS_KEY} is given without {TYPE_KEY}, the name of a layout (e.g. BigBird).")
         return None
-    if not (isinstance(name, str) and isinstance(settings, dict | None)):
-        raise UserError(f"{TYPE_KEY}={name!r} must be a name, and {SETTINGS_KEY}={settings!r} an object.")
     return get_sparsity_config(name, **{"num_heads": config.num_attention_heads, **(settings or {})})
 
 
@@ -113,10 +96,7 @@ def layer_layout(config: PreTrainedConfig, layer_idx: int) -> SparsityConfig | N
     """Build the block-sparse attention layout of one layer; None if the configuration names no layout.
 
     Layouts with random blocks differ from layer to layer. If two layers have equal layouts, both get the same object,
-    so that everything cached with it is shared.
-
-    Raises:
-        UserError: the layout is invalid (see `configured_layout`) or made for another number of heads.
+    so that everything cached with it is shared. Raises UserError.
     """
     layout, num_heads = configured_layout(config), config.num_attention_heads
     if layout is None:
@@ -139,8 +119,6 @@ def attention_mask(
 ) -> Tensor | None:
     """Build the mask of a "block_sparse" model; transformers' AttentionMaskInterface calls this function.
 
-    The arguments are those of transformers' own mask functions.
-
     Returns:
         The padding mask, bool [batch, keys], or None if nothing is masked. Cached keys, packed documents and sliding
         windows give bool [batch, 1, queries, keys].
@@ -151,23 +129,10 @@ def attention_mask(
             # Looked up once for all layers, where this neither synchronizes with a GPU nor breaks a graph.
             can_look = attention_mask is not None and attention_mask.is_cpu and not torch.compiler.is_compiling()
             return None if can_look and bool(attention_mask.all()) else attention_mask
-    _check_cache(config, q_length, kv_length, q_offset, kv_offset)
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **kwargs
     )
-
-
-def _check_cache(
-    config: PreTrainedConfig | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
-) -> None:
-    """Refuse a layout if the query positions in the cache are unknown."""
-    if config is None or isinstance(configured_layout(config), DenseSparsityConfig | None):
-        return
-    if config.is_encoder_decoder or _stays_exact(config, config):  # only their encoders are sparse, without a cache
-        return
-    if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
-        raise UserError(f"{type(config).__name__}: block-sparse attention needs the default (dynamic) cache.")
 
 
 def attention_forward(
@@ -186,13 +151,12 @@ def attention_forward(
 
     Args:
         module: the attention layer, whose `config` names the layout.
-        query: [batch, heads, queries, head_dim].
-        key, value: [batch, key-value heads, keys, head_dim]; there may be fewer key-value heads than query heads.
+        query, key, value: [batch, heads, length, head_dim]; keys and values may have fewer heads.
         attention_mask: the result of `attention_mask`, or a user's mask [batch, 1 or heads, queries, keys].
         position_bias: a T5 bias as a matrix [1, heads, queries, keys]; None for none.
 
     Returns:
-        The output [batch, queries, heads, head_dim], and None in the position of the attention weights.
+        The output [batch, queries, heads, head_dim], and None for the attention weights.
 
     Raises:
         UserError: attention weights, soft capping or sinks are requested, or the layout does not fit.
@@ -204,13 +168,17 @@ def attention_forward(
                 f'Block-sparse attention has no {option}. Load the model with attn_implementation="eager".'
             )
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
-    layout = _layout(module, query.shape[1])
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # a decoder's self-attention and its cross-attention, which transformers does not call causal
+    is_exact = causal or getattr(module, "is_decoder", getattr(module.config, "is_decoder", False))
+    layout = None if is_exact else _layout(module, query.shape[1])
     if attention_mask is not None and attention_mask.dim() == 4:
         lengths = query.shape[2], key.shape[2]
         spec = _with_matrix(attention_mask.expand(-1, -1, *lengths), position_bias, layout)
         output, _ = attend(query, key, value, spec._replace(scale=scaling, dropout_p=dropout))
     else:
-        options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling, "dropout_p": dropout}
+        causal = causal and query.shape[2] > 1 and query.shape[2] == key.shape[2]
+        options = {"causal": causal, "scale": scaling, "dropout_p": dropout}
         output = block_sparse_attention(
             query, key, value, layout, bias=position_bias, key_padding_mask=attention_mask, **options
         )
@@ -222,16 +190,11 @@ def _for_all_heads(x: Tensor, num_heads: int) -> Tensor:
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor, key: Tensor) -> bool:
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return causal and query.shape[2] > 1 and query.shape[2] == key.shape[2]
-
-
 def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | int | None:
     """The layout of a layer's configuration, None for exact attention; while torch.compile traces its number."""
     config = module.config
     name = getattr(config, TYPE_KEY, None)
-    if name is None or _stays_exact(module, config):
+    if name is None:
         return None
     settings, layer_idx = getattr(config, SETTINGS_KEY, None), getattr(module, "layer_idx", None) or 0
     if torch.compiler.is_compiling():
@@ -248,14 +211,6 @@ def _layout_of(name: str, settings: dict[str, Any] | None, num_heads: int, layer
 def _layout_number(name: str, settings: dict[str, Any] | None, num_heads: int, layer_idx: int) -> int | None:
     layout = _layout_of(name, settings, num_heads, layer_idx)
     return None if isinstance(layout, DenseSparsityConfig) else number_of_layout(layout)
-
-
-def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
-    """True for a layer or configuration of a decoder with cross-attention; decoder-only models may be sparse."""
-    if not getattr(module, "is_decoder", getattr(config, "is_decoder", False)):
-        return False
-    reads = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
-    return reads or any(hasattr(config, name) for name in ("num_decoder_layers", "decoder_layers"))
 
 
 @functools.lru_cache(maxsize=512)  # one object a layout, because kernels' lists are cached by object

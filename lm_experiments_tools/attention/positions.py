@@ -38,9 +38,7 @@ class PositionScheme(nn.Module):
         """Compute the position bias to add to attention scores; None for encodings without a bias.
 
         Args:
-            query_length, key_length: number of tokens.
             offset: number of cached tokens, which come before the queries.
-            device: device of the result; None for torch's default device.
 
         Returns:
             A `DistanceBias` if queries and keys are the same tokens, otherwise a matrix [1, heads, query_length,
@@ -62,10 +60,7 @@ class RotaryPosition(PositionScheme):
     Args:
         head_dim: features of a head.
         rotary_dim: number of rotated features, the first ones (GPT-NeoX's partial rotary); all if None.
-        base: sets the rotation's speed: the slowest pair rotates once in about 2 pi * base tokens.
-
-    Raises:
-        UserError: rotary_dim is odd or not within 2..head_dim, or base is not above 1.
+        base: sets the rotation's speed: the slowest pair rotates once in about 2 pi * base tokens. Raises UserError.
     """
 
     def __init__(self, head_dim: int, rotary_dim: int | None = None, base: float = 10000.0) -> None:
@@ -111,14 +106,7 @@ class RelativeBiasPosition(PositionScheme):
     """T5's relative attention bias: a learned number per head and bucket of distances, added to scores.
 
     It is described in Raffel et al. 2020, arXiv 1910.10683, section 2.1. Its parameter is `weight` [num_buckets,
-    num_heads], as in transformers' state dicts.
-
-    Args:
-        num_buckets, max_distance, bidirectional: see `T5Bias`.
-        num_heads: heads of the layer.
-
-    Raises:
-        UserError: num_buckets or max_distance is too small.
+    num_heads], as in transformers' state dicts; the arguments are those of `T5Bias`. Raises UserError.
     """
 
     def __init__(self, num_buckets: int, max_distance: int, num_heads: int, bidirectional: bool) -> None:
@@ -148,9 +136,7 @@ def named_position(
     names give `NoPosition`.
 
     Args:
-        config: a configuration with `num_attention_heads`, `rotary_dim` and `relative_attention_num_buckets`.
         bidirectional: True in an encoder, False in a decoder.
-        head_dim: features of an attention head.
         max_distance: as in `T5Bias`.
         rotary_base: `base` of `RotaryPosition`.
     """

@@ -27,34 +27,17 @@ class Segments(NamedTuple):
     keys: Tensor
 
     def mask(self, causal: bool = False) -> Tensor:
-        """Attention mask of packed rows, bool [batch, 1, queries, keys], in which every query has a key.
-
-        Args:
-            causal: leave out later keys, as in a decoder.
-        """
+        """Attention mask of packed rows, bool [batch, 1, queries, keys], in which every query has a key."""
         same = self.queries[:, None, :, None] == self.keys[:, None, None, :]
         return same.tril() if causal else same | ~same.any(-1, keepdim=True)
 
     def added_to(self, bias: Tensor | None, causal: bool = False) -> Tensor:
-        """Add -inf to a position bias wherever packed rows allow no attention: [batch, 1 or heads, queries, keys].
-
-        Args:
-            bias: [1, heads, queries, keys]; None for zeros.
-            causal: leave out later keys, as in a decoder.
-        """
+        """Add -inf to a position bias [1, heads, queries, keys] (None: zeros) where packed rows allow no attention."""
         return torch.where(self.mask(causal), 0.0 if bias is None else bias, -torch.inf)
 
 
 def without_padding(segment_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Set segment IDs to 0 (padding) where an attention mask is 0.
-
-    Args:
-        segment_ids: segment ID of each token, int64 [batch, length].
-        attention_mask: [batch, length]; None masks nothing.
-
-    Raises:
-        ValueError: the mask has another number of dimensions.
-    """
+    """Set segment IDs [batch, length] to 0 (padding) where an attention mask [batch, length] is 0."""
     if attention_mask is None:
         return segment_ids
     if attention_mask.dim() != 2:
@@ -76,11 +59,6 @@ def positions_of(segment_ids: Tensor) -> Tensor:
 
 
 def starts_of(segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Find the first token of each segment: its index, int64 [batch, num_segments]; 0 for segments that a row lacks.
-
-    Args:
-        segment_ids: segment ID of each token, int [batch, length], from 1 on.
-        num_segments: largest number of segments in a row.
-    """
+    """Index of each segment's first token, int64 [batch, num_segments]; 0 for segments that a row lacks."""
     numbers = torch.arange(1, num_segments + 1, device=segment_ids.device)
     return (segment_ids[:, None] == numbers[:, None]).byte().argmax(-1)

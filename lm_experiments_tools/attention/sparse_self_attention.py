@@ -35,10 +35,7 @@ class SparseSelfAttention(nn.Module):
         sparsity_config: the layout; give each layer its own `layer_idx` to draw different random blocks.
         key_padding_mask_mode: "add": the mask is added to scores. "mul": keys with mask 0 are left out.
         attn_mask_mode: the same for `attn_mask`.
-        max_seq_length: longest input in tokens, a multiple of the block.
-
-    Raises:
-        UserError: an unknown mode, or a length that is not a multiple of the block.
+        max_seq_length: longest input in tokens, a multiple of the block. Raises UserError.
     """
 
     master_layout: Tensor
@@ -74,26 +71,17 @@ class SparseSelfAttention(nn.Module):
         Args:
             query, value: [batch, heads, length, head_dim].
             key: the same, or already transposed, [batch, heads, head_dim, length].
-            rpe: bias added to the scaled scores: `T5Bias`, `AlibiBias` or a matrix [1 or batch, 1 or heads, length,
-                length].
+            rpe: bias added to the scaled scores, as in `block_sparse_attention`.
             key_padding_mask: [batch, length] or [batch, 1, 1, length].
             attn_mask: [length, length], or with leading dimensions of 1. In mode "add" values of -10000 or less mask a
                 key.
 
         Returns:
-            [batch, heads, length, head_dim] in the dtype of query.
-
-        Raises:
-            UserError: not self-attention, an input longer than max_seq_length, or a mask of another shape.
+            [batch, heads, length, head_dim] in the dtype of query. Raises UserError.
         """
         length = query.shape[2]
         if key.shape[2] != length:
             key = key.transpose(2, 3)
-        if not query.shape == key.shape == value.shape:
-            raise UserError(
-                f"SparseSelfAttention is self-attention: query {list(query.shape)}, key {list(key.shape)} and value "
-                f"{list(value.shape)} must be of one shape."
-            )
         bias, keep = rpe, None
         if key_padding_mask is not None:
             mode, shape = self.key_padding_mask_mode, (len(query), length)
@@ -112,11 +100,6 @@ class SparseSelfAttention(nn.Module):
         """The corner of the master layout, one object a length, since kernels' lists are cached by object."""
         block, master = self.sparsity_config.block, self.master_layout
         blocks = num_blocks(length, block)
-        if blocks > master.shape[-1]:
-            raise UserError(
-                f"SparseSelfAttention: an input of {length} tokens is longer than max_seq_length="
-                f"{master.shape[-1] * block}."
-            )
         # `load_state_dict` writes into the buffer, which changes its version
         version = 0 if master.is_inference() else master._version
         return cached(master, ("corner", blocks, version), lambda: Layout(master[:, :blocks, :blocks].clone(), block))

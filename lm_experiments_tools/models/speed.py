@@ -65,12 +65,9 @@ def choose_speed(
 ) -> tuple[Args, dict[str, str]]:
     """Fill in the flags that `--speed auto` chooses: `--model_cls`, `--bf16` and `--compile`. Raises UserError.
 
-    Every worker calls this first. A resumed run keeps its recorded choices.
-
-    Args:
-        origins: where each setting comes from, as `cli.parse` returns it; only settings from "default" are chosen.
-        keeps_process: True if the package is used as a library: then options of the whole process are not changed (see
-            `set_up_process`).
+    Every worker calls this first. A resumed run keeps its recorded choices. `origins` tells where each setting comes
+    from, as `cli.parse` returns it: only settings from "default" are chosen. With `keeps_process`, for a library,
+    options of the whole process are not changed (see `set_up_process`).
     """
     origins, before = dict(origins), _recorded(args)
     free = [name for name in CHOSEN if origins.get(name, "default") == "default"]
@@ -283,8 +280,7 @@ def _choose_compile(args: ExperimentArgs, device: str, config: Mapping[str, Any]
     dropout = config.get("dropout_rate" if kind == "t5" else "hidden_dropout_prob", 0.1)
     if device == "cpu" and any(dropout if phase.dropout_rate is None else phase.dropout_rate for phase in phases):
         return False, "compiled dropout is slow on a CPU"
-    total = sum(phase.iters * phase.global_batch_size(workers) * phase.input_seq_len for phase in phases)
-    tokens = total // workers
+    tokens = sum(phase.iters * phase.global_batch_size(workers) * phase.input_seq_len for phase in phases) // workers
     pays = tokens >= MIN_TOKENS[device]
     return pays, f"{tokens:,} tokens of each worker are {'enough' if pays else 'too few'} to save time by it"
 

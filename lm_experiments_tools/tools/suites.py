@@ -59,12 +59,7 @@ class Suite:
     model_cls: str | None = None
 
     def measure(self, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """Evaluate a model on tasks of the suite; yields (task, values) after each task.
-
-        Args:
-            name: checkpoint, folder or Hub name of the model.
-            tasks: the tasks, some of those of the suite.
-        """
+        """Evaluate a model on some tasks of the suite; yields (task, values) after each task."""
         yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb}[self.name](self, name, tasks)
 
     def check(self) -> None:
@@ -81,11 +76,7 @@ class Suite:
 
 
 def checkpoints_of(name: str) -> list[str]:
-    """List all checkpoints of a run directory, oldest first; any other model gives [name].
-
-    Raises:
-        UserError: the run has no checkpoints, or there is no model of this name.
-    """
+    """List all checkpoints of a run directory, oldest first; any other model gives [name]. Raises UserError."""
     folder = Path(name) / "checkpoints"
     if not folder.is_dir():
         find_source(name, "--checkpoints")
@@ -100,9 +91,6 @@ def measured(name: str, suite: Suite) -> dict[str, float]:
     """Return the values of a model on all tasks of a suite, and record them in the metrics.jsonl of its run.
 
     Only tasks that are not recorded there yet are measured.
-
-    Args:
-        name: checkpoint, folder or Hub name of the model.
     """
     source = find_source(name, "--checkpoints")
     folder = run_folder(source)

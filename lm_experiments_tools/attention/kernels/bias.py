@@ -68,7 +68,7 @@ def _buckets_between(
 
 
 class _Distances:
-    """Base of biases by distance."""
+    """Base of biases by distance; `table(length)` has the bias of each distance, [heads, 2 * s + 1] for -s..s."""
 
     def dense(self, query_length: int, key_length: int) -> Tensor:
         """Expand to a matrix [1, heads, query_length, key_length]."""
@@ -83,10 +83,7 @@ class T5Bias(_Distances):
         weight: [num_buckets, heads], as in transformers' `relative_attention_bias.weight`.
         bidirectional: True in an encoder, False in a decoder.
         num_buckets: rows of `weight`.
-        max_distance: this distance and all larger ones share the last bucket.
-
-    Raises:
-        UserError: weight is not [num_buckets, heads], or there are too few buckets.
+        max_distance: this distance and all larger ones share the last bucket. Raises UserError.
     """
 
     weight: Tensor
@@ -109,14 +106,7 @@ class T5Bias(_Distances):
         return self.weight.shape[1]
 
     def table(self, length: int | None = None) -> Tensor:
-        """Look up the bias of each distance key - query from -s to s: [heads, 2 * s + 1].
-
-        s is the distance beyond which the bias no longer changes: larger distances have the value at s or -s. It
-        follows from the buckets (91 in T5's encoder).
-
-        Args:
-            length: ignored; it exists because `AlibiBias.table` needs it.
-        """
+        """Bias of each distance key - query from -s to s, beyond which it no longer changes (91 in T5's encoder)."""
         buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         return self.weight[buckets].t()
 
@@ -147,25 +137,14 @@ class AlibiBias(_Distances):
         return self.slopes.shape[0]
 
     def table(self, length: int) -> Tensor:
-        """Compute the bias of each distance key - query from -(length - 1) to length - 1: [heads, 2 * length - 1].
-
-        Args:
-            length: number of tokens, of the longer side if queries and keys differ.
-        """
+        """Bias of each distance key - query of up to `length` tokens: [heads, 2 * length - 1]."""
         distance = torch.arange(1 - length, length, device=self.slopes.device).abs()
         return -self.slopes[:, None] * distance.to(self.slopes.dtype)
 
 
 @dataclass(eq=False)
 class T5Table(_Distances):
-    """A T5 position bias as one number per head and distance, computed once and shared by several layers.
-
-    It is what `T5Bias` gives after looking up the bucket of each distance.
-
-    Args:
-        values: the result of `T5Bias.table`, contiguous: [heads, 2 * s + 1] for distances -s..s, where s is the
-            distance beyond which the bias no longer changes.
-    """
+    """A T5 position bias computed once and shared by several layers: the contiguous result of `T5Bias.table`."""
 
     values: Tensor
 
@@ -174,13 +153,6 @@ class T5Table(_Distances):
         return self.values.shape[0]
 
     def table(self, length: int | None = None) -> Tensor:
-        """Return the stored bias of each distance from -s to s: [heads, 2 * s + 1].
-
-        s is the distance beyond which a T5 bias no longer changes.
-
-        Args:
-            length: ignored; it exists because `AlibiBias.table` needs it.
-        """
         return self.values
 
 
@@ -190,10 +162,7 @@ _VALUES = {T5Bias: "weight", AlibiBias: "slopes", T5Table: "values"}
 
 
 def values_of(bias: Bias | None) -> Tensor | None:
-    """Return the tensor that stores a position bias: weights of T5, slopes of ALiBi, or a bias matrix itself.
-
-    None stays None.
-    """
+    """Tensor that stores a position bias: weights of T5, slopes of ALiBi, or a bias matrix itself; None stays None."""
     return getattr(bias, _VALUES[type(bias)]) if isinstance(bias, DistanceBias) else bias
 
 
@@ -232,15 +201,9 @@ class _Toeplitz(torch.autograd.Function):
 
 
 def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
-    """Expand vectors to Toeplitz matrices, whose element in row r and column c is vector[c - r + rows - 1].
+    """Expand vectors [..., rows + columns - 1] to matrices whose element (r, c) is vector[c - r + rows - 1].
 
     It turns position biases by distance into matrices of queries and keys.
-
-    Args:
-        vector: [..., rows + columns - 1].
-
-    Returns:
-        [..., rows, columns].
     """
     if _are_numbers(rows, columns):
         return _Toeplitz.apply(vector, rows, columns)
@@ -249,15 +212,9 @@ def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def diagonals(x: Tensor, columns: int) -> Tensor:
-    """Relative shift: the element in row r and column c of the result is x[r, c - r + rows - 1].
+    """Relative shift of x [..., rows, rows + columns - 1]: element (r, c) of the result is x[r, c - r + rows - 1].
 
     It turns scores by distance into scores by key position (Huang et al. 2018, arXiv 1809.04281, section 3.4.1).
-
-    Args:
-        x: [..., rows, rows + columns - 1].
-
-    Returns:
-        [..., rows, columns].
     """
     # Rows padded by one element are read as rows of one element less: each starts one element earlier.
     rows, width = x.shape[-2:]
@@ -271,10 +228,7 @@ def _are_numbers(*lengths: int) -> bool:
 
 
 def sum_diagonals(matrices: Tensor) -> Tensor:
-    """Sum each diagonal of matrices [..., rows, columns], from the bottom left: [..., rows + columns - 1].
-
-    It is the backward pass of `toeplitz`.
-    """
+    """Sum each diagonal of matrices [..., rows, columns], from the bottom left: the backward pass of `toeplitz`."""
     rows, columns = matrices.shape[-2:]
     width = rows + columns - 1
     padded = torch.nn.functional.pad(matrices.flip(-2), (0, rows))  # rows of width + 1, read as rows of width below
@@ -283,14 +237,7 @@ def sum_diagonals(matrices: Tensor) -> Tensor:
 
 
 def extend(table: Tensor, low: int, high: int) -> Tensor:
-    """Extend or cut a position bias for distances -s..s to the distances low..high, where low <= 0 <= high.
-
-    Args:
-        table: [heads, 2 * s + 1]; distances beyond s take the nearest value.
-
-    Returns:
-        [heads, high - low + 1].
-    """
+    """Extend or cut a table for distances -s..s to low..high, where low <= 0 <= high: [heads, high - low + 1]."""
     saturation = table.shape[-1] // 2
     inner = table[:, max(0, low + saturation) : high + saturation + 1]
     left, right = max(0, -saturation - low), max(0, high - saturation)
@@ -298,11 +245,7 @@ def extend(table: Tensor, low: int, high: int) -> Tensor:
 
 
 def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Expand a position bias by distance to a matrix [1, heads, query_length, key_length].
-
-    Args:
-        dtype: dtype of the matrix; None keeps that of the bias.
-    """
+    """Expand a position bias by distance to a matrix [1, heads, query_length, key_length], in the dtype given."""
     low, high = 1 - query_length, key_length - 1
     if isinstance(bias, T5Bias):
         vector = bias.between(low, high)
@@ -325,8 +268,7 @@ def distance_tiles(table: Tensor, block: int) -> Tensor:
     M = ceil((s + block - 1) / block), so 2 * M + 1 tiles are enough.
 
     Args:
-        table: bias of each distance -s..s, [heads, 2 * s + 1], as returned by `T5Bias.table`.
-        block: rows and columns of a tile.
+        table: bias of each distance -s..s, [heads, 2 * s + 1].
 
     Returns:
         [heads, 2 * M + 1, block, block] for m = -M..M.
@@ -355,8 +297,6 @@ def shared_bias(
     gradients are enabled, because reentrant checkpoints run each layer with and without them.
 
     Args:
-        query_length, key_length: rows and columns of the matrix.
-        backend: name of the layers' attention backend.
         device: the model's device, for the backend "auto"; None returns the bias unchanged.
         is_dense: True if no layer has a block-sparse layout.
     """

@@ -92,10 +92,7 @@ class Call:
     def weights(self, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor | None) -> Tensor:
         """Attention weights of a chunk [parts, block, keys * block]; zeros for queries without an allowed key.
 
-        Args:
-            q: scaled queries of this chunk [parts, block, head_dim].
-            k: its keys [parts, keys * block, head_dim].
-            tiles: result of `kernel_bias`.
+        Scaled queries are [parts, block, head_dim], keys [parts, keys * block, head_dim], `tiles` from `kernel_bias`.
         """
         block = self.layout.block
         if tiles is None:
@@ -230,13 +227,7 @@ def run_backward(
     grad: Tensor,
     trains_tiles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of q, k, v and the bias tiles.
-
-    Args:
-        output, lse: results of other backends' forward pass; unused here.
-        grad: gradient of the output.
-        trains_tiles: False returns None for the tiles.
-    """
+    """Compute the gradients of q, k, v and the bias tiles (None unless `trains_tiles`); `output`, `lse` are unused."""
     block = call.layout.block
     qs, ks, vs, gs = _as_blocks(q, block, call.scale), *(_as_blocks(x, block) for x in (k, v, grad))
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)

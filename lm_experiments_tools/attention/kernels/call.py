@@ -124,9 +124,6 @@ class AttentionInputs(NamedTuple):
     def allowed(self, ignores_padding: bool = False) -> Tensor | None:
         """Combine layout, causality and masks to one attention mask, True where a query may attend to a key.
 
-        Args:
-            ignores_padding: leave out the padding mask.
-
         Returns:
             bool, broadcastable to [batch, heads, query_length, key_length]; None if every key is allowed.
         """
@@ -254,11 +251,7 @@ def force_backend(backend: str) -> Iterator[None]:
 
 
 def select(inputs: AttentionInputs, backend: str) -> tuple[AttentionInputs, ModuleType]:
-    """Validate the inputs of an attention call and return the backend module that computes them.
-
-    Args:
-        backend: a backend's name, or "auto" to choose one by device, sizes and settings.
-    """
+    """Validate the inputs of an attention call and return the backend module that computes them (`choose`)."""
     if isinstance(inputs.q, FakeTensor):
         raise UserError('torch.export cannot trace block-sparse attention: use attn_implementation="sdpa" instead.')
     inputs = validate(inputs)
@@ -270,11 +263,7 @@ def select(inputs: AttentionInputs, backend: str) -> tuple[AttentionInputs, Modu
 
 
 def choose(inputs: AttentionInputs, backend: str) -> ModuleType:
-    """Choose the backend of an attention call with validated inputs. Raises UserError.
-
-    Args:
-        backend: a backend's name, or "auto" to choose one by device, sizes and settings.
-    """
+    """Choose the backend of a call with validated inputs: the one named, or "auto" by device, sizes and settings."""
     if backend == "auto":
         if inputs.spec.softcap is not None:
             return BACKENDS["eager"]
@@ -330,13 +319,12 @@ def backend_of(implementation: str, fused_on: torch.device | None = None) -> str
     """Map transformers' `attn_implementation` to the name of an attention backend of this package. Raises UserError.
 
     Args:
-        implementation: "eager", "sdpa" or "block_sparse".
         fused_on: the model's device if it trains by its fused path (`use_fast_step`), else None. If Triton's kernels
             run there, "sdpa" gives "auto", which needs less memory for the gradient of a position bias.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise UserError(f"attn_implementation={implementation!r} is none of {', '.join(_IMPLEMENTATIONS)}.")
-    if implementation == "sdpa" and fused_on is not None and has_kernels(fused_on):
+    if implementation == "sdpa" and fused_on is not None and fused_on.type == "cuda" and has_kernels(fused_on):
         return "auto"
     return _IMPLEMENTATIONS[implementation]
 
@@ -365,10 +353,7 @@ def attend(
 
     Returns:
         The output [batch, heads, query_length, head_dim], and the weights [batch, heads, query_length, key_length] or
-        None.
-
-    Raises:
-        UserError: the backend is unknown, or arguments do not fit each other.
+        None. Raises UserError.
     """
     inputs, eager = AttentionInputs(q, k, v, spec), BACKENDS["eager"]
     if output_attentions:
@@ -409,13 +394,7 @@ def block_sparse_attention(
         layout: blocks of keys that each block of queries attends to; None for dense attention. It is a configuration
             such as `BigBirdSparsityConfig` (self-attention only) or a `Layout`. Lengths need not be multiples of the
             block.
-        bias: `T5Bias`, `AlibiBias` or a matrix [1 or batch, 1 or heads, query_length, key_length], added to the scaled
-            scores. Only dense backends expand the first two to a matrix.
-        key_padding_mask: bool [batch, key_length], True for keys that may be attended to.
-        segment_ids: document IDs of packed rows, int [batch, length], or a pair for queries and keys. Tokens attend
-            within their document.
-        causal: query i attends to keys 0..i, token by token, in addition to the layout.
-        scale: head_dim ** -0.5 if None; 1.0 in T5.
+        bias, key_padding_mask, segment_ids, causal, scale: as in `AttentionSpec`.
         dropout_p: probability of dropping an attention weight. "blocks" rounds it to a multiple of 2 ** -16. "triton"
             rounds it up or down to a multiple of 2 ** -8 at random, so that it is exact on average. Both draw a seed
             from torch's CPU generator; dense backends use the device's generator.

@@ -18,21 +18,14 @@ DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
-    """Compute attention by plain matrix products.
-
-    Args:
-        seed: ignored; dropout uses the device's random generator.
-    """
+    """Compute attention by plain matrix products; dropout ignores the seed."""
     weights, empty = _weights(inputs)
     output = weights @ inputs.v
     return output if empty is None else output.masked_fill(empty, 0.0)
 
 
 def attend_with_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Compute attention; returns the output, and the weights after dropout.
-
-    The weights are [batch, heads, query_length, key_length].
-    """
+    """Compute attention; returns the output, and the weights after dropout [batch, heads, queries, keys]."""
     weights, empty = _weights(inputs)
     weights = weights if empty is None else weights.masked_fill(empty, 0.0)
     return weights @ inputs.v, weights

@@ -10,29 +10,17 @@ import reprlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 
+if TYPE_CHECKING:
+    pass
+
 DENSE_BLOCK = 64  # tokens of a block where no layout is given
-
-
-class LayoutMaker(Protocol):
-    """Protocol of block-sparse layouts for any input length, such as `BigBirdSparsityConfig`.
-
-    It must not change after its first use.
-    """
-
-    block: int
-
-    def make_layout(self, seq_len: int) -> Tensor:
-        """Build the block-sparse layout for `seq_len` tokens, int64 [heads, seq_len / block, seq_len / block].
-
-        In each head, element (q, k) is 1 where query block q attends to key block k.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +49,7 @@ class Layout:
         return rows.repeat_interleave(self.block, 2)[None]
 
 
-AnyLayout = LayoutMaker | Layout | None
+AnyLayout = "SparsityConfig | Layout | None"  # layouts must not change after their first use
 
 
 def describe(x: object) -> str:
@@ -84,10 +72,7 @@ _cache: dict[int, dict[tuple, object]] = {}  # by id of the layout; the most rec
 def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
     """Return `make()`, from a cache that lives as long as the object `owner`.
 
-    Args:
-        owner: for example a layout, whose derived lists are cached.
-        key: what the value depends on besides the owner. The `_MAX_CACHED` keys used last are kept.
-        make: function that computes a missing value.
+    `key` is what the value depends on besides the owner. The `_MAX_CACHED` keys used last are kept.
     """
     values = _cache.get(id(owner))
     if values is None:
@@ -104,9 +89,6 @@ def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
 
 def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_length: int) -> Layout:
     """Convert any kind of block-sparse layout to a `Layout` for these lengths; the last block may be partial.
-
-    Args:
-        layout: a configuration such as `BigBirdSparsityConfig`, a `Layout`, or None for dense attention.
 
     Returns:
         `Layout` with bool blocks [num_heads or 1, query_blocks, key_blocks] on the CPU; 1 if all heads are equal.

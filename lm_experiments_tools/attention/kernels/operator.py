@@ -73,9 +73,7 @@ def _selected(tensors: Sequence[Tensor | None], settings: Sequence) -> tuple[Att
 def operator(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     """Compute attention as a custom operator of torch.compile, by the backend that is chosen when it runs.
 
-    Returns:
-        The output [batch, heads, query_length, v_dim], and the log-sum-exp of each query's scores [batch, heads,
-        query_length].
+    Returns the output [batch, heads, query_length, v_dim] and the log-sum-exp of each query's scores.
     """
     inputs, module, seed = _selected((q, *others[: _NUM_TENSORS - 1]), others[_NUM_TENSORS - 1 :])
     with torch.no_grad():
@@ -102,11 +100,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]
 def operator_backward(grad: Tensor, output: Tensor, lse: Tensor, *others: object) -> tuple[Tensor, ...]:
     """Compute the gradients of the custom attention operator with respect to q, k, v and the bias.
 
-    The bias gets an empty tensor unless the argument `wants_bias` is true.
-
-    Args:
-        grad: gradient of the output.
-        output, lse: results of `operator`.
+    The bias gets an empty tensor unless `wants_bias` is true; `output` and `lse` are results of `operator`.
     """
     *settings, wants_bias = others[_NUM_TENSORS:]
     inputs, module, seed = _selected(others[:_NUM_TENSORS], settings)

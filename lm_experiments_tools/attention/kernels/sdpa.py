@@ -22,11 +22,7 @@ def needs_matrix(inputs: AttentionInputs) -> bool:
 
 
 def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
-    """Compute attention by PyTorch's scaled_dot_product_attention.
-
-    Args:
-        seed: ignored; dropout uses the device's random generator.
-    """
+    """Compute attention by PyTorch's scaled_dot_product_attention; dropout ignores the seed."""
     q, k, v, spec = inputs
     # An operation on the smallest tensor takes a tenth of the time of a short call: avoid every one.
     mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, _ = spec

@@ -1,4 +1,4 @@
-"""Tiles of the attention score matrix for the Triton kernels: sizes, shared memory, and lists of tiles to compute.
+"""Tiles of the attention score matrix for the Triton kernels: sizes, and lists of tiles to compute.
 
 A tile is a rectangle of queries x keys that one loop step of a kernel computes. A tile counts as near the diagonal if
 its distances key - query have different position biases, or if the diagonal of causal attention passes through it. All
@@ -50,9 +50,7 @@ MEASURED: dict[tuple[tuple[int, int], int], dict[tuple[str, int], Tile]] = {
     },
 }
 SUM_ROWS = 64  # diagonals of the bias gradient that are summed at a time: rows of a product on the tensor cores
-_MASKS = 2560  # bytes of shared memory, at most, for masks and sums of rows
 _MERGED = 64  # layouts of smaller blocks are computed in tiles of this many tokens, with the rest masked
-_SMALLEST = 32  # tokens
 _UNEVEN = 4  # lists this much longer than the average are started first
 
 
@@ -60,11 +58,10 @@ def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: 
     """Choose how many queries and keys a Triton kernel computes at a time (its tile size).
 
     Args:
-        kernel: one of `KERNELS`.
         head_dim: the larger head dimension of q and v.
         block: tokens of a block of the block-sparse layout, which bound the tile; None for dense attention.
         itemsize: bytes of an input value.
-        card: GPU whose shared memory bounds the tile; None for no bound.
+        card: GPU for which tiles may have been measured; None for another one.
     """
     key = kernel, head_bound(head_dim)
     tile = MEASURED.get((card.capability, itemsize), {}).get(key) if card else None
@@ -74,55 +71,17 @@ def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: 
             tile = Tile(max(16, tile.queries // 2), max(16, tile.keys // 2), tile.num_warps, 1)
     if block is not None:
         tile = tile._replace(queries=min(tile.queries, max(block, _MERGED)), keys=min(tile.keys, max(block, _MERGED)))
-    while card and shared_memory(kernel, tile, head_dim, itemsize) > card.shared_memory:
-        if tile.num_stages > 1:
-            tile = tile._replace(num_stages=tile.num_stages - 1)
-        elif max(tile.queries, tile.keys) > _SMALLEST:
-            longer = "queries" if tile.queries >= tile.keys else "keys"
-            tile = tile._replace(**{longer: getattr(tile, longer) // 2})
-        else:
-            break
     return tile
 
 
 def micro_of(tile: Tile) -> int:
-    """Side length of the small squares of scores whose bias gradients are summed together (see `Diagonals`).
-
-    It is 8 or 4, so that a tile has at least 16 squares.
-    """
+    """Side of the squares of scores in `Diagonals`: 8 or 4, so that a tile has at least 16."""
     return 8 if tile.queries * tile.keys >= 1024 else 4
 
 
 def head_bound(head_dim: int) -> int:
     """Round a head dimension up to one for which `TILES` lists tile sizes: 64, 128 or 256."""
     return next(limit for limit in (64, 128, 256) if head_dim <= limit)
-
-
-def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
-    """Estimate an upper bound of the GPU shared memory that a Triton attention kernel needs, in bytes.
-
-    Args:
-        kernel: one of `KERNELS`.
-        tile: number of queries and keys that the kernel computes at a time.
-        itemsize: bytes of an input value.
-    """
-    size = power_of_two(head_dim) * itemsize
-    queries, keys = tile.queries * size, tile.keys * size
-    scores = tile.queries * tile.keys * itemsize  # given from one product to the next
-    held, streamed = {
-        "forward": (queries, 2 * keys),
-        "query_gradient": (2 * queries, 2 * keys),
-        "key_gradient": (2 * keys, 2 * queries),
-    }[kernel]
-    if kernel == "forward" and tile.queries >= 16 * tile.num_warps:  # each warp has full rows of scores
-        scores = 0
-    if kernel == "key_gradient" and tile.num_stages == 1:
-        streamed += queries  # transposed
-    if kernel == "query_gradient" and itemsize == 4:  # matrices that select the diagonals of sums
-        scores += SUM_ROWS * itemsize * tile.queries * tile.keys // micro_of(tile) ** 2
-    # The loop near the diagonal loads a float32 bias for each score, and fewer rows.
-    near = streamed + 4 * tile.queries * tile.keys
-    return held + max(max(1, tile.num_stages - 1) * streamed, near) + scores + _MASKS
 
 
 def power_of_two(size: int) -> int:
@@ -209,9 +168,7 @@ def _parts_of_tiles(
 def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
     """List the tiles that an attention kernel computes: for each tile of queries its tiles of keys.
 
-    Args:
-        cut: the layout, converted to tiles.
-        by_key: list the tiles of queries of each tile of keys instead, for the gradients of keys and values.
+    `by_key` lists the tiles of queries of each tile of keys instead, for the gradients of keys and values.
     """
     active, bits, first, last = cut.active, cut.bits, cut.left, cut.right
     if by_key:
@@ -255,7 +212,6 @@ def diagonals_of(cut: Cut, saturation: int, ranges: Tensor, dtype: torch.dtype, 
     """Compute the constants for the gradient of a T5 bias (see `Diagonals`).
 
     Args:
-        saturation: the bias table has the distances -saturation..saturation.
         ranges: `TileLists.ranges` of the kernel for the gradient of queries.
         dtype: dtype of the constant matrices, that of q.
     """

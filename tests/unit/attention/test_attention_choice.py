@@ -36,25 +36,7 @@ def test_a_bias_given_as_a_matrix_is_dense_on_a_gpu():
     assert call._choose_on_gpu(validate(AttentionInputs(q, q, q, spec))).__name__.endswith("sdpa")
 
 
-# Of kernels compiled for compute capability 8.6 with masks and dropout, by triton 3.9: bytes of shared memory.
-COMPILED = {
-    (64, None, 2): (66304, 82688, 91136),
-    (64, 16, 2): (42504, 58116, 55304),
-    (128, None, 2): (99840, 66304, 91136),
-    (128, 16, 2): (91656, 66308, 91140),
-    (128, 16, 4): (82308, 78212, 78340),
-    (256, 16, 4): (107012, 110788, 104708),
-}
 L4 = tiles.Card("NVIDIA L4", (8, 9), 99 << 10)
-ON_AN_L4 = {(256, None, 2): (94976, 55680, 81920), (256, 16, 2): (94980, 55684, 81920)}
-
-
-@pytest.mark.parametrize(("sizes", "card"), [*((key, None) for key in COMPILED), *((key, L4) for key in ON_AN_L4)])
-def test_kernels_take_no_more_shared_memory_than_is_reckoned(sizes, card):
-    head_dim, _, itemsize = sizes
-    for kernel, taken in zip(tiles.KERNELS, (ON_AN_L4 if card else COMPILED)[sizes], strict=True):
-        reckoned = tiles.shared_memory(kernel, tiles.tile_of(kernel, *sizes, card), head_dim, itemsize)
-        assert taken <= reckoned and (card is None or reckoned <= card.shared_memory), kernel
 
 
 def test_tiles_that_were_measured_on_a_card_are_those_that_it_takes(monkeypatch):
@@ -76,8 +58,7 @@ CARDS = {
     ("card", "head_dim", "dtype", "sentence"),
     [
         ("Tesla T4", 64, torch.float16, "Tesla T4 has compute capability 7.5, and Triton needs 8.0"),
-        ("NVIDIA L4", 256, torch.float32, "KiB of shared memory at head_dim 256 in float32, and NVIDIA L4 has 99"),
-        ("NVIDIA L4", 256, torch.bfloat16, None),
+        ("NVIDIA L4", 256, torch.bfloat16, "head_dim above 128 takes 109 KiB of shared memory, and NVIDIA L4 has 99"),
         ("NVIDIA L4", 128, torch.bfloat16, None),
         ("NVIDIA H100", 256, torch.bfloat16, None),
     ],

@@ -167,7 +167,7 @@ class TestNames:
         for case in GOLDEN:
             config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"], seed=case["seed"])
             stored = json.loads(json.dumps(config.to_dict()))
-            again = SparsityConfig.from_dict(stored)
+            again = get_sparsity_config(stored.pop("sparse_config_cls"), **stored)
             assert again == config and torch.equal(again.make_layout(640), config.make_layout(640))
 
     @pytest.mark.parametrize(
@@ -177,7 +177,6 @@ class TestNames:
             (lambda: get_sparsity_config("nothing.here:Config", 2), "module nothing.here is not imported"),
             (lambda: get_sparsity_config("torch.nn:Linear", 2), "not a subclass"),
             (lambda: get_sparsity_config("BigBird", 2, num_globl_blocks=1), "did you mean 'num_global_blocks'"),
-            (lambda: SparsityConfig.from_dict({"block": 16}), "needs 'sparse_config_cls' and 'num_heads'"),
             (lambda: BigBirdSparsityConfig(0), "num_heads=0 must be at least 1"),
             (lambda: BigBirdSparsityConfig(1, attention="sideways"), "attention='sideways' is neither"),
             (lambda: BigBirdSparsityConfig(1, compat="deepsped"), "compat='deepsped'"),
@@ -198,10 +197,6 @@ class TestNames:
             ),
             (lambda: VariableSparsityConfig(1, local_window_blocks=[4, 0]), "local_window_blocks=[4, 0]"),
             (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=[0]), "do not fit"),
-            (
-                lambda: BigBirdSparsityConfig(1, num_random_blocks=99, compat="deepspeed").make_layout(128),
-                "num_random_blocks=99 is more than the 8 blocks of the input",  # where DeepSpeed raises too
-            ),
         ],
     )
     def test_mistakes_are_sentences(self, make, message):
@@ -214,14 +209,12 @@ class TestNames:
         plain = VariableSparsityConfig(2, different_layout_per_head=True, global_block_indices=[])
         assert torch.equal(config.make_layout(128), plain.make_layout(128))
 
-    def test_a_class_of_ones_own_in_the_new_way_and_in_deepspeeds(self, monkeypatch):
+    def test_a_class_of_ones_own(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "layouts_of_mine", sys.modules[__name__])
         config = get_sparsity_config("layouts_of_mine:Diagonal", 2, stride=2)
         assert as_rows(config.make_layout(64)[1]) == ["#.#.", ".#.#", "#.#.", ".#.#"]
-        assert (
-            SparsityConfig.from_dict({**config.to_dict(), "sparse_config_cls": "layouts_of_mine:Diagonal"}) == config
-        )
-        assert as_rows(OldStyle(2, 16).make_layout(64)[1]) == ["###.", "....", "....", "...."]
+        stored = config.to_dict() | {"sparse_config_cls": "layouts_of_mine:Diagonal"}
+        assert get_sparsity_config(stored.pop("sparse_config_cls"), **stored) == config
 
     @pytest.mark.parametrize(
         ("make", "message"),
@@ -252,8 +245,8 @@ def test_layouts_are_on_the_cpu_whatever_the_default_device(name, settings):
     config = get_sparsity_config(name, 2, **settings)
     expected = config.make_layout(160)
     with torch.device("meta"):
-        layout, empty = config.make_layout(160), config.setup_layout(160)
-    assert layout.is_cpu and empty.is_cpu and torch.equal(layout, expected)
+        layout = config.make_layout(160)
+    assert layout.is_cpu and torch.equal(layout, expected)
 
 
 @dataclass
@@ -263,15 +256,6 @@ class Diagonal(SparsityConfig):
     def blocks(self, num_blocks: int) -> Tensor:
         numbers = torch.arange(num_blocks)
         return ((numbers[:, None] - numbers) % self.stride == 0)[None]
-
-
-class OldStyle(SparsityConfig):
-    """As people wrote them for DeepSpeed."""
-
-    def make_layout(self, seq_len):
-        layout = self.setup_layout(seq_len)
-        layout[0, 0, :3] = 1
-        return self.check_and_propagate_first_head_layout(layout)
 
 
 class Giving(SparsityConfig):

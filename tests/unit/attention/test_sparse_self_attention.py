@@ -131,10 +131,9 @@ class TestSparseSelfAttention:
             (("div", "mul"), {}, "key_padding_mask_mode='div' is neither 'add' nor 'mul'"),
             (("add", "mul"), {"key_padding_mask": torch.ones(3, 64, dtype=torch.bool)}, "pass key_padding_mask_mode"),
             (("mul", "mul"), {"key_padding_mask": torch.ones(3, 63)}, r"shape \[3, 63\], not \[3, 64\]"),
-            (("mul", "mul"), {"value": torch.ones(3, 2, 32, 4, dtype=torch.float64)}, "of one shape"),
             (("mul", "mul"), {"key_padding_mask": torch.tensor(1)}, r"shape \[\], not \[3, 64\]"),
             (("mul", "mul"), {"rpe": torch.ones(64, 64)}, r"bias is float32 \[64, 64\]"),
-            (("mul", "mul"), {"length": 72}, "72 tokens is longer than max_seq_length=64"),
+            (("mul", "mul"), {"length": 72}, "72 queries and 72 keys need"),
         ],
     )
     def test_mistakes_are_sentences(self, modes, arguments, message):

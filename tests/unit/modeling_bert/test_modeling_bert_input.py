@@ -1,13 +1,12 @@
 """Our BERT with unusual input: the right result, or one sentence."""
 
-import importlib
-
 import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from lm_experiments_tools.attention.kernels.call import force_backend
+from lm_experiments_tools.attention.positions import PositionScheme
 from modeling_bert import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
 
 SIZES = {
@@ -148,11 +147,6 @@ def test_a_setting_of_another_type_is_refused_by_name():
         BertConfig(rotary_dim="4")
 
 
-MINE = """
-import torch
-from lm_experiments_tools.attention.positions import PositionScheme
-
-
 class Window(PositionScheme):
     def __init__(self, config, bidirectional):
         super().__init__()
@@ -164,15 +158,11 @@ class Window(PositionScheme):
     def bias(self, query_length, key_length, offset=0, device=None):
         places = torch.arange(key_length, device=device)
         return -self.width[None, :, None, None] * (places - places[:, None]).abs()
-"""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_position_scheme_of_the_users_own(way, tmp_path, monkeypatch):
-    (tmp_path / "my_positions.py").write_text(MINE)
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("my_positions")
-    mine = model(position_embedding_type="my_positions:Window", **way)
+def test_a_position_scheme_of_the_users_own(way, tmp_path):
+    mine = model(position_embedding_type=f"{__name__}:Window", **way)
     alibi = model(position_embedding_type="alibi", **way)
     mine.load_state_dict(alibi.state_dict(), strict=False)
     mine.encoder.position.width.data.copy_(torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]))

@@ -278,12 +278,6 @@ def test_position_scheme_of_the_users_own():
     assert all(gradient.any() for name, gradient in found.items() if name.endswith("slope"))
 
 
-@pytest.mark.parametrize("position", ["rotary", "alibi", "none"])
-def test_without_learned_bias_there_is_no_table(position):
-    names = make(position_embedding_type=position).state_dict()
-    assert names.keys() == {name for name in make().state_dict() if "relative_attention_bias" not in name}
-
-
 def test_rotary_model_sees_distances_not_places():
     model = make(T5EncoderModel, position_embedding_type="rotary").double()
     ids = torch.randint(2, 50, (1, 8))

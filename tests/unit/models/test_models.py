@@ -213,10 +213,9 @@ def test_variant_states_only_what_differs_from_its_base(tmp_path):
         ({"d_model": "wide"}, "Field 'd_model' expected int, got str"),
         ({"feed_forward_proj": "gated-gelu-relu"}, "feed_forward_proj"),
         ({"base": "t5-smal"}, "neither a file beside it nor a preset"),
-        ({"base": 3}, "'base' must be a file name"),
         ({"base": "self.json"}, "circle: self.json -> self.json"),
         ({"model_type": "t6"}, "no model_type 't6'"),
-        ({"model_type": "bert"}, "describes a 'bert' model"),
+        ({"model_type": "bert"}, "describes a 'bert' model.*--model_cls"),
     ],
 )
 def test_bad_configuration_is_one_sentence(tmp_path, values, message):
@@ -247,15 +246,9 @@ def test_attention_that_a_configuration_names_is_what_the_model_gets(tmp_path, v
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"attn_implementation": "block_spars"},
-            'attn_implementation "block_spars"; there are block_sparse, eager,',
-        ),
-        ({"attn_implementation": 3}, 'no attn_implementation "3"'),
+        ({"attn_implementation": "block_spars"}, "T5ForConditionalGeneration refuses this T5Config: .*block_spars"),
         ({"attn_implementation": "flash_attention_2"}, "T5ForConditionalGeneration refuses this T5Config"),
         ({"attn_implementation": "sdpa", "sparse_config_cls": "BigBird"}, 'sdpa" would ignore sparse_config_cls'),
-        ({"sparse_config_cls": 5}, "sparse_config_cls=5 must be a name"),
-        ({"sparse_config_cls": "BigBird", "sparse_attention": [4]}, r"sparse_attention=\[4\] an object"),
         ({"sparse_config_cls": "BigBird", "sparse_attention": {"num_heads": 3}}, "for 3 heads, but T5.* has 4"),
         ({"sparse_attention": {"block": 4}}, "given without sparse_config_cls"),
     ],

@@ -154,13 +154,13 @@ def test_every_dropout_that_there_is_is_set():
 @pytest.mark.parametrize(
     ("kind", "flags", "sentence"),
     [
-        ("encoder", dict(input_seq_len=65), "--input_seq_len 65 is more than the 64 positions"),
+        ("encoder", dict(input_seq_len=65), r"--input_seq_len \(65\) is more than the 64 positions"),
         (
             "encoder",
             dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=5),
-            "--input_seq_len 60 with the 5 tokens of the prompt is more than the 64 positions",
+            r"--input_seq_len \(60\) with the 5 tokens of the prompt is more than the 64 positions",
         ),
-        ("decoder", dict(max_new_tokens=49), "16 tokens of a source and 49 to be generated .--max_new_tokens. is"),
+        ("decoder", dict(max_new_tokens=49), r"--max_new_tokens after a source \(65\) is"),
         ("encoder", dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=4), None),
         ("decoder", dict(max_new_tokens=48), None),
         ("encoder-decoder", dict(input_seq_len=4096), None),

@@ -24,7 +24,7 @@ from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import inspect_pretraining
 from lm_experiments_tools.tools.inspect_samples import Rendering, render_ids, render_predictions, render_sample
-from lm_experiments_tools.tools.inspect_tokens import PERCENTILES, document_lengths, percentiles, token_frequencies
+from lm_experiments_tools.tools.inspect_tokens import document_lengths, token_frequencies
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.training.micro_batches import split_batch
 from megatron.bert_dataset import BertDataset
@@ -55,17 +55,6 @@ def test_counts_of_the_worked_example(tokens):
     assert lengths.tolist() == [3, 2, 0] and sizes.tolist() == [2, 1, 0]
     assert tokens.sequence_lengths.tolist() == [2, 1, 2]
     assert token_frequencies(tokens, vocab_size=10).tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 0, 0]
-
-
-def test_percentiles_are_those_of_a_sorted_list(tmp_path):
-    lengths = np.random.default_rng(0).integers(1, 50, 200)
-    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
-        for length in lengths:
-            writer.add_sequence(np.ones(length, np.int64))
-            writer.end_document()
-    found = percentiles(document_lengths(IndexedDataset(tmp_path / "tokens"))[0])
-    ordered = sorted(lengths.tolist())
-    assert found == {name: ordered[max(-(-len(ordered) * p // 100), 1) - 1] for p, name in PERCENTILES.items()}
 
 
 def test_tokens_of_another_vocabulary_are_named(tokens):
