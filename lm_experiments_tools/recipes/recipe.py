@@ -69,7 +69,7 @@ class Recipe(ABC):
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         is_new, self.args = self.args.model_path == AUTO, with_run_directory(self.args, self.backend, self.script)
         self.origins = {**self.origins, **({"model_path": DEFAULT} if is_new else {})}
-        with described(self.args, self.backend, is_new=is_new):
+        with described(self.args, self.backend, is_new=is_new, trained=lambda: self.trainer):
             self.train()
             self.finish()
         close_run(self.backend, self.data)

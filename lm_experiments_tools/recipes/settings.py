@@ -41,6 +41,7 @@ class RunSettings(TypedDict, total=False):
     resume: str
     lr_scheduler: str | None
     num_warmup_steps: int | None
+    warmup_ratio: float | None
     num_training_steps: int | None
     lr_min_ratio: float
     lr_scheduler_options: Sequence[str]

@@ -80,6 +80,12 @@ def main(argv: Sequence[str]) -> int:
         argv: name of a training script, then its flags.
     """
     script, args, _ = parse_flags_of_script("inspect", argv, SCRIPTS, __doc__)
+    show(script, args)
+    return 0
+
+
+def show(script: str, args: InspectT5Args | InspectBertArgs | InspectFinetuningArgs) -> None:
+    """Print the sections about the data of a script. Raises UserError."""
     if script == "finetune":
         from lm_experiments_tools.tools.inspect_finetuning import sections
     elif script == "pretrain-bert":
@@ -92,4 +98,3 @@ def main(argv: Sequence[str]) -> int:
             print(f"  {name:<10} {text}")
         for name, lines in samples:
             print("\n" + "\n  ".join([name, *lines]))
-    return 0
