@@ -54,6 +54,7 @@ SYNONYMS = {
     "tokenizer": "tokenizer_name vocab",
     "valid_at_start": "eval_on_start",
     "valid_data_path": "eval_dataset eval_file validation_file",
+    "valid_fraction": "val_set_size val_split_fraction validation_split_percentage",
     "valid_interval": "eval_steps eval_strategy evaluation_strategy",
     "valid_samples": "max_eval_samples",
     "vocab": "tokenizer_name tokenizer_path",

@@ -167,6 +167,7 @@ class PreTrainingSettings(RunSettings, total=False):
     data_impl: Literal["mmap", "lazy", "cached"]
     data_skip_warmup: bool
     data_n_workers: int | None
+    valid_fraction: float | None
     data_weights: Sequence[float]
     data_blending: Literal["proportional", "megatron"]
     data_maximum: int | None
