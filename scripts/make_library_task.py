@@ -2,6 +2,10 @@
 
     {"source": "The number of bins is only proportional to cube root of a.size. It tends to ...", "target": "numpy"}
 
+Text of your own has no key "source" that names a library. Then the task is the last word of a paragraph:
+
+    {"source": "It tends to overestimate for small data", "target": "sets."}
+
 The libraries are those with the most paragraphs in this Python installation; its standard library is "python".
 Paragraphs that name a library are left out, so that the answer never stands in the question. A file of documentation
 belongs to train, valid or test by a hash of its name: no two sets share a file, and no paragraph occurs twice (the
@@ -40,14 +44,31 @@ def read_paragraphs(corpus: Path) -> dict[str, list[tuple[str, str]]]:
     """Library -> (file, paragraph) of paragraphs of a fitting length."""
     found = defaultdict(list)
     shortest, longest = CHARACTERS
-    for name in ("train.jsonl", "valid.jsonl"):
-        for line in (corpus / name).read_text(encoding="utf-8").splitlines():
-            document = json.loads(line)
+    for document in documents(corpus):
+        if "source" in document:
             library = library_of(document["source"])
             for text in document["text"].split("\n"):
                 if library.isidentifier() and shortest <= len(text) <= longest:
                     found[library].append((document["source"], text))
     return found
+
+
+def documents(corpus: Path) -> list[dict[str, str]]:
+    """The lines of train.jsonl, and of valid.jsonl if it is there."""
+    files = [corpus / name for name in ("train.jsonl", "valid.jsonl") if (corpus / name).is_file()]
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def last_words(corpus: Path, paragraphs: int) -> dict[str, list[dict[str, str]]]:
+    """Set -> its examples, of text of any kind: the last word of a paragraph; of a document, all are in one set."""
+    sets = {name: [] for name in SETS}
+    for document in sorted(documents(corpus), key=lambda document: share(document["text"])):
+        chosen = next(name for name, limit in SETS.items() if share(document["text"]) < limit)
+        for text in document["text"].split("\n"):
+            source, _, target = text[-CHARACTERS[1] :].rpartition(" ")
+            if len(source.split()) > 3 and target and len(sets[chosen]) < paragraphs // PARTS[chosen]:
+                sets[chosen].append({"source": source, "target": target})
+    return sets
 
 
 def examples(corpus: Path, libraries: int, paragraphs: int) -> dict[str, list[dict[str, str]]]:
@@ -77,7 +98,11 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.corpus / "train.jsonl").is_file():
         sys.exit(f"error: {args.corpus} holds no train.jsonl: write a corpus there with lmtools corpus.")
-    sets = examples(args.corpus, args.libraries, args.paragraphs)
+    is_documentation = any("source" in document for document in documents(args.corpus))
+    if is_documentation:
+        sets = examples(args.corpus, args.libraries, args.paragraphs)
+    else:
+        sets = last_words(args.corpus, args.libraries * args.paragraphs)
     if any(len({row["target"] for row in rows}) < 2 for rows in sets.values()):
         sys.exit(f"error: {args.corpus} has too few paragraphs for three sets: make it larger.")
     args.output.mkdir(parents=True, exist_ok=True)

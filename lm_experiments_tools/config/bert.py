@@ -17,7 +17,7 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.objectives import MlmPositions
 from lm_experiments_tools.config.phases import PhaseArgs
-from lm_experiments_tools.config.pretraining import DistillationArgs, FromPretrainedArgs, MixtureArgs
+from lm_experiments_tools.config.pretraining import DistillationArgs, FromPretrainedArgs, HoldOutArgs, MixtureArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
@@ -148,7 +148,14 @@ class BertObjectiveArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class BertPretrainingArgs(
-    PhaseArgs, ExperimentArgs, FromPretrainedArgs, BertObjectiveArgs, DistillationArgs, MixtureArgs, BertDataArgs
+    PhaseArgs,
+    ExperimentArgs,
+    FromPretrainedArgs,
+    BertObjectiveArgs,
+    DistillationArgs,
+    MixtureArgs,
+    HoldOutArgs,
+    BertDataArgs,
 ):
     """All arguments of run_bert_pretraining.py."""
 
@@ -160,4 +167,4 @@ class BertPretrainingArgs(
         return self.input_seq_len
 
     def lacks_validation(self) -> bool:
-        return self.valid_data_path is None
+        return self.valid_data_path is None and self.valid_fraction is None

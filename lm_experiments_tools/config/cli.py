@@ -26,7 +26,7 @@ from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.lengths import Tokens
 from lm_experiments_tools.config.settings import Setting, read_settings
-from lm_experiments_tools.config.suggestions import suggestion
+from lm_experiments_tools.config.suggestions import own_name, suggestion
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
 from lm_experiments_tools.names import resolve_name
 
@@ -34,6 +34,7 @@ Args = TypeVar("Args")
 
 BASE = "base"  # in YAML: the files that this one changes
 _BASE = Flag(BASE, tuple[str, ...], (), object)
+DRY_RUN = "lm_experiments_tools.tools.dry_run:show"
 SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `resolve` of the scripts: a name, because it imports torch
 
 
@@ -46,6 +47,9 @@ class ConfigArgs:
     list of files, are read before it, from where it lies."""
     print_config: bool = False
     """Print the merged settings, with the origin of each that is not the default, as YAML and exit."""
+    dry_run: bool = False
+    """Print the settings, data with a first example, memory and time of the run and exit. Nothing is trained or
+    saved."""
 
 
 def parse(
@@ -72,7 +76,7 @@ def parse(
 
     Raises:
         UserError: an unknown name, a value of the wrong type, a missing required flag, or flags in conflict.
-        SystemExit: code 0, after `--help` or `--print_config`.
+        SystemExit: code 0, after `--help`, `--print_config` or `--dry_run`.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if (topic := help_topic(argv)) is not None:
@@ -100,14 +104,24 @@ def parse(
     origins = {name: settings[name].origin if name in settings else DEFAULT for name in flags}
     if hasattr(args, "check_origins"):
         args.check_origins(origins)
-    if written.get("print_config"):
-        if resolve is not None:
-            args, origins = resolve_name(resolve)(args, origins)
-        _print(to_yaml(args, origins), end="")
+    if written.get("print_config") or written.get("dry_run"):
+        _show(args, origins, resolve, is_dry_run=bool(written.get("dry_run")))
         sys.exit(0)
     if resolve is not None and "torch" not in sys.modules and launcher_rank() == 0:
         _print("settings are read; loading torch")  # which takes seconds; on stdout: stderr is for errors
     return args, origins
+
+
+def _show(args: Any, origins: dict[str, str], resolve: str | None, *, is_dry_run: bool) -> None:
+    """Print what `--print_config` or `--dry_run` asks for."""
+    if is_dry_run and launcher_rank() != 0:
+        return
+    if resolve is not None:
+        args, origins = resolve_name(resolve)(args, origins)
+    if is_dry_run:
+        resolve_name(DRY_RUN)(args, origins)
+    else:
+        _print(to_yaml(args, origins), end="")
 
 
 def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
@@ -216,7 +230,7 @@ def _print(text: str, end: str = "\n") -> None:
 
 # ---- command line ---------------------------------------------------------------------------------------------------
 def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """The values of a command line by flag. The last value of a repeated flag wins; those of a list are joined."""
+    """The values of a command line by flag. The last value of a repeated flag wins; a repeated list is refused."""
     given: dict[str, Any] = {}
     unknown: list[str] = []
     rest = list(argv)
@@ -226,7 +240,7 @@ def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[s
         if not written.startswith("--") or written == "--":
             hint = suggestion(written, flags, prefix="--") if written.strip("-") and word.startswith("-") else ""
             raise UserError(f"{word!r} belongs to no flag; flags begin with two dashes{hint or ' (see --help).'}")
-        name = written[2:].replace("-", "_")
+        name = own_name(written[2:], flags)
         positive = flags.get(name.removeprefix("no_"))
         is_negated = name not in flags and positive is not None and positive.annotation is bool
         flag = positive if is_negated else flags.get(name)
@@ -242,10 +256,13 @@ def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[s
             values = tuple(flag.read(text) for text in words)
         except ValueError as error:
             raise UserError(f"{written} {error}.") from None
-        if flag.is_list:
-            given[flag.name] = (*given.get(flag.name, ()), *values)
-        else:
+        if not flag.is_list:
             given[flag.name] = not values[0] if is_negated else values[0]
+        elif flag.name in given and flag.name != "config":
+            # The last one of the two would lose values, and both of them together would keep those to be replaced.
+            raise UserError(f"--{flag.name} is given twice: write all of its values after one.")
+        else:
+            given[flag.name] = (*given.get(flag.name, ()), *values)
     if unknown:
         raise UserError(f"unknown flag{'s' * (len(unknown) > 1)} {' '.join(unknown)}")
     return given

@@ -131,6 +131,9 @@ def _value(text: str, annotation: Any) -> Any:
         return None if is_null else _value(text, kind)
     if annotation is bool:
         return (*FALSE_WORDS, *TRUE_WORDS).index(text.lower()) >= len(FALSE_WORDS)
+    # A whole number may be written 1e5.
+    if annotation is int and "e" in text.lower() and float(text).is_integer():
+        return int(float(text))
     return annotation(text)
 
 

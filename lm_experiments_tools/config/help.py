@@ -49,8 +49,8 @@ _FLAGS_OF_UNITS = {
     "beams": "num_beams",
     "rank": "lora_r",
     "rate": "lr lr_drop_min_lr lr_drop_eps",
-    "fraction": "distill_weight dropout_rate lora_dropout noise_density mlm_prob mlm_prob_end valid_mlm_prob "
-    "mlm_probability mask_replace short_seq_prob max_unread lr_min_ratio thresholds top_p",
+    "fraction": "warmup_ratio valid_fraction distill_weight dropout_rate lora_dropout noise_density mlm_prob "
+    "mlm_prob_end valid_mlm_prob mlm_probability mask_replace short_seq_prob max_unread lr_min_ratio thresholds top_p",
     "factor": "lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "
     "data_temperature z_loss",
     "norm": "clip_grad_norm",

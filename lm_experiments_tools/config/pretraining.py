@@ -11,6 +11,8 @@ from lm_experiments_tools.config.flags import (
     NOT_NEGATIVE,
     POSITIVE,
     Ignored,
+    Range,
+    check_conflict,
     is_given,
     needs,
 )
@@ -25,6 +27,12 @@ INHERITED = (
     "vocab", "tokenizer",
 )  # fmt: skip
 _MIXES = Ignored(lambda args: len(args.data_path) < 2, "needs several --data_path")
+_HELD_OUT = Range(lambda value: 0 < value < 1, "it must be above 0 and below 1, for example 0.01")
+_STREAMED = Ignored(
+    lambda args: getattr(args, "streaming", False),
+    "needs all documents before training, and --streaming reads them while it trains: name --valid_data_path, or "
+    "leave --streaming out",
+)
 _OF_SIZES = needs("data_blending", "proportional")
 
 
@@ -59,6 +67,20 @@ class MixtureArgs:
         """Keyword arguments for the class `data.mixture.Mixture`, but for the sizes of the data sets."""
         limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldOutArgs:
+    """Validation data out of the training data."""
+
+    valid_fraction: Annotated[float | None, _HELD_OUT, _STREAMED, OF_NATIVE_PIPELINE] = None
+    """Fraction of the documents of --data_path to hold out for validation, instead of --valid_data_path: by a hash of
+    the document, so the same ones at each start. The tokens are copied once, to .cache/tokens."""
+
+    def check(self) -> None:
+        check_conflict(self, "valid_fraction", "valid_data_path", "both say what validation data is")
+        if self.valid_fraction is not None and not self.data_path:
+            raise UserError("--valid_fraction holds out documents of --data_path: give that too.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +158,7 @@ class DataArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class T5PretrainingArgs(
-    PhaseArgs, ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, DataArgs
+    PhaseArgs, ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, HoldOutArgs, DataArgs
 ):
     """All arguments of run_t5_pretraining.py."""
 
@@ -155,7 +177,7 @@ class T5PretrainingArgs(
         return self.input_seq_len
 
     def lacks_validation(self) -> bool:
-        return self.valid_data_path is None and not self.is_registered_task()
+        return self.valid_data_path is None and self.valid_fraction is None and not self.is_registered_task()
 
     def check(self) -> None:
         """Check the flags against each other, for example a seqio task against `--data_path`. Raises UserError."""
@@ -168,6 +190,7 @@ class T5PretrainingArgs(
             ("streaming", self.streaming),
             ("data_path", self.data_path),
             ("valid_data_path", self.valid_data_path),
+            ("valid_fraction", self.valid_fraction),
         ):
             if is_used:
                 raise UserError(

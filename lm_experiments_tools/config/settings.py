@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lm_experiments_tools.config.flags import NULL_WORDS, Flag, describe
-from lm_experiments_tools.config.suggestions import suggestion
+from lm_experiments_tools.config.suggestions import own_name, suggestion
 from lm_experiments_tools.errors import UserError
 
 
@@ -34,7 +34,7 @@ def read_settings(
     """
     settings: dict[str, Setting] = {}
     for key, value in items:
-        origin, name = origin_of(key), str(key.value).replace("-", "_")
+        origin, name = origin_of(key), own_name(str(key.value), flags)
         if name not in flags:
             raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(name, flags)}")
         if name in settings:

@@ -54,6 +54,7 @@ SYNONYMS = {
     "tokenizer": "tokenizer_name vocab",
     "valid_at_start": "eval_on_start",
     "valid_data_path": "eval_dataset eval_file validation_file",
+    "valid_fraction": "val_set_size val_split_fraction validation_split_percentage",
     "valid_interval": "eval_steps eval_strategy evaluation_strategy",
     "valid_samples": "max_eval_samples",
     "vocab": "tokenizer_name tokenizer_path",
@@ -84,8 +85,15 @@ GONE = {
     "task_name": "--data_path names the data and --task its kind",
     "use_lora": "write --peft lora",
     "val_set_size val_split_fraction validation_split_percentage": "name a file of its own by --valid_data_path",
-    "warmup_ratio": "give the number of updates, --num_warmup_steps",
 }
+# Names of transformers' Trainer that mean the same: the command line and YAML files take them.
+ALIASES = {"learning_rate": "lr", "max_steps": "iters", "num_train_epochs": "epochs", "output_dir": "model_path"}
+
+
+def own_name(written: str, names: Mapping[str, Any]) -> str:
+    """Name of a flag, with one of `ALIASES` replaced unless it is a flag itself."""
+    name = written.replace("-", "_")
+    return ALIASES[name] if name not in names and ALIASES.get(name) in names else name
 
 
 def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:

@@ -46,6 +46,7 @@ _OF_ADAFACTOR = Ignored(
 )
 _OF_SCHEDULE = needs("lr_scheduler", reason="needs an --lr_scheduler, for example --lr_scheduler linear")
 _WARMUP = Ignored(lambda args: not args.lr_scheduler and bool(args.num_warmup_steps), _OF_SCHEDULE.reason)
+_WARMUP_RATIO = Ignored(lambda args: not args.lr_scheduler and bool(args.warmup_ratio), _OF_SCHEDULE.reason)
 _OF_LR_DROP = needs("use_lr_drop")
 _OF_FP16 = needs("fp16")
 _BETWEEN_WORKERS = Ignored(lambda args: args.backend == "local", "has no effect with --backend local, one worker")
@@ -195,6 +196,8 @@ class ScheduleArgs:
     """Schedule by name: those of transformers, t5_inverse_sqrt, legacy, ... None: constant."""
     num_warmup_steps: Annotated[int | None, LENGTH, NOT_NEGATIVE, _WARMUP] = None
     """Updates over which the learning rate rises to --lr. None: no warm-up (t5_inverse_sqrt: 10000)."""
+    warmup_ratio: Annotated[float | None, FRACTION, _WARMUP_RATIO] = None
+    """The same as a fraction of the schedule's length, instead of --num_warmup_steps."""
     num_training_steps: Annotated[int | None, HARMLESS, LENGTH, COUNT, _OF_SCHEDULE] = None
     """Updates after which the schedule has ended. None: --iters of the first start."""
     lr_min_ratio: Annotated[float, FRACTION, _OF_SCHEDULE] = 0.0
@@ -220,6 +223,7 @@ class ScheduleArgs:
 
     def check(self) -> None:
         check_conflict(self, "use_lr_drop", "lr_scheduler", "only one of them can set the learning rate")
+        check_conflict(self, "num_warmup_steps", "warmup_ratio", "both say how long the warm-up is")
         read_options("lr_scheduler_options", self.lr_scheduler_options)
 
 

@@ -90,6 +90,8 @@ def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None)
     config_cls = getattr(model_cls, "config_class", None)
     is_named = args.model_cfg or args.base_model or args.init_checkpoint
     config = config_cls() if config_cls is not None and not is_named else _config(args, config_cls)
+    if args.model_cfg is not None:
+        _report_unknown(args, config, model_cls)
     if args.init_checkpoint is not None and args.model_cfg is not None:
         _keep_special_tokens(config, Path(args.init_checkpoint))
     elif tokens is not None and args.init_checkpoint is None:
@@ -102,6 +104,20 @@ def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None)
         with refusals_named(f"--model_options {name}={value}"):
             setattr(config, name, value)
     return ModelSource(args.model_cls, model_cls, config)
+
+
+def _report_unknown(args: ExperimentArgs, config: PreTrainedConfig, model_cls: type) -> None:
+    """Warn of a class in `architectures` of `--model_cfg` that is neither trained nor one of transformers."""
+    import transformers
+
+    known = {model_cls.__name__, "T5WithLMHeadModel"}  # the old name of T5ForConditionalGeneration
+    for name in getattr(config, "architectures", None) or ():
+        if name not in known and not hasattr(transformers, name):
+            logger.warning(
+                "--model_cfg %s names the class %s, which transformers does not have: %s is trained; name a class of "
+                "your own by --model_cls module:%s",
+                args.model_cfg, name, args.model_cls, name,
+            )  # fmt: skip
 
 
 def _keep_special_tokens(config: PreTrainedConfig, weights: Path) -> None:

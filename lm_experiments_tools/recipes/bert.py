@@ -68,6 +68,11 @@ class BertPretraining(Pretraining):
         tokenizer = self.tokenizer
         on_all(self.backend, lambda: check_bert_model(args, source, tokenizer))
 
+    def training_tokens(self, phase: Phase) -> list[IndexedDataset]:
+        args, tokenizer = phase.args, self.tokenizer
+        is_text = args.packing != SENTENCES
+        return [open_documents(path, args, tokenizer) if is_text else open_sentences(path) for path in args.data_path]
+
     def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
         return bert_pretraining_data(phase.args, self.backend, self.tokenizer)
 

@@ -6,11 +6,13 @@ import logging
 import os
 import platform
 import random
+import re
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,6 +32,7 @@ from lm_experiments_tools.models.from_args import make_optimizer, most_labels
 from lm_experiments_tools.models.speed import describe_speed
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
+from lm_experiments_tools.tracking.tracker import duration
 from lm_experiments_tools.training.distillation import Predict, distilled, predictor
 from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
@@ -43,10 +46,12 @@ if TYPE_CHECKING:
     from lm_experiments_tools.data.loader import TrainSource, ValidSource
     from lm_experiments_tools.training.losses import Loss
     from lm_experiments_tools.training.phases import Phase
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
     PretrainingArgs = BertPretrainingArgs | T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
+_VALIDATION = re.compile(r"(valid|validation|val|dev)(\.|$)")
 
 
 def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
@@ -67,9 +72,24 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     elif not args.validate_only:
         say(backend, "neither checkpoints nor logs are saved: there is no --model_path")
     warn_of_idle_gpus(args, backend)
+    if not args.validate_only and args.lacks_validation():
+        for path in filter(None, map(validation_beside, getattr(args, "data_path", ()))):
+            say(backend, f"{path} is not read: there is no --valid_data_path")
     if args.model_path is None:
         return None
-    return claim_for_all(args, backend)
+    run = claim_for_all(args, backend)
+    if run is not None and not args.validate_only and (run.path / "config.json").exists():
+        if not any((run.path / "checkpoints").glob("step_*")):
+            logger.warning("%s has no checkpoint yet: the run begins again at step 0", run.path)
+    return run
+
+
+def validation_beside(path: str) -> Path | None:
+    """Find validation data that nobody named: val.jsonl beside the training data train.jsonl, or in its folder."""
+    folder = Path(path) if os.path.isdir(path) else Path(path).parent
+    if not folder.is_dir() or (folder != Path(path) and "train" not in Path(path).name):
+        return None
+    return next((file for file in sorted(folder.iterdir()) if _VALIDATION.match(file.name)), None)
 
 
 def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:
@@ -89,26 +109,49 @@ def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:
 
 
 @contextmanager
-def described(args: TrainerArgs, backend: Backend, *, is_new: bool) -> Iterator[None]:
-    """Context that ends a run with a line that names its folder, and how to go on.
+def described(
+    args: TrainerArgs, backend: Backend, *, is_new: bool, trained: Callable[[], TrainingLoop]
+) -> Iterator[None]:
+    """Context that ends a run with its time, its best metric, the commands to go on with, and its folder.
 
     Args:
         is_new: True if the folder was made for this start; a start that is refused removes it.
+        trained: returns the loop of a run that has ended.
     """
-    folder = None if args.validate_only else args.model_path
+    started, folder = time.monotonic(), None if args.validate_only else args.model_path
     ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
     try:
         yield
         ending = ""
-    except UserError:
-        # The settings of a run are recorded once its data, model and optimizer are built.
-        if is_new and backend.is_main and not Path(folder, "config.json").exists():
-            shutil.rmtree(folder)
-            folder = None
+        if not args.validate_only:
+            say(backend, _summary(trained(), time.monotonic() - started))
+        if folder is not None:
+            say(
+                backend,
+                f"next: lmtools generate {folder}; lmtools evaluate {folder}; lmtools finetune --from_pretrained "
+                f"{folder}; the same command with more --iters or --epochs trains on",
+            )
+    except (KeyboardInterrupt, SystemExit):
+        if folder is None and not args.validate_only:
+            say(backend, "nothing is saved: there was no --model_path")
         raise
     finally:
+        # The settings of a run are recorded once its data, model and optimizer are built.
+        if folder is not None and is_new and backend.is_main and not Path(folder, "config.json").exists():
+            shutil.rmtree(folder)
+            with suppress(OSError):  # other runs are in it
+                Path(folder).parent.rmdir()
+            folder = None
         if folder is not None:
             say(backend, f"run directory: {folder}{ending}")
+
+
+def _summary(trainer: TrainingLoop, seconds: float) -> str:
+    state, metric = trainer.state, trainer.args.optimize_metric
+    text = f"{state.step:,} updates, {duration(seconds)} since this start"
+    if state.best_metric is None:
+        return text
+    return f"{text}, best {metric} on validation {state.best_metric:.4f} at step {state.best_step}"
 
 
 def _check_phases(args: ExperimentArgs, world_size: int) -> None:

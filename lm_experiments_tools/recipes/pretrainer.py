@@ -132,7 +132,7 @@ class PreTrainer:
             UserError: there is no validation data, or the weights would be random.
         """
         if self.args.lacks_validation():
-            raise UserError("there is no validation data: give valid_data_path to PreTrainer.")
+            raise UserError("there is no validation data: give valid_data_path or valid_fraction to PreTrainer.")
         if self._recipe is None:
             if not (self.args.may_resume() or self.args.names_weights()):
                 raise UserError("evaluate: the weights are random: train(), or give model_path of a run.")

@@ -17,6 +17,7 @@ from lm_experiments_tools.checkpoint.train_state import read_state_file
 from lm_experiments_tools.config.flags import AUTO, DEFAULT
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import timeline
+from lm_experiments_tools.data.tokens.holdout import hold_out
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.models.freezing import train_only
@@ -24,6 +25,7 @@ from lm_experiments_tools.models.from_args import ModelSource, model_from_args, 
 from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.planning.fit import out_of_memory_explained
 from lm_experiments_tools.recipes.common import close_run, described, seed_worker, show_run, start_run, warn_of_data
+from lm_experiments_tools.recipes.t5_sources import CACHE
 from lm_experiments_tools.training.losses import with_bytes
 from lm_experiments_tools.training.phases import Phase
 from lm_experiments_tools.training.run_folder import with_run_directory
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import ExperimentArgs
     from lm_experiments_tools.data.loader import ValidSource
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.recipes.common import PretrainingArgs, PretrainingData
     from lm_experiments_tools.tracking.run_directory import RunDirectory
 
@@ -69,7 +72,7 @@ class Recipe(ABC):
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         is_new, self.args = self.args.model_path == AUTO, with_run_directory(self.args, self.backend, self.script)
         self.origins = {**self.origins, **({"model_path": DEFAULT} if is_new else {})}
-        with described(self.args, self.backend, is_new=is_new):
+        with described(self.args, self.backend, is_new=is_new, trained=lambda: self.trainer):
             self.train()
             self.finish()
         close_run(self.backend, self.data)
@@ -125,6 +128,15 @@ class Pretraining(Recipe):
         """
 
     @abstractmethod
+    def training_tokens(self, phase: Phase) -> list[IndexedDataset]:
+        """Open the token files of the training data of a phase. Text is tokenized first."""
+
+    def hold_out(self, phase: Phase) -> PretrainingArgs:
+        """Arguments of a phase, with token files in place of `--data_path` and `--valid_fraction`."""
+        paths, held_out = hold_out(self.training_tokens(phase), phase.args.valid_fraction, CACHE)
+        return replace(phase.args, data_path=tuple(paths), valid_data_path=held_out, valid_fraction=None)
+
+    @abstractmethod
     def loop_options(self, args: PretrainingArgs, source: ModelSource, model: nn.Module) -> dict[str, Any]:
         """Return the objective-specific keyword arguments of `TrainingLoop`, such as `loss`."""
 
@@ -153,7 +165,10 @@ class Pretraining(Recipe):
 
     def build(self, phase: Phase, source: ModelSource) -> None:
         """Build data, model, loss, optimizer and trainer of a phase."""
-        phase, backend = replace(phase, args=with_valid_samples(phase.args)), self.backend
+        backend = self.backend
+        if phase.args.valid_fraction is not None:
+            phase = replace(phase, args=on_all(backend, lambda: self.hold_out(phase)))
+        phase = replace(phase, args=with_valid_samples(phase.args))
         self.data = data = self.build_data(phase, source)
         args = with_valid_interval(phase.args, data.valid, backend)
         if backend.is_main:

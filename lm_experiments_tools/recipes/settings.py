@@ -41,6 +41,7 @@ class RunSettings(TypedDict, total=False):
     resume: str
     lr_scheduler: str | None
     num_warmup_steps: int | None
+    warmup_ratio: float | None
     num_training_steps: int | None
     lr_min_ratio: float
     lr_scheduler_options: Sequence[str]
@@ -166,6 +167,7 @@ class PreTrainingSettings(RunSettings, total=False):
     data_impl: Literal["mmap", "lazy", "cached"]
     data_skip_warmup: bool
     data_n_workers: int | None
+    valid_fraction: float | None
     data_weights: Sequence[float]
     data_blending: Literal["proportional", "megatron"]
     data_maximum: int | None

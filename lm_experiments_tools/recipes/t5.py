@@ -16,6 +16,7 @@ from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoad
 from lm_experiments_tools.data.objectives.objective import build_objective
 from lm_experiments_tools.data.objectives.token_rows import pretraining_dataset
 from lm_experiments_tools.data.tokens.cold import read_at_random
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions, check_vocabulary
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.data.text.tokenizer import Tokenizer
-    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.models.from_args import ModelSource
     from lm_experiments_tools.recipes.t5_sources import T5Sources
     from lm_experiments_tools.training.phases import Phase
@@ -74,6 +74,15 @@ class T5Pretraining(Pretraining):
         check_model(args, source, vocabulary.size)
         if not args.through_seqio():
             on_all(self.backend, lambda: build_objective(args, vocabulary, source.kind))
+
+    def training_tokens(self, phase: Phase) -> list[IndexedDataset]:
+        return [self.data_sources[phase.number].tokens(path) for path in phase.args.data_path]
+
+    def hold_out(self, phase: Phase) -> T5PretrainingArgs:
+        args = super().hold_out(phase)
+        for prefix in (*args.data_path, args.valid_data_path):
+            self.data_sources[phase.number].add(IndexedDataset(prefix))
+        return args
 
     def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
         return pretraining_data(phase.args, self.backend, self.data_sources[phase.number], source.kind)

@@ -1,7 +1,7 @@
 """Compare the progress, the metrics and the different settings of runs.
 
     lmtools compare runs/a runs/b
-    lmtools compare runs
+    lmtools compare runs --plot curves.png
 
 Arguments are run directories, finished or not, or folders of them.
 """
@@ -32,6 +32,8 @@ class CompareArgs:
 
     runs: tuple[str, ...] = ()
     """Run directories, or folders of them. As the first arguments they need no flag."""
+    plot: str | None = None
+    """Picture (PNG) of the losses of the runs, to write."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -63,6 +65,11 @@ def run(args: CompareArgs) -> None:
         rows = [dict(zip(columns, [name, *map(_setting, values)], strict=True)) for name, values in differing.items()]
         lines += ["", "settings that differ", *table(rows, texts=columns)]
     print("\n".join(lines))
+    if args.plot is not None:
+        from lm_experiments_tools.tracking.curve import plot_runs
+
+        plot_runs({run.name: run.records for run in runs}, args.plot)
+        print(f"\n{args.plot}: training loss, and validation loss dashed")
     for problem in problems:
         print(problem, file=sys.stderr)
 

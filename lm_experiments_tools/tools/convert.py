@@ -66,17 +66,23 @@ def run(args: ConvertArgs) -> None:
     from lm_experiments_tools.checkpoint.weights import quiet_saving
     from lm_experiments_tools.models.saved import loaded
     from lm_experiments_tools.tools.hub_folder import difference, example_inputs, logits_of, new_folder
+    from lm_experiments_tools.tracking.progress import make_bar
 
-    model, folder = _model(args).eval(), Path(args.to)
-    cls = type(model)
-    with new_folder(folder) as temporary:
+    folder = Path(args.to)
+    # A step each: read, write, and read back.
+    with make_bar(desc="convert", total=3) as bar, new_folder(folder) as temporary:
+        model = _model(args).eval()
+        cls = type(model)
+        bar.update()
         with quiet_saving():
             model.save_pretrained(temporary, max_shard_size=args.max_shard_size)
+        bar.update()
         has_tokenizer = _save_tokenizer(args, temporary)
         again = loaded(cls, str(temporary), args.to)
         inputs = example_inputs(model)
         if differs := difference(logits_of(again.eval(), inputs), logits_of(model, inputs)):
             raise UserError(f"{folder} {differs}; nothing was written.")
+        bar.update()
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{folder}: {cls.__name__} of {parameters:,} parameters; loaded back, its logits are equal.")
     if not has_tokenizer:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
+from lm_experiments_tools.tracking.progress import make_bar
 
 SHORTEST, LONGEST = 300, 3000  # characters of a document; about 700 tokens are more than a training example
 VALIDATION_SHARE = 0.03  # of files, each whole
@@ -96,7 +97,7 @@ def _documents(max_bytes: int) -> Iterator[dict[str, str]]:
     """{"source", "text"} of up to `max_bytes` of text, in the order of `_files`, without near-duplicate paragraphs."""
     known: set[int] = set()
     total = 0
-    for source, path in _files():
+    for source, path in make_bar(_files(), desc="corpus", unit="file"):
         lines: list[str] = []
         for paragraph in [*paragraphs(_text(path)), ""]:
             size = sum(map(len, lines))

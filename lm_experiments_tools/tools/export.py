@@ -3,6 +3,7 @@
     lmtools export runs/t5 --to t5-mine
     lmtools export runs/t5/checkpoints/step_001000 --to t5-mine --max_shard_size 2GB
     lmtools export runs/t5 --average runs/t5/checkpoints/step_00[89]* --to t5-mine
+    lmtools export runs/t5 --to t5-mine --push_to_hub me/t5-mine
     lmtools export runs/summaries --output summaries.onnx
 
 --to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card
@@ -21,7 +22,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 
 POSITIONAL = "from_pretrained"
 
@@ -38,6 +39,8 @@ class ExportArgs:
     """Largest file of weights in --to, as in 5GB or 500MB."""
     average: tuple[str, ...] = ()
     """Other checkpoints of the same model, for --to: the mean of their weights and its own is written."""
+    push_to_hub: str | None = None
+    """Private repository of the Hugging Face Hub, as me/my-t5, to which --to is uploaded; `hf auth login` first."""
     output: str | None = None
     """Folder to write as ONNX."""
     model_cls: str | None = None
@@ -52,6 +55,8 @@ class ExportArgs:
             )
         if self.to is None and self.output is None:
             raise UserError("there is nothing to write: give --to (Hugging Face) or --output (ONNX).")
+        if self.push_to_hub is not None and self.to is None:
+            raise UserError("--push_to_hub uploads the folder --to: give it too.")
         check_shard_size(self.max_shard_size)
 
 
@@ -67,6 +72,8 @@ def run(args: ExportArgs) -> None:
 
     if args.to is not None:
         on_newest(args.from_pretrained, lambda: _to_hub(args, Path(args.to)))
+    if args.push_to_hub is not None:
+        _upload(args.push_to_hub, args.to)
     if args.output is not None:
         on_newest(args.from_pretrained, lambda: _to_onnx(args, Path(args.output)))
 
@@ -89,6 +96,18 @@ def _to_hub(args: ExportArgs, folder: Path) -> None:
     print(f"Choose a licence in {folder / 'README.md'} before you publish it.")
     if loading.note:
         print(loading.note)
+
+
+def _upload(name: str, folder: str) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    try:
+        repository = HfApi().create_repo(name, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
+    except (OSError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
+        raise UserError(f"--push_to_hub {name}: {first_line(error)}; {folder} is complete.") from error
+    print(f"uploaded to {repository}, which you alone can see")
 
 
 def _to_onnx(args: ExportArgs, folder: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_groups, needs
 from lm_experiments_tools.data.text.byte_tokenizer import swap_sentinels
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tracking.progress import make_bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,13 +132,18 @@ def _shown(answer: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _batches(count: int, size: int) -> Iterable[int]:
+    """First texts of the batches, with a progress bar unless the terminal shows the answers."""
+    return make_bar(range(0, count, size), desc="batches", show=not sys.__stdout__.isatty())
+
+
 def _fine_tuned(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     from lm_experiments_tools.recipes.finetuner import FineTuner
 
     cls = {} if args.model_cls is None else {"model_cls": args.model_cls}
     tuner = FineTuner(args.from_pretrained, **cls)
     options = args.options() if tuner.args.model_type != "encoder" else {}
-    for start in range(0, len(texts), args.batch_size):
+    for start in _batches(len(texts), args.batch_size):
         part = texts[start : start + args.batch_size]
         for text, output in zip(part, tuner.predict(part, batch_size=args.batch_size, **options), strict=True):
             yield {"text": text, "output": output}
@@ -161,7 +167,7 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
     else:
         answer = _labelled
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    for start in range(0, len(texts), args.batch_size):
+    for start in _batches(len(texts), args.batch_size):
         part = texts[start : start + args.batch_size]
         with torch.no_grad():
             found = answer(opened, _encoded(opened, part, args), args)

@@ -11,16 +11,21 @@ script.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+from lm_experiments_tools.checkpoint.source import TOKENIZER_FILES, hub_folder, may_be_on_hub
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs, InstructionArgs, LengthArgs, TaskArgs
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
 from lm_experiments_tools.config.objectives import ObjectiveArgs
 from lm_experiments_tools.config.pretraining import DataArgs, MixtureArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
+from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.text.tokenizer import BYTES
+from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.tools.scripts import parse_flags_of_script
 
 
@@ -80,6 +85,25 @@ def main(argv: Sequence[str]) -> int:
         argv: name of a training script, then its flags.
     """
     script, args, _ = parse_flags_of_script("inspect", argv, SCRIPTS, __doc__)
+    show(script, args)
+    return 0
+
+
+def _find_inputs(script: str, args: Any) -> None:
+    """Refuse a tokenizer or text that is not there before torch is loaded, which takes seconds. Raises UserError."""
+    for flag in ("vocab", "tokenizer", "from_pretrained"):
+        name = getattr(args, flag, None)
+        if name not in (None, BYTES) and not os.path.exists(name) and may_be_on_hub(name):
+            hub_folder(name, f"--{flag}", TOKENIZER_FILES)
+    for path in args.data_path if script == "pretrain-t5" else ():
+        if token_prefix(path) is None:
+            plan_shards([path])
+
+
+def show(script: str, args: InspectT5Args | InspectBertArgs | InspectFinetuningArgs) -> None:
+    """Print the sections about the data of a script. Raises UserError."""
+    if args.working_dir == ".":
+        _find_inputs(script, args)
     if script == "finetune":
         from lm_experiments_tools.tools.inspect_finetuning import sections
     elif script == "pretrain-bert":
@@ -92,4 +116,3 @@ def main(argv: Sequence[str]) -> int:
             print(f"  {name:<10} {text}")
         for name, lines in samples:
             print("\n" + "\n  ".join([name, *lines]))
-    return 0

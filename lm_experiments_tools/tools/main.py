@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 
+from lm_experiments_tools import __version__
 from lm_experiments_tools.errors import UserError, os_sentence
 
 COMMANDS = {
@@ -33,6 +34,7 @@ COMMANDS = {
     "compare": "a table of runs: progress, metrics, and the settings that differ",
     "doctor": "report what works here: versions, backends, devices, compilers; what to install",
     "settings": "copy accelerate_configs/, settings of accelerate launch, to a folder",
+    "schema": "print the JSON schema of a script's YAML file, or a shell's completion of commands and flags",
 }
 # Scripts at the root of the repository, which an installation also has.
 SCRIPTS = {
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not argv or argv[0] in ("-h", "--help"):
             print(_usage())
             return 0 if argv else 2
+        if argv[0] == "--version":
+            print(f"lmtools {__version__}")
+            return 0
         return _run(argv[0], argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,29 @@ def plot_curve(metrics_jsonl: Path | str, png: Path | str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150)
     return target
+
+
+def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], png: Path | str) -> None:
+    """Draw the losses of several runs in one picture: of training as lines, of validation dashed.
+
+    Args:
+        runs: name of each run -> its records, as in metrics.jsonl.
+        png: picture to write.
+
+    Raises:
+        UserError: matplotlib is missing, or no run has a loss.
+    """
+    figure = new_figure(8, 4.8)
+    axes = figure.subplots()
+    for number, (name, records) in enumerate(runs.items()):
+        for split, style in (("train", "-"), ("valid", "--")):
+            points = [(r["step"], r["loss"]) for r in records if r["split"] == split and r.get("loss") is not None]
+            if points:
+                axes.plot(*zip(*sorted(points), strict=True), style, color=f"C{number}", label=f"{name} {split}")
+    if not axes.lines:
+        raise UserError(f"{', '.join(runs)}: there are no losses to draw.")
+    axes.set(xlabel="optimizer updates", ylabel="loss (nats a token)")
+    axes.grid(axis="y", alpha=0.4)
+    axes.legend()
+    Path(png).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=150)

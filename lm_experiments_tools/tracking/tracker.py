@@ -231,7 +231,7 @@ class ConsoleLine:
             parts.append(f"skipped {numbers['skipped_updates']:.0f}")
         if "seconds_per_step" in numbers and self.total_steps:
             left = max(self.total_steps - step, 0)
-            parts.append(f"eta {_duration(left * self._seconds_per_step(step, numbers['seconds_per_step']))}")
+            parts.append(f"eta {duration(left * self._seconds_per_step(step, numbers['seconds_per_step']))}")
         return " | ".join(parts)
 
     def _seconds_per_step(self, step: int, measured: float) -> float:
@@ -411,7 +411,8 @@ def _thousands(value: float) -> str:
     return f"{value:.1f}G"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Format a time as 42s, 3m05s, 2h10m or 1d04h."""
     if not math.isfinite(seconds):
         return "unknown"
     minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)

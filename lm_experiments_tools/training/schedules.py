@@ -298,9 +298,11 @@ class LearningRate:
         if not args.lr_scheduler or not self.base:
             return None
         options = read_options("lr_scheduler_options", args.lr_scheduler_options)
+        # Rounded up, as transformers' Trainer does.
+        warmup = args.num_warmup_steps if args.warmup_ratio is None else math.ceil(args.warmup_ratio * length)
         return get_schedule(
             args.lr_scheduler,
-            num_warmup_steps=args.num_warmup_steps,
+            num_warmup_steps=warmup,
             num_training_steps=length,
             min_lr_ratio=args.lr_min_ratio,
             base_lr=self.base[0],

@@ -378,7 +378,8 @@ class TrainingLoop:
         improved = not math.isnan(value) and (state.best_metric is None or sign * value < sign * state.best_metric)
         if improved:
             state.best_metric, state.best_step, state.patience = value, state.step, 0
-            self.say(f"step {state.step}: best {metric} on validation so far: {value:.4f}")
+            if args.save_best:
+                self.say(f"step {state.step}: best {metric} on validation so far: {value:.4f}")
         else:
             state.patience += 1
         self.log("valid", {}, patience=state.patience)

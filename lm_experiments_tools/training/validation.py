@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tracking.progress import make_bar
 from lm_experiments_tools.training.batches import is_split, num_rows_of, sampler_of
 from lm_experiments_tools.training.generators import preserved_random_state, seed_all
 from lm_experiments_tools.training.metrics import Collector, MetricSums
@@ -71,7 +73,9 @@ def evaluation_micro_batches(step: Step, dataloader: Iterable, split: str) -> It
         UserError: a worker has no batch at all.
     """
     backend, last = step.backend, None
-    batches = counted(dataloader, backend)
+    total = length_hint(dataloader) or None
+    bar = make_bar(counted(dataloader, backend), desc=split, total=total, leave=False, show=backend.is_main)
+    batches = iter(bar)
     while True:
         batch, num_counted = next(batches, (None, None))
         micro_batches = step.split(batch, step.args.valid_batch_size(), num_counted)

@@ -222,7 +222,8 @@ def _found(fields: dict[str, Any], names: Sequence[str], flag: str) -> str:
         if name in fields:
             return name
     found = ", ".join(map(repr, list(fields)[:8])) or "none"
-    raise BadRecord(f"no field {', '.join(names)} (there is {found}): name it by {flag}, or {_OTHER_FORMS}")
+    advice = f"name it by {flag}, the columns of a table without a header by --table_columns, or {_OTHER_FORMS}"
+    raise BadRecord(f"no field {', '.join(names)} (there is {found}): {advice}")
 
 
 def _is_null(value: Any) -> bool:

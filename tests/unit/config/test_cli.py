@@ -118,9 +118,7 @@ def test_flag_forms():
     assert parse("--early_stopping_patience", "-1")[0].early_stopping_patience == -1
     assert parse("--keep_checkpoints", "none")[0].keep_checkpoints is None
     assert parse("--vocab", "-hello")[0].vocab == "-hello"
-    assert parse("--data_path", "a", "-b", "-1e-3")[0].data_path == ("tokens", "a", "-b", "-1e-3"), (
-        "as in REQUIRED, too"
-    )
+    assert parse("--trained", "a", "-b", "-1e-3")[0].trained == ("a", "-b", "-1e-3")
     assert "--lr is -0.001" in refusal("--lr", "-1e-3")
 
 
@@ -129,7 +127,7 @@ def test_flag_forms():
     [
         (["--itres", "5"], ["--itres", "did you mean --iters?"]),
         (["--iter", "5"], ["unknown flag --iter:", "did you mean --iters?"]),
-        (["--learning_rate", "5"], ["--learning_rate", "--lr"]),
+        (["--train_batch_size", "5"], ["--train_batch_size", "--batch_size"]),
         (["5"], ["'5'", "belongs to no flag"]),
         (["--fp16", "maybe"], ["--fp16", "true or false", "'maybe'"]),
         (["--iters", "many"], ["--iters takes a whole number, not 'many'"]),
@@ -188,7 +186,7 @@ def test_none_in_yaml_is_a_word_where_a_flag_has_no_null(write_yaml):
 
 
 def test_iters_beside_phases_is_refused_even_as_its_default(write_yaml, capsys):
-    phases = ["--model_path", "run", "--phases", "{iters: 4}", "--phases", "{iters: 5}"]
+    phases = ["--model_path", "run", "--phases", "{iters: 4}", "{iters: 5}"]
     args, _ = parse(*phases)
     assert [phase.iters for phase in phases_of(args)] == [4, 5]
     default = str(T5PretrainingArgs.iters)

@@ -42,7 +42,6 @@ def test_no_argument_of_transformers_scripts_is_answered_by_a_guess(script):
         (FinetuningArgs, "dataset_name", ": here it is called --data_path."),
         (FinetuningArgs, "num_train_epochs", ": here it is called --epochs."),
         (T5PretrainingArgs, "num_train_epochs", ": give the number of updates, --iters;"),
-        (FinetuningArgs, "warmup_ratio", ": give the number of updates, --num_warmup_steps."),
         (FinetuningArgs, "do_train", ": leave it out,"),
         (FinetuningArgs, "per_device_train_batch_size", ": here it is called --batch_size."),
         (BertPretrainingArgs, "tokenizer_name", ": here it is called --tokenizer."),

@@ -63,7 +63,7 @@ def test_a_short_call_trains_with_a_usual_rate(work):
     assert metrics["train"]["loss"] > 0 and not (work / "runs").exists()
     table = metrics._repr_html_()
     assert "<th>train</th>" in table and f"<td>{metrics['train']['loss']:.4g}</td>" in table
-    with pytest.raises(UserError, match="no validation data: give valid_data_path"):
+    with pytest.raises(UserError, match="no validation data: give valid_data_path or valid_fraction"):
         run.evaluate()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -58,6 +61,31 @@ def test_the_recorded_command_and_the_settings_continue_the_run(work, caplog):
     assert "resumed from" in caplog.text and not (work / f"{DATED}-2").exists()
 
 
+def test_a_run_ends_with_its_time_its_best_metric_and_what_to_do_next(work, caplog):
+    caplog.set_level("INFO")
+    start(valid_data_path="text.jsonl", valid_interval=1, valid_samples=8, save_best=True)
+    summary, following, last = [record.message for record in caplog.records][-3:]
+    value, step = re.fullmatch(
+        r"2 updates, \d+s since this start, best loss on validation (\S+) at step ([12])", summary
+    ).groups()
+    lines = map(json.loads, (work / DATED / "metrics.jsonl").read_text().splitlines())
+    losses = {line["step"]: line["loss"] for line in lines if line["split"] == "valid" and "loss" in line}
+    assert float(value) == pytest.approx(min(losses.values()), abs=5e-5) == pytest.approx(losses[int(step)], abs=5e-5)
+    assert f"lmtools generate {DATED}; lmtools evaluate {DATED}" in following and last == f"run directory: {DATED}"
+    assert "best loss on validation so far" in caplog.text
+    caplog.clear()
+    start(model_path="none", valid_data_path="text.jsonl", valid_interval=1, valid_samples=8)
+    assert "so far" not in caplog.text and "lmtools generate" not in caplog.text
+
+
+def test_a_restart_before_the_first_checkpoint_says_that_it_begins_again(work, caplog):
+    start(model_path="mine")
+    assert "begins again" not in caplog.text
+    shutil.rmtree(work / "mine" / "checkpoints")
+    start(model_path="mine")
+    assert "mine has no checkpoint yet: the run begins again at step 0" in caplog.text
+
+
 @pytest.mark.parametrize("none", ["none", "None"])
 def test_none_saves_nothing_and_says_so(work, caplog, none):
     caplog.set_level("INFO")
@@ -77,7 +105,7 @@ def test_none_in_a_file_saves_nothing_and_printed_settings_say_auto(work, capsys
 
 def test_a_refused_start_leaves_no_folder(work):
     refused(start, "holds no text|is not|does not exist", data_path="absent.jsonl", streaming=True)
-    assert not list((work / "runs").iterdir())
+    assert not (work / "runs").exists()
 
 
 def test_a_stopped_run_says_how_to_go_on(work):

@@ -6,11 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import sentencepiece
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard, RepoUrl
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -266,3 +267,24 @@ def test_refusals_leave_nothing_behind(tmp_path, capsys, monkeypatch, flags, mes
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert [file.name for file in tmp_path.iterdir()] == ["MODEL"]
+
+
+def test_a_folder_is_uploaded_to_a_private_repository(run, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def create(api, name, **options):
+        calls.append((name, options))
+        return RepoUrl(f"https://huggingface.co/{name}")
+
+    def upload(api, **options):
+        assert (Path(options["folder_path"]) / "model.safetensors").is_file()
+        calls.append(options["repo_id"])
+
+    monkeypatch.setattr(HfApi, "create_repo", create)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    assert main(["export", str(run), "--to", str(tmp_path / "mine"), "--push_to_hub", "me/t5"]) == 0
+    assert calls == [("me/t5", {"private": True, "exist_ok": True}), "me/t5"]
+    assert "uploaded to https://huggingface.co/me/t5" in capsys.readouterr().out
+    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **options: (_ for _ in ()).throw(OSError("offline")))
+    assert main(["export", str(run), "--to", str(tmp_path / "again"), "--push_to_hub", "me/t5"]) == 2
+    assert "--push_to_hub me/t5: offline" in capsys.readouterr().err and (tmp_path / "again").is_dir()

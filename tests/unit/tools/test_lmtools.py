@@ -10,11 +10,17 @@ import time
 
 import pytest
 
+import lm_experiments_tools
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.tools import main as module
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lmtools {lm_experiments_tools.__version__}\n"
 
 
 def test_from_documentation_to_tokens(tmp_path, capsys):

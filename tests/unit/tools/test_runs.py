@@ -147,3 +147,23 @@ def test_states(copied):
     config = json.loads((a / "config.json").read_text())
     (a / "config.json").write_text(json.dumps({**config, "iters": 100}))
     assert read_run(a).state == "stopped"
+
+
+def test_losses_of_runs_are_drawn_in_one_picture(folder, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **options: (drawn.append(figure), save(figure, *args))
+    )
+    assert main(["compare", str(folder), "--plot", str(tmp_path / "new" / "curves.png")]) == 0
+    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = {line.get_label(): line.get_ydata().tolist() for line in drawn[0].axes[0].lines}
+    assert set(lines) == {"a train", "a valid", "b train", "b valid"}
+    assert lines["b train"] == [record["loss"] for record in records(folder / "b")]
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text("{}")
+    assert main(["compare", str(tmp_path / "none"), "--plot", str(tmp_path / "c.png")]) == 2
+    assert "there are no losses to draw" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Documents of the training data that are held out for validation (`--valid_fraction`)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import json_sha256, locked
+
+# Counts of the whole file, which its parts do not have.
+_OF_THE_WHOLE = ("num_bytes", "num_sentences", "bad_lines", "empty_documents", "shard")
+
+
+def hold_out(
+    datasets: Sequence[IndexedDataset], fraction: float, cache_dir: str | os.PathLike
+) -> tuple[list[str], str]:
+    """Copy token files without their held-out documents, and these into one more file, unless that has been done.
+
+    A document is held out by a hash of its tokens: on each start, for any number of workers, in any order, among any
+    other documents. Equal documents stay together.
+
+    Args:
+        datasets: token files of the training data.
+        fraction: share of the documents to hold out.
+        cache_dir: folder for the copies, which other processes wait for.
+
+    Returns:
+        Prefixes of the copies, and that of the held-out documents.
+
+    Raises:
+        UserError: no document is held out, or none of a file is left.
+    """
+    key = json_sha256([[dataset.fingerprint for dataset in datasets], fraction])[:16]
+    prefixes = [os.path.join(cache_dir, f"without_held_out-{key}-{number}") for number in range(len(datasets))]
+    held_out = os.path.join(cache_dir, f"held_out-{key}")
+    with locked(Path(f"{held_out}.cache.lock")):
+        if not all(map(dataset_exists, (*prefixes, held_out))):
+            _write(datasets, fraction, prefixes, held_out)
+    return prefixes, held_out
+
+
+def _write(datasets: Sequence[IndexedDataset], fraction: float, prefixes: Sequence[str], held_out: str) -> None:
+    with ExitStack() as writers:
+        widest = max((dataset.dtype for dataset in datasets), key=lambda dtype: dtype.itemsize)
+        valid = writers.enter_context(IndexedDatasetWriter(held_out, widest))
+        for dataset, prefix in zip(datasets, prefixes, strict=True):
+            with IndexedDatasetWriter(prefix, dataset.dtype) as train:
+                for bounds in dataset.document_bounds():
+                    starts = dataset.offsets(bounds)
+                    for number in range(len(bounds) - 1):
+                        ids = dataset.tokens[starts[number] : starts[number + 1]]
+                        lengths = dataset.sequence_lengths[bounds[number] : bounds[number + 1]]
+                        digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).digest()
+                        writer = valid if int.from_bytes(digest, "big") < fraction * 2**64 else train
+                        writer.add_documents(ids, lengths, np.array([len(lengths)]))
+                _finalize(train, dataset)
+                if not train.num_tokens:
+                    raise UserError(f"--valid_fraction {fraction} leaves no document of {dataset.prefix} to train on.")
+        if not valid.num_tokens:
+            count = sum(dataset.num_documents for dataset in datasets)
+            raise UserError(
+                f"--valid_fraction {fraction} holds out none of the {count} documents: raise it, or name "
+                "--valid_data_path."
+            )
+        _finalize(valid, datasets[0])
+
+
+def _finalize(writer: IndexedDatasetWriter, source: IndexedDataset) -> None:
+    """Write the record of a file whose documents are some of another one's."""
+    meta = {name: value for name, value in source.meta.items() if name not in _OF_THE_WHOLE}
+    counts = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens}
+    counts |= {"num_sequences": writer.num_sequences} if "num_sequences" in meta else {}
+    writer.finalize({**meta, **counts, "dtype": writer.dtype.name, "bin_sha256": writer.bin_sha256} if meta else None)

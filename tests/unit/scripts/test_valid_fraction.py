@@ -1,0 +1,62 @@
+"""`--valid_fraction`: runs that are validated on documents held out of their own text."""
+
+import json
+
+import pytest
+
+import run_bert_pretraining
+import run_t5_pretraining
+from lm_experiments_tools.tools.main import main as lmtools
+from tests.helpers.runs import BERT, records, refused, tiny_run, words
+from tests.helpers.tokenizer_toys import byte_level_tokenizer
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def t5(work, **changed):
+    from tests.helpers.runs import TINY
+
+    flags = tiny_run(work, TINY, target_seq_len=16, valid_interval=2, valid_fraction=0.2, save_interval=2)
+    return {**flags, "model_path": "run", "iters": 4, **changed}
+
+
+def test_text_and_its_tokens_are_validated_alike_and_a_resumed_run_goes_on(work):
+    run_t5_pretraining.main(words(**t5(work)))
+    valid = [(line["step"], line["loss"]) for line in records("run", "valid")]
+    assert [step for step, _ in valid] == [2, 4]
+    flags = t5(work, model_path="stopped")
+    run_t5_pretraining.main(words(**{**flags, "iters": 2, "num_training_steps": None}))
+    run_t5_pretraining.main(words(**flags))
+    assert [(line["step"], line["loss"]) for line in records("stopped", "valid")] == valid
+    refused(lambda: run_t5_pretraining.main(words(**{**flags, "valid_fraction": 0.3})), "valid_fraction .0.2 then")
+    text, vocab = str(flags["data_path"]), str(flags["vocab"])
+    assert lmtools(["tokenize", "--input", text, "--vocab", vocab, "--output", "tokens", "--workers", "1"]) == 0
+    run_t5_pretraining.main(words(**t5(work, data_path="tokens", model_path="of_tokens")))
+    assert [(line["step"], line["loss"]) for line in records("of_tokens", "valid")] == valid
+
+
+def test_an_encoder_is_validated_on_held_out_text(work):
+    flags = tiny_run(work, BERT, valid_fraction=0.2, valid_interval=1)
+    del flags["vocab"], flags["data_pipeline"]
+    flags |= {"tokenizer": byte_level_tokenizer(work / "tokenizer.json"), "packing": "none", "iters": 1}
+    flags |= {"model_cls": "transformers:BertForMaskedLM", "model_path": "run", "save_interval": None}
+    run_bert_pretraining.main(words(**flags))
+    assert json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"streaming": True}, "--valid_fraction needs all documents before training"),
+        ({"valid_data_path": "text.jsonl"}, "--valid_fraction and --valid_data_path exclude each other"),
+        ({"valid_fraction": 1}, "--valid_fraction is 1.0: it must be above 0 and below 1"),
+        ({"valid_fraction": 1e-9}, "holds out none of the 40 documents"),
+        ({"data_path": None, "validate_only": True}, "--valid_fraction holds out documents of --data_path"),
+    ],
+)
+def test_where_nothing_can_be_held_out_one_sentence_says_so(work, changed, sentence):
+    refused(lambda: run_t5_pretraining.main(words(**t5(work, **changed))), sentence)
