@@ -58,7 +58,7 @@ def main(folder: str) -> None:
     trainer.load(f"{folder}/best")
     found = trainer.validate(loaders["test"], "test")
     if accelerator.is_main_process:
-        print(f"{trainer.backend.describe()}: test loss {found['loss']:.3f}, accuracy {found['accuracy']:.3f}")
+        print(f"{trainer.backend}: test loss {found['loss']:.3f}, accuracy {found['accuracy']:.3f}")
     # The checkpoint is a folder of transformers, whatever the workers have sharded.
     reloaded = T5ForConditionalGeneration.from_pretrained(f"{folder}/best")
     assert reloaded.config.d_model == 32

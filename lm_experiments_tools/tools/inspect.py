@@ -25,7 +25,7 @@ from lm_experiments_tools.config.pretraining import DataArgs, MixtureArgs, T5Pre
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import BYTES
-from lm_experiments_tools.data.tokens.files import token_prefix
+from lm_experiments_tools.data.tokens.indexed import token_prefix
 from lm_experiments_tools.tools.scripts import parse_flags_of_script
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lm_experiments_tools.data.tokens.files import dataset_exists
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256, locked
 
 # Counts of the whole file, which its parts do not have.
-_OF_THE_WHOLE = ("num_bytes", "num_sentences", "bad_lines", "empty_documents", "shard")
+_OF_THE_WHOLE = ("num_bytes", "num_sentences", "bad_lines", "empty_documents")
+_DOCUMENTS = 1 << 12  # divided at a time
 
 
 def hold_out(
@@ -53,14 +53,8 @@ def _write(datasets: Sequence[IndexedDataset], fraction: float, prefixes: Sequen
         valid = writers.enter_context(IndexedDatasetWriter(held_out, widest))
         for dataset, prefix in zip(datasets, prefixes, strict=True):
             with IndexedDatasetWriter(prefix, dataset.dtype) as train:
-                for bounds in dataset.document_bounds():
-                    starts = dataset.offsets(bounds)
-                    for number in range(len(bounds) - 1):
-                        ids = dataset.tokens[starts[number] : starts[number + 1]]
-                        lengths = dataset.sequence_lengths[bounds[number] : bounds[number + 1]]
-                        digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).digest()
-                        writer = valid if int.from_bytes(digest, "big") < fraction * 2**64 else train
-                        writer.add_documents(ids, lengths, np.array([len(lengths)]))
+                for first in range(0, dataset.num_documents, _DOCUMENTS):
+                    _divide(dataset, dataset.document_indices[first : first + _DOCUMENTS + 1], fraction, train, valid)
                 _finalize(train, dataset)
                 if not train.num_tokens:
                     raise UserError(f"--valid_fraction {fraction} leaves no document of {dataset.prefix} to train on.")
@@ -71,6 +65,24 @@ def _write(datasets: Sequence[IndexedDataset], fraction: float, prefixes: Sequen
                 "--valid_data_path."
             )
         _finalize(valid, datasets[0])
+
+
+def _divide(
+    dataset: IndexedDataset,
+    bounds: np.ndarray,
+    fraction: float,
+    train: IndexedDatasetWriter,
+    valid: IndexedDatasetWriter,
+) -> None:
+    """Write some documents, from bounds[i] to bounds[i + 1] in sequences, to one of two files each."""
+    starts, num_sequences = dataset.offsets(bounds), np.diff(bounds)
+    ids, lengths = dataset.tokens[starts[0] : starts[-1]], dataset.sequence_lengths[bounds[0] : bounds[-1]]
+    documents = np.split(ids.astype("<i8"), starts[1:-1] - starts[0])
+    digests = (hashlib.blake2b(document.tobytes(), digest_size=8).digest() for document in documents)
+    is_held_out = np.array([int.from_bytes(digest, "big") < fraction * 2**64 for digest in digests])
+    for writer, chosen in ((train, ~is_held_out), (valid, is_held_out)):
+        of_tokens, of_sequences = np.repeat(chosen, np.diff(starts)), np.repeat(chosen, num_sequences)
+        writer.add_documents(ids[of_tokens], lengths[of_sequences], num_sequences[chosen])
 
 
 def _finalize(writer: IndexedDatasetWriter, source: IndexedDataset) -> None:
