@@ -1,6 +1,7 @@
 """The rules of CONTRIBUTING.md that the linter does not know, read from the source of every Python file."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ def python_files() -> list[Path]:
     return sorted(ROOT.glob("*.py")) + sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
-def violations(source: str) -> list[tuple[int, str]]:
+def violations(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, rule broken there); an unpacked `*(a, b)` of a call is written `a, b`."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION:
                 found.append((node.lineno, f"a long function, {node.name}"))
@@ -32,9 +33,9 @@ def violations(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def docstrings(source: str) -> list[str]:
+def docstrings(tree: ast.AST) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
     return [text for text in found if text]
 
 
@@ -42,16 +43,23 @@ def opens_wrongly(docstring: str) -> bool:
     return docstring.split()[0].strip(",.:;`") in WRONG_OPENINGS
 
 
+@cache
+def of_the_repository() -> tuple[list[str], list[str]]:
+    """Rules broken somewhere, and all docstrings."""
+    broken, texts = [], []
+    for path in python_files():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        broken += [f"{path.relative_to(ROOT)}:{line}: {rule}" for line, rule in violations(tree)]
+        texts += docstrings(tree)
+    return broken, texts
+
+
 def test_functions_are_short_and_calls_written_out():
-    assert [
-        f"{path.relative_to(ROOT)}:{line}: {rule}"
-        for path in python_files()
-        for line, rule in violations(path.read_text(encoding="utf-8"))
-    ] == []
+    assert of_the_repository()[0] == []
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    texts = [text for path in python_files() for text in docstrings(path.read_text(encoding="utf-8"))]
+    texts = of_the_repository()[1]
     wrong = [text.partition("\n")[0] for text in texts if opens_wrongly(text)]
     assert len(wrong) <= MOST_WRONG_OPENINGS * len(texts), wrong
 
@@ -66,7 +74,7 @@ def test_docstrings_open_with_a_verb_or_a_noun():
     ],
 )
 def test_each_rule_can_be_broken(source, rule):
-    assert [found for _, found in violations(source)] == [rule]
+    assert [found for _, found in violations(ast.parse(source))] == [rule]
 
 
 def test_there_is_something_to_check():
