@@ -76,9 +76,9 @@ def test_a_table_is_read_as_its_rows(library, tmp_path):
         assert [row.value for row in read_rows(source, RejectedRecords(0))] == ROWS[:1]
 
 
-def test_the_advice_for_a_decoder_that_classifies_works(tmp_path):
+def test_a_decoder_classifies_by_a_class_that_does(tmp_path):
     folder = save_toy("decoder", tmp_path / "gpt")
-    with pytest.raises(UserError, match=r"give --model_cls transformers:GPT2ForSequenceClassification too"):
+    with pytest.raises(UserError, match="encoder does not fit weights of kind decoder"):
         FineTuner(folder, **SETTINGS, model_type="encoder", data_path=ROWS)
     model_cls = "transformers:GPT2ForSequenceClassification"
     settings = SETTINGS | {"model_type": "encoder", "model_cls": model_cls}
