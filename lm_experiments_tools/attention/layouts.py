@@ -12,7 +12,6 @@ removed its module in 0.19.7. `compat="deepspeed"` gives its layouts. Without it
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -29,8 +28,6 @@ from lm_experiments_tools.names import nearest_names, resolve_configured
 
 TYPE_KEY = "sparse_config_cls"
 _DIRECTIONS = "bidirectional", "unidirectional"
-
-
 _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 
 
@@ -93,7 +90,11 @@ class SparsityConfig:
             int64 [num_heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block
             (column).
         """
-        num_blocks = self._num_blocks(seq_len)
+        if seq_len < 1 or seq_len % self.block:
+            raise self._error(f"a length of {seq_len!r} is not a positive multiple of block={self.block}")
+        if self.max_seq_length is not None and seq_len > self.max_seq_length:
+            raise self._error(f"a length of {seq_len} is beyond max_seq_length={self.max_seq_length}")
+        num_blocks = seq_len // self.block
         size = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
         layout = torch.as_tensor(self.blocks(size), device="cpu")
         if self._unidirectional and self.compat is None:
@@ -120,13 +121,6 @@ class SparsityConfig:
         name = type(self).__name__ if ours else f"{type(self).__module__}:{type(self).__qualname__}"
         values = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.init}
         return {TYPE_KEY: name} | {key: list(x) if isinstance(x, tuple) else x for key, x in values.items()}
-
-    def _num_blocks(self, seq_len: int) -> int:
-        if seq_len < 1 or seq_len % self.block:
-            raise self._error(f"a length of {seq_len!r} is not a positive multiple of block={self.block}")
-        if self.max_seq_length is not None and seq_len > self.max_seq_length:
-            raise self._error(f"a length of {seq_len} is beyond max_seq_length={self.max_seq_length}")
-        return seq_len // self.block
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{type(self).__name__}: {problem}.")
@@ -373,9 +367,8 @@ def _config_class(name: str) -> type[SparsityConfig]:
         wanted = bare.lower().replace("_", "").removesuffix("sparsityconfig")
         if wanted in short:
             return short[wanted]
-        near = difflib.get_close_matches(wanted, short, n=1)
-        known = f"did you mean {short[near[0]].__name__}?" if near else f"there are {', '.join(SPARSITY_CONFIGS)}."
-        raise UserError(f"There is no sparsity configuration {name!r}: {known}")
+        hint = nearest_names(wanted, short) or f"; there are {', '.join(SPARSITY_CONFIGS)}"
+        raise UserError(f"There is no sparsity configuration {name!r}{hint}.")
     path = name if ":" in name else f"{module}:{bare}"
     return resolve_configured(path, SparsityConfig, f"sparsity configuration {name!r}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from torch import nn
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import number_of
 from lm_experiments_tools.modules.inspection import base_of
+from lm_experiments_tools.names import nearest_names
 
 PARTS = ("embeddings", "encoder", "decoder", "head", "adapter")
 _ADAPTER_WORDS = ("lora_", "prompt_encoder", "trainable_tokens_delta")
 _POSITIONS = ("wpe", "embed_positions", "position_embeddings")
-_NEAR = 3
 
 
 def part_of_parameters(model: nn.Module) -> dict[str, str]:
@@ -90,11 +89,8 @@ def _chosen(model: nn.Module, what: Sequence[str], flag: str) -> list[nn.Paramet
         else:
             chosen = [every[name] for name in fnmatch.filter(every, pattern)]
         if not chosen:
-            present = sorted({*parts.values(), *every})
-            near = difflib.get_close_matches(pattern, present, n=_NEAR, cutoff=0.0)
-            raise UserError(
-                f"--{flag} {pattern} matches nothing in {type(model).__name__}; near it are {', '.join(near)}."
-            )
+            near = nearest_names(pattern, {*parts.values(), *every}) or f"; parts are {', '.join(PARTS)}"
+            raise UserError(f"--{flag} {pattern} matches nothing in {type(model).__name__}{near}.")
         found += chosen
     return found
 

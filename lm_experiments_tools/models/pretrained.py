@@ -59,7 +59,6 @@ AUTO_CLASSES = {
 }
 STRICTLY: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
 _NAMES_SHOWN = 4
-NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # Heads are trained next to a quantized body, so they stay unquantized.
 _HEADS = ["classifier", "score", "classification_head", "pre_classifier", "pooler", "lm_head"]
 
@@ -76,7 +75,8 @@ def pretrained_model(
         label_names: classes; they determine size and labels of an encoder's head.
         files: the model's files, if they are already open.
     """
-    _refuse_lost_base(args)
+    if args.peft is not None and args.from_pretrained is None:
+        raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")
     if args.quantize is not None and args.peft is None and _resumes(args):
         raise UserError(
             "--quantize cannot resume a run: name its checkpoint by --from_pretrained, without --model_path."
@@ -122,12 +122,6 @@ def untrained_model(args: FinetuningArgs) -> PreTrainedModel:
     if args.z_loss is not None:
         set_z_loss(config, args.z_loss)
     return build_model(_model_class(args, config), config, seed=args.seed)
-
-
-def _refuse_lost_base(args: FinetuningArgs) -> None:
-    """An adapter is saved without its base model, which must be named by `--from_pretrained`."""
-    if args.peft is not None and args.from_pretrained is None:
-        raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")
 
 
 def _resumes(args: FinetuningArgs) -> bool:
@@ -344,10 +338,8 @@ def loading_options(args: FinetuningArgs) -> dict[str, Any]:
     if args.quantize is not None:
         options["quantization_config"] = _quantization(args)
     if args.device_map is not None:
-        is_named = args.device_map in NAMED_MAPS
-        if not is_named and not Path(args.device_map).is_file():
-            raise UserError(f"--device_map {args.device_map} is neither {', '.join(NAMED_MAPS)} nor a JSON file.")
-        options["device_map"] = args.device_map if is_named else read_json(Path(args.device_map))
+        file = Path(args.device_map)
+        options["device_map"] = read_json(file) if file.is_file() else args.device_map
     return options
 
 
@@ -446,6 +438,4 @@ def _set_up_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> 
         return
     settings.pad_token_id = tokenizer.pad_token_id
     settings.eos_token_id = getattr(model.config, "eos_token_id", None)
-    if settings.decoder_start_token_id is None:
-        settings.decoder_start_token_id = getattr(model.config, "decoder_start_token_id", None)
     set_decoder_start(model)

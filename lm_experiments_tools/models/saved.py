@@ -198,7 +198,8 @@ def average_weights(model: torch.nn.Module, others: Iterable[tuple[str, torch.nn
         yield own
         for name, other in others:
             theirs = other.state_dict()
-            differing = [key for key in {**own, **theirs} if _shape(own.get(key)) != _shape(theirs.get(key))]
+            shapes, others_shapes = ({key: x.shape for key, x in state.items()} for state in (own, theirs))
+            differing = [key for key in {**own, **theirs} if shapes.get(key) != others_shapes.get(key)]
             differing += [
                 k for k in own if not differing and not own[k].is_floating_point() and (own[k] != theirs[k]).any()
             ]
@@ -208,10 +209,6 @@ def average_weights(model: torch.nn.Module, others: Iterable[tuple[str, torch.nn
 
     for key, value in mean_state(states()).items():
         own[key].copy_(value)
-
-
-def _shape(weight: torch.Tensor | None) -> torch.Size | None:
-    return None if weight is None else weight.shape
 
 
 def merged(adapter: Source) -> PreTrainedModel:

@@ -173,7 +173,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: get_sparsity_config("BigBrid", 2), "did you mean BigBirdSparsityConfig"),
+            (lambda: get_sparsity_config("BigBrid", 2), "did you mean 'bigbird'"),
             (lambda: get_sparsity_config("nothing.here:Config", 2), "module nothing.here is not imported"),
             (lambda: get_sparsity_config("torch.nn:Linear", 2), "not a subclass"),
             (lambda: get_sparsity_config("BigBird", 2, num_globl_blocks=1), "did you mean 'num_global_blocks'"),

@@ -217,8 +217,8 @@ def test_blocks_that_are_alike_share_one_graph_for_a_shape_and_one_for_all_other
     assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]
 
 
-def test_ddp_splits_no_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+@torch._dynamo.config.patch(optimize_ddp=True)  # undone by monkeypatch, the setting would be gone
+def test_ddp_splits_no_block(tmp_path):
     torch.compiler.reset()
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1

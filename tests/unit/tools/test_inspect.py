@@ -101,7 +101,9 @@ def text(tmp_path, monkeypatch):
 
 
 def inspect(vocab, *flags: str) -> int:
-    return main(["inspect", "--data_path", "text.jsonl", "--vocab", str(vocab), "--data_pipeline", "native", *flags])
+    given = {"--data_path": "text.jsonl", "--vocab": str(vocab), "--data_pipeline": "native"}
+    words = [word for name, value in given.items() if name not in flags for word in (name, value)]
+    return main(["inspect", *words, *flags])
 
 
 def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
@@ -256,8 +258,9 @@ def bert(tmp_path_factory):
 
 
 def inspect_bert(bert, *flags: str) -> int:
-    data = ["--data_path", str(bert / "train"), "--vocab_file", str(bert / "vocab.txt"), "--input_seq_len", "32"]
-    return main(["inspect", "pretrain-bert", *data, *flags])
+    given = {"--data_path": bert / "train", "--vocab_file": bert / "vocab.txt", "--input_seq_len": 32}
+    words = [str(word) for name, value in given.items() if name not in flags for word in (name, value)]
+    return main(["inspect", "pretrain-bert", *words, *flags])
 
 
 def flip_a_bit(path) -> None:
