@@ -17,7 +17,13 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.objectives import MlmPositions
 from lm_experiments_tools.config.phases import PhaseArgs
-from lm_experiments_tools.config.pretraining import DistillationArgs, FromPretrainedArgs, HoldOutArgs, MixtureArgs
+from lm_experiments_tools.config.pretraining import (
+    DistillationArgs,
+    EpochArgs,
+    FromPretrainedArgs,
+    HoldOutArgs,
+    MixtureArgs,
+)
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
@@ -154,6 +160,7 @@ class BertPretrainingArgs(
     BertObjectiveArgs,
     DistillationArgs,
     MixtureArgs,
+    EpochArgs,
     HoldOutArgs,
     BertDataArgs,
 ):

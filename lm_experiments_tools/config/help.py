@@ -25,7 +25,7 @@ ESSENTIAL = frozenset(
     """
     data_path valid_data_path vocab tokenizer vocab_file task input_seq_len target_seq_len from_pretrained peft metrics
     model_cfg speed optimizer lr lr_scheduler num_warmup_steps model_path iters epochs seed batch_size
-    gradient_accumulation_steps log_interval valid_interval save_interval resume config print_config
+    gradient_accumulation_steps log_interval valid_interval save_interval resume config print_config dry_run
     """.split()
 )
 _FLAGS_OF_UNITS = {

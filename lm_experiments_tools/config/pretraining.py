@@ -33,6 +33,7 @@ _STREAMED = Ignored(
     "needs all documents before training, and --streaming reads them while it trains: name --valid_data_path, or "
     "leave --streaming out",
 )
+_UNCOUNTED = Ignored(_STREAMED.when, "needs the number of rows, which --streaming does not know: give --iters")
 _OF_SIZES = needs("data_blending", "proportional")
 
 
@@ -67,6 +68,19 @@ class MixtureArgs:
         """Keyword arguments for the class `data.mixture.Mixture`, but for the sizes of the data sets."""
         limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochArgs:
+    """The length of a run in epochs."""
+
+    epochs: Annotated[float | None, HARMLESS, POSITIVE, _UNCOUNTED, OF_NATIVE_PIPELINE] = None
+    """Passes over the training data, instead of --iters."""
+
+    def check(self) -> None:
+        if self.epochs is not None and (is_given(self, "iters") or getattr(self, "phases", ())):
+            other = "phases" if getattr(self, "phases", ()) else "iters"
+            raise UserError(f"--{other} and --epochs exclude each other: both say how long to train.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +172,15 @@ class DataArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class T5PretrainingArgs(
-    PhaseArgs, ExperimentArgs, FromPretrainedArgs, ObjectiveArgs, DistillationArgs, MixtureArgs, HoldOutArgs, DataArgs
+    PhaseArgs,
+    ExperimentArgs,
+    FromPretrainedArgs,
+    ObjectiveArgs,
+    DistillationArgs,
+    MixtureArgs,
+    EpochArgs,
+    HoldOutArgs,
+    DataArgs,
 ):
     """All arguments of run_t5_pretraining.py."""
 
@@ -191,6 +213,7 @@ class T5PretrainingArgs(
             ("data_path", self.data_path),
             ("valid_data_path", self.valid_data_path),
             ("valid_fraction", self.valid_fraction),
+            ("epochs", self.epochs),
         ):
             if is_used:
                 raise UserError(

@@ -76,7 +76,6 @@ GONE = {
     "log_maxima log_norms": "examples/log_norms.py logs norms by a callback",
     "model_name model_name_or_path model_type": "name the architecture by --model_cfg",
     "no_cuda use_cpu": "set CUDA_VISIBLE_DEVICES= in the environment",
-    "num_epochs num_train_epochs": "give the number of updates, --iters; lmtools inspect prints those of an epoch",
     "find_micro_batch": "lmtools plan --fit auto finds a micro-batch that fits",
     "plan": "run lmtools plan with these flags",
     "overwrite_output_dir": "write --resume never",

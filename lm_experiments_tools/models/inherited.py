@@ -82,7 +82,7 @@ def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]
     others |= {"vocab", "tokenizer"} if any(given.get(flag) for flag in tokenizer_flags) else set()
     before = given.get("model_path") and settings_in_use(Path(folder, given["model_path"]))
     # A run of fine-tuning has other settings of these names, and is refused later.
-    before = None if before and "epochs" in before else before
+    before = None if before and "peft" in before else before
     is_known = before and os.path.normpath(before.get("from_pretrained") or "") == os.path.normpath(named)
     values = before if is_known else _values_of(named, folder, tokenizer_flags[0])
     origins = {"model_cls": DEFAULT}  # so that `--speed auto` may choose our class for the same weights

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 _REFUSED = dict.fromkeys(("validate_only", "working_dir"), "the scripts")
 # Without lr and optimizer. AdamWScale and its rate are nanoT5's; 5e-4 suits BERT's batches of some hundred rows.
-_OF_NEW_T5 = {"optimizer": "AdamWScale", "lr": 2e-2, "lr_scheduler": "cosine", "clip_grad_norm": 1.0}
-_OF_OTHER_NEW = {"optimizer": "AdamW", "lr": 5e-4, "lr_scheduler": "linear", "clip_grad_norm": 1.0}
-_OF_PRETRAINED = {"optimizer": "AdamW", "lr": 1e-4, "lr_scheduler": "linear", "clip_grad_norm": 1.0}
-_WARMUP = 0.1  # of the updates
+_OF_NEW_T5 = {"optimizer": "AdamWScale", "lr": 2e-2, "lr_scheduler": "cosine"}
+_OF_OTHER_NEW = {"optimizer": "AdamW", "lr": 5e-4, "lr_scheduler": "linear"}
+_OF_PRETRAINED = {"optimizer": "AdamW", "lr": 1e-4, "lr_scheduler": "linear"}
+_OF_ALL = {"clip_grad_norm": 1.0, "warmup_ratio": 0.1}
 
 
 class PreTrainer:
@@ -191,6 +191,5 @@ def _usual_optimizer(settings: dict[str, Any], kind: str | None) -> dict[str, An
         return {}
     usual = _OF_NEW_T5 if kind == "encoder-decoder" else _OF_OTHER_NEW
     usual = _OF_PRETRAINED if settings.get("from_pretrained") or settings.get("init_checkpoint") else usual
-    iters = settings.get("iters", T5PretrainingArgs.iters)
-    warmup = {"num_warmup_steps": max(1, round(_WARMUP * iters))} if isinstance(iters, int) else {}
-    return {name: value for name, value in {**usual, **warmup}.items() if name not in settings}
+    given = {*settings, *(("warmup_ratio",) if "num_warmup_steps" in settings else ())}
+    return {name: value for name, value in {**usual, **_OF_ALL}.items() if name not in given}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,8 +155,8 @@ class Pretraining(Recipe):
         for phase, source in parts:
             self.check(phase.args, source)
         for phase, source in parts:
-            self.build(phase, source)
-            show_run(phase.args, self.origins, run, self.backend, self.backend.unwrap(), self.data, phase)
+            built = self.build(phase, source)
+            show_run(built.args, self.origins, run, self.backend, self.backend.unwrap(), self.data, built)
             self.train_or_validate()
             if phase is not phases[-1]:
                 self.data.train.close()
@@ -163,13 +164,15 @@ class Pretraining(Recipe):
                 del self.trainer, self.data  # freed before the next ones are built
                 run = None  # its start is recorded
 
-    def build(self, phase: Phase, source: ModelSource) -> None:
-        """Build data, model, loss, optimizer and trainer of a phase."""
+    def build(self, phase: Phase, source: ModelSource) -> Phase:
+        """Build data, model, loss, optimizer and trainer of a phase; returns it with `--epochs` in updates."""
         backend = self.backend
         if phase.args.valid_fraction is not None:
             phase = replace(phase, args=on_all(backend, lambda: self.hold_out(phase)))
         phase = replace(phase, args=with_valid_samples(phase.args))
         self.data = data = self.build_data(phase, source)
+        if phase.args.epochs is not None and data.train is not None:
+            phase = in_updates_of_epochs(phase, data.train.samples_per_epoch, backend.world_size)
         args = with_valid_interval(phase.args, data.valid, backend)
         if backend.is_main:
             warn_of_data(args, data)
@@ -183,6 +186,7 @@ class Pretraining(Recipe):
         self.trainer = TrainingLoop(args, backend, model, optimizer, train, data.valid, **options)
         if data.valid is not None:
             self._check_metric(args)
+        return phase
 
     def _check_metric(self, args: PretrainingArgs) -> None:
         """Refuse an `--optimize_metric` that validation will not give, before the first step."""
@@ -197,6 +201,13 @@ class Pretraining(Recipe):
         self.trainer.save_metrics(self.args.model_path)
         if self.args.report:
             self.report()
+
+
+def in_updates_of_epochs(phase: Phase, samples_per_epoch: int, world_size: int) -> Phase:
+    """The only phase of a run, with the updates of `--epochs`, which are recorded in its place."""
+    args = phase.args
+    length = {"epochs": None, "iters": ceil(args.epochs * samples_per_epoch / args.global_batch_size(world_size))}
+    return replace(phase, args=replace(args, **length), run=replace(phase.run, **length), last_step=length["iters"])
 
 
 def with_valid_samples(args: PretrainingArgs) -> PretrainingArgs:

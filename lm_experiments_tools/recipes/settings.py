@@ -17,6 +17,7 @@ class RunSettings(TypedDict, total=False):
     target_seq_len: int
     tokenizer: str | None
     show_valid_examples: int
+    epochs: float | None
     base_model: str | None
     dropout_rate: float | None
     z_loss: float | None
@@ -148,7 +149,6 @@ class FineTuningSettings(RunSettings, total=False):
     repetition_penalty: float | None
     min_new_tokens: int | None
     max_new_tokens: int | None
-    epochs: float | None
     model_cls: str | None
     model_cfg: str | None
     optimize_mode: Literal["min", "max"] | None

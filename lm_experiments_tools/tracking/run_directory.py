@@ -54,7 +54,7 @@ _LAUNCHER_MODULES = (
 )
 # A setting that only one script has.
 _SCRIPTS = {
-    "epochs": "run_finetuning.py", "use_nsp": "run_bert_pretraining.py", "noise_density": "run_t5_pretraining.py",
+    "peft": "run_finetuning.py", "use_nsp": "run_bert_pretraining.py", "noise_density": "run_t5_pretraining.py",
 }  # fmt: skip
 _STARTED_IN = os.getcwd()  # a run enters --working_dir
 _claims: dict[Path, IO[str]] = {}  # directories this process writes to; their files are open until it ends

@@ -7,6 +7,7 @@ import pytest
 import run_bert_pretraining
 import run_finetuning
 import run_t5_pretraining
+from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.config.training import TrainerArgs
@@ -51,7 +52,7 @@ def test_the_run_directory_of_another_script_is_named_as_such(work):
     of_t5 = "run holds a run of run_t5_pretraining.py, which {} cannot continue: choose another --model_path"
     refused(bert, of_t5.format("run_bert_pretraining.py"), model_path="run", packing="documents")
     refused(finetune, of_t5.format("run_finetuning.py"), model_path="run")
-    refused(t5, "which run_t5_pretraining.py cannot", model_path=str(of_script(work, "epochs")), from_pretrained="run")
+    refused(t5, "which run_t5_pretraining.py cannot", model_path=str(of_script(work, "peft")), from_pretrained="run")
 
 
 def of_script(work, setting):
@@ -110,4 +111,6 @@ def test_the_nearest_preset_is_one_of_the_same_kind():
 
 def test_a_share_of_the_data_for_validation_leads_to_validation_data():
     known = T5PretrainingArgs.__dataclass_fields__
+    assert suggestion("val_set_size", known, "--") == ": here it is called --valid_fraction."
+    known = FinetuningArgs.__dataclass_fields__
     assert suggestion("val_set_size", known, "--") == ": name a file of its own by --valid_data_path."

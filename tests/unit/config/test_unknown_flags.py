@@ -41,7 +41,7 @@ def test_no_argument_of_transformers_scripts_is_answered_by_a_guess(script):
         (T5PretrainingArgs, "model_name_or_path", ": here it is called --from_pretrained."),
         (FinetuningArgs, "dataset_name", ": here it is called --data_path."),
         (FinetuningArgs, "num_train_epochs", ": here it is called --epochs."),
-        (T5PretrainingArgs, "num_train_epochs", ": give the number of updates, --iters;"),
+        (T5PretrainingArgs, "num_train_epochs", ": here it is called --epochs."),
         (FinetuningArgs, "do_train", ": leave it out,"),
         (FinetuningArgs, "per_device_train_batch_size", ": here it is called --batch_size."),
         (BertPretrainingArgs, "tokenizer_name", ": here it is called --tokenizer."),

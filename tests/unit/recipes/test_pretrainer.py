@@ -57,7 +57,7 @@ def test_training_is_that_of_the_script(work):
 
 def test_a_short_call_trains_with_a_usual_rate(work):
     run = PreTrainer("t5-micro", data_path=work / "text.jsonl", vocab=numbered_words_vocabulary(work), iters=2)
-    assert run.args.optimizer == "AdamWScale" and run.args.lr == 2e-2 and run.args.num_warmup_steps == 1
+    assert run.args.optimizer == "AdamWScale" and run.args.lr == 2e-2 and run.args.warmup_ratio == 0.1
     assert run.args.model_path is None
     metrics = run.train(log_interval=1)
     assert metrics["train"]["loss"] > 0 and not (work / "runs").exists()

@@ -1,6 +1,7 @@
 """`--valid_fraction`: runs that are validated on documents held out of their own text."""
 
 import json
+import math
 
 import pytest
 
@@ -53,6 +54,8 @@ def test_an_encoder_is_validated_on_held_out_text(work):
     [
         ({"streaming": True}, "--valid_fraction needs all documents before training"),
         ({"valid_data_path": "text.jsonl"}, "--valid_fraction and --valid_data_path exclude each other"),
+        ({"epochs": 1}, "--iters and --epochs exclude each other"),
+        ({"epochs": 1, "iters": None, "streaming": True, "valid_fraction": None}, "--epochs needs the number of rows"),
         ({"valid_fraction": 1}, "--valid_fraction is 1.0: it must be above 0 and below 1"),
         ({"valid_fraction": 1e-9}, "holds out none of the 40 documents"),
         ({"data_path": None, "validate_only": True}, "--valid_fraction holds out documents of --data_path"),
@@ -60,3 +63,16 @@ def test_an_encoder_is_validated_on_held_out_text(work):
 )
 def test_where_nothing_can_be_held_out_one_sentence_says_so(work, changed, sentence):
     refused(lambda: run_t5_pretraining.main(words(**t5(work, **changed))), sentence)
+
+
+def test_epochs_are_as_many_updates_and_a_resumed_run_makes_the_rest(work):
+    """Of the rows that are not held out; a restart with more epochs goes on."""
+    run_t5_pretraining.main(words(**t5(work, iters=None, epochs=1.5, save_interval=None)))
+    recorded = json.loads((work / "run" / "config.json").read_text())
+    (end,) = [line for line in records("run") if line["step"] == recorded["iters"]]
+    rows = json.loads((work / "run" / "last" / "trainer_state.json").read_text())["state"]["samples_per_epoch"]
+    assert recorded["epochs"] is None and recorded["iters"] == math.ceil(1.5 * rows / 4) == max(
+        line["step"] for line in records("run")
+    )
+    run_t5_pretraining.main(words(**t5(work, iters=None, epochs=2, save_interval=None)))
+    assert max(line["step"] for line in records("run")) == math.ceil(2 * rows / 4) > end["step"]
