@@ -302,6 +302,18 @@ def store_near(near_sums, sums, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRE
 
 
 @triton.jit
+def pair_of(pairs, places, inside, EVEN: tl.constexpr):
+    """Load -lse and delta of queries, which `rows_of` has stored as pairs; -inf and 0 beyond the last query."""
+    here = pairs + (places[:, None] * 2 + tl.arange(0, 2)[None, :])
+    if EVEN:
+        base, delta = tl.split(tl.load(here))
+    else:
+        base, delta = tl.split(tl.load(here, mask=inside[:, None], other=0.0))
+        base = tl.where(inside, base, float("-inf"))
+    return base, delta
+
+
+@triton.jit
 def rows_of(
     o, do, lse, pairs, sequence, tile, left, right, stride, query_length, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, EVEN_M: tl.constexpr, BIAS: tl.constexpr,
@@ -461,12 +473,7 @@ def key_gradient_kernel(
             q_tile = load_rows(q, query_tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
             do_tile = load_rows(do, query_tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
             added = tl.where(step < first_steps, 2, 1) * query_length if BIAS == T5 and NEAR == 0 else 0
-            places = (added + queries)[:, None] * 2 + tl.arange(0, 2)[None, :]
-            if EVEN_M:
-                base, row_delta = tl.split(tl.load(pairs + places))
-            else:
-                base, row_delta = tl.split(tl.load(pairs + places, mask=inside[:, None], other=0.0))
-                base = tl.where(inside, base, float("-inf"))
+            base, row_delta = pair_of(pairs, added + queries, inside, EVEN_M)
             base = base[None, :]
             value = tl.where(step < first_steps, right, left)
             if BIAS == T5 and NEAR:
