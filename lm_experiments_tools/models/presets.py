@@ -5,6 +5,7 @@ A file holds only its differences from another one, which its key `base` names. 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from lm_experiments_tools.checkpoint.model_config import read_model_config
@@ -39,7 +40,9 @@ def find_config(path_or_preset: str | Path) -> Path:
         name = OLD_NAMES.get(path.stem, path.stem)
     if name in presets:
         return presets[name]
-    hint = nearest_names(path.stem, presets) or f"; presets are {', '.join(presets)}"
+    # Of another kind of model none is meant: t5-tiny is not bert-tiny.
+    kin = [preset for preset in presets if re.split("[-_]", preset)[0] == re.split("[-_]", path.stem)[0]] or presets
+    hint = nearest_names(path.stem, kin) or f"; presets are {', '.join(kin)}"
     raise UserError(f"'{name}' is neither a model configuration file nor a preset{hint}.")
 
 

@@ -56,9 +56,12 @@ def read_model(path: Path, extra_ids: int | None) -> SentencePieceTokenizer | No
     """
     config = read_config(path if path.is_dir() else path.parent)
     is_t5 = str(config.get("tokenizer_class") or "T5Tokenizer").startswith("T5Tokenizer")
-    if path.is_dir() and not is_t5:
+    if path.is_file():
+        model = None if path.suffix in (".json", ".txt") else path
+    else:
+        model = next((path / name for name in MODEL_NAMES if is_t5 and (path / name).is_file()), None)
+    if model is None:
         return None
-    model = path if path.is_file() else next(path / name for name in MODEL_NAMES if (path / name).is_file())
     if extra_ids is None:  # as many as the T5 tokenizer in this folder adds
         named = [text for text in _extra_tokens(config) if text.startswith("<extra_id_")] if is_t5 else []
         extra_ids = (config.get("extra_ids") if is_t5 else 0) or len(named) or DEFAULT_EXTRA_IDS

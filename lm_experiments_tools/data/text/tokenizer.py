@@ -123,9 +123,7 @@ class Tokenizer(ABC):
             raise UserError(f"vocabulary {path} does not exist; `lmtools vocab` trains one from text")
         if path.is_dir() and not any((path / name).is_file() for name in (*MODEL_NAMES, *_HF_FILES)):
             raise UserError(f"vocabulary folder {path} has none of {', '.join((*MODEL_NAMES, *_HF_FILES))}")
-        names = [path.name] if path.is_file() else [name for name in MODEL_NAMES if (path / name).is_file()]
-        is_model = any(Path(name).suffix not in (".json", ".txt") for name in names)
-        found = _module("sentencepiece_tokenizer:read_model")(path, extra_ids) if is_model else None
+        found = _module("sentencepiece_tokenizer:read_model")(path, extra_ids)
         if found is None:
             found = Tokenizer.of(_module("hf_tokenizer:open_pretrained")(f"vocabulary {path}", path, lowercase), path)
             found._check()
