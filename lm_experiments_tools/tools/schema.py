@@ -1,7 +1,10 @@
 """Print the JSON schema of a script's YAML file, by which editors complete and check it; or a shell's completion.
 
-lmtools schema pretrain-t5 > pretrain-t5.schema.json    # first line of a YAML: # yaml-language-server: $schema=FILE
-lmtools schema bash >> ~/.bashrc                        # zsh: after autoload -U bashcompinit && bashcompinit
+    lmtools schema pretrain-t5 > pretrain-t5.schema.json
+    lmtools schema bash >> ~/.bashrc
+
+A YAML file names its schema in the first line: # yaml-language-server: $schema=pretrain-t5.schema.json. In zsh,
+bashcompinit comes before: autoload -U bashcompinit && bashcompinit.
 """
 
 from __future__ import annotations
