@@ -34,6 +34,7 @@ from lm_experiments_tools.attention.layouts import (
 from lm_experiments_tools.errors import UserError
 
 NAME = "block_sparse"
+_OF_ENCODERS = "a block-sparse layout is for encoders, causal attention is exact. Leave it out."
 SETTINGS_KEY = "sparse_attention"
 
 
@@ -60,11 +61,15 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
     num_heads = model.config.num_attention_heads
     if isinstance(layout, str):
         layout = get_sparsity_config(layout, **{"num_heads": num_heads, **settings})
+    elif settings:
+        raise UserError(f"enable: {', '.join(settings)} belong to the name of a layout, and it is an object or None.")
     elif layout is None:
         layout = configured_layout(model.config)
+    name = type(model).__name__
     if layout is not None and layout.num_heads != num_heads:
-        name = type(model).__name__
         raise UserError(f"{type(layout).__name__} is for {layout.num_heads} heads, but {name} has {num_heads}.")
+    if not isinstance(layout, DenseSparsityConfig | None) and not any(map(_can_be_sparse, model.modules())):
+        raise UserError(f"{name} has no self-attention of an encoder: {_OF_ENCODERS}")
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise UserError(f"{type(model).__name__} does not use transformers' AttentionInterface.")
@@ -77,6 +82,11 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
         # Saved as an attribute: transformers loads it as the attention implementation, but does not save that itself.
         config.attn_implementation = NAME
     return model
+
+
+def _can_be_sparse(module: nn.Module) -> bool:
+    """True for the self-attention of an encoder: transformers' layers say that they are not causal."""
+    return getattr(module, "is_causal", True) is False and not getattr(module, "is_decoder", False)
 
 
 def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
@@ -172,6 +182,8 @@ def attention_forward(
     # a decoder's self-attention and its cross-attention, which transformers does not call causal
     is_exact = causal or getattr(module, "is_decoder", getattr(module.config, "is_decoder", False))
     layout = None if is_exact else _layout(module, query.shape[1])
+    if causal and not hasattr(module, "is_decoder") and getattr(module.config, TYPE_KEY, None) is not None:
+        raise UserError(f"{type(module).__name__} is causal, and its configuration names a layout: {_OF_ENCODERS}")
     if attention_mask is not None and attention_mask.dim() == 4:
         lengths = query.shape[2], key.shape[2]
         spec = _with_matrix(attention_mask.expand(-1, -1, *lengths), position_bias, layout)

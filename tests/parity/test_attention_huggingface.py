@@ -280,8 +280,14 @@ def test_a_decoder_stays_exact_with_grouped_queries_and_left_padding():
     model = LlamaForCausalLM(config).double().eval()
     model.set_attn_implementation("sdpa")  # eager makes rows of padding alone NaN in float64
     padding = PADDING.flip(1)  # on the left, as generation wants it
-    found, expected = (m(IDS, attention_mask=padding).logits for m in (convert(model, "BigBird", block=4), model))
+    exact = enable(copy.deepcopy(model))
+    found, expected = (m(IDS, attention_mask=padding).logits for m in (exact, model))
     torch.testing.assert_close(found[padding.bool()], expected[padding.bool()], rtol=0, atol=TOLERANCE)
+    with pytest.raises(UserError, match=r"LlamaForCausalLM has no self-attention of an encoder.*causal attention is"):
+        enable(model, "BigBird", block=4)
+    exact.config.sparse_config_cls = "BigBird"  # as a file may say
+    with pytest.raises(UserError, match="LlamaAttention is causal, and its configuration names a layout"):
+        exact(IDS, attention_mask=padding)
 
 
 def test_bfloat16_autocast_keeps_the_bias_in_float32_and_trains_it():
@@ -302,3 +308,5 @@ def test_attention_weights_are_refused():
 def test_what_cannot_be_converted_is_said():
     with pytest.raises(UserError, match="is for 2 heads, but BertForMaskedLM has 4"):
         enable(bert(), get_sparsity_config("BigBird", 2))
+    with pytest.raises(UserError, match="block belong to the name of a layout"):
+        enable(bert(), get_sparsity_config("BigBird", 4), block=64)
