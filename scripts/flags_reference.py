@@ -34,7 +34,8 @@ def _table(flags: dict[str, Flag], texts: dict[str, str]) -> str:
         numbers = {int, float} & {flag.annotation, *typing.get_args(flag.annotation)}
         unit = f", {UNITS[name].replace('_', ' ')}" if numbers and name in UNITS else ""
         default = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
-        default = "required" if flag.default is dataclasses.MISSING else f"default {f'`{default}`' if default else 'empty'}"
+        default = f"default `{default}`" if default else "default empty"
+        default = "required" if flag.default is dataclasses.MISSING else default
         rows.append(f"| `--{name}` | {describe(flag.annotation)}{unit}; {default} | {_cell(texts[name])} |")
     return HEAD + "\n".join(rows) + "\n"
 

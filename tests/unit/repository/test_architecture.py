@@ -1,4 +1,4 @@
-"""The names in docs/architecture.md exist; recipes of docs/extending.md and CONTRIBUTING.md work on a copy of the project."""
+"""The names in docs/architecture.md exist; recipes of docs/extending.md and CONTRIBUTING.md work on a copy."""
 
 import ast
 import json
