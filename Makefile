@@ -170,7 +170,7 @@ nightly: env-full horovod ## what takes hours: slow tests (300 kills among them)
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
 	$(BIN)/python scripts/build_site.py $(ARGS)
 
-screenshots: docs ## pictures of five pages of the site, desktop and phone, dark and light; needs Chromium
+screenshots: docs ## pictures of six pages of the site, desktop and phone, dark and light; needs Chromium
 	@$(BIN)/python scripts/screenshots.py $(ARGS)
 
 wheel: env ## a wheel and a source distribution in dist/, checked by twine

@@ -73,6 +73,7 @@ setup(
     description="Pre-train and fine-tune T5 and BERT, and your own variants of them, on Horovod and Accelerate",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
+    url="https://github.com/OWNER/lm_experiments_tools",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",

@@ -14,8 +14,7 @@ POSITIONS = ("relative_attention_bias", "rotary", "alibi", "none")
 
 @strict
 class T5Config(VariantConfig, transformers.T5Config):
-    """Configuration of T5: transformers' T5Config with further keys for variants; docs/models.md says where each comes
-    from.
+    """Configuration of T5: transformers' T5Config with further keys for variants; docs/models.md links the papers.
 
     `tie_word_embeddings` False gives the output layer its own matrix and does not scale its input (T5 1.1, mT5, FLAN,
     UL2); True shares the embedding matrix (T5 1.0). transformers 5 always sets it to True.

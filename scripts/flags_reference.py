@@ -17,7 +17,7 @@ SCRIPTS = {
     "flags_bert.md": ("run_bert_pretraining.py", "bert:BertPretrainingArgs"),
     "flags_finetuning.md": ("run_finetuning.py", "finetuning:FinetuningArgs"),
 }
-HEAD = "| flag | type | unit | default | meaning |\n|---|---|---|---|---|\n"
+HEAD = "| flag | value | meaning |\n|---|---|---|\n"
 RULES = """`--no_FLAG` turns a boolean flag off. A list takes several values: `--FLAG a b`. In a file of
 `--config` each flag is `name: value`. `--help GROUP` prints one of these groups in the terminal."""
 
@@ -32,11 +32,11 @@ def _table(flags: dict[str, Flag], texts: dict[str, str]) -> str:
     rows = []
     for name, flag in flags.items():
         numbers = {int, float} & {flag.annotation, *typing.get_args(flag.annotation)}
-        unit = UNITS.get(name, "").replace("_", " ") if numbers else ""
+        unit = f", {UNITS[name].replace('_', ' ')}" if numbers and name in UNITS else ""
         default = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
-        default = "required" if flag.default is dataclasses.MISSING else f"`{default}`" if default else "empty"
-        kind = describe(flag.annotation)
-        rows.append(f"| `--{name}` | {kind} | {unit} | {default} | {_cell(texts[name])} |")
+        default = f"default `{default}`" if default else "default empty"
+        default = "required" if flag.default is dataclasses.MISSING else default
+        rows.append(f"| `--{name}` | {describe(flag.annotation)}{unit}; {default} | {_cell(texts[name])} |")
     return HEAD + "\n".join(rows) + "\n"
 
 

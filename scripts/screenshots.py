@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 SITE = Path(__file__).parents[1] / "build" / "site"
-PAGES = ("", "quickstart/", "pretraining/", "flags_t5/", "api/trainers/")
+PAGES = ("", "quickstart/", "pretraining/", "flags_t5/", "backends/", "api/trainers/")
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 SCHEMES = {"dark": 0, "light": 1}  # Chromium's preferredColorScheme
 # Without these, headless Chromium calls its vendor's hosts.

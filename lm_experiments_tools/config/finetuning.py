@@ -285,7 +285,7 @@ class EvaluationArgs:
     """multi_label: a label is predicted from this probability on; one for all, or one for each, in their order."""
     metrics: Annotated[tuple[str, ...], HARMLESS, _EVALUATION] = ()
     """Metrics besides the loss, by the names in docs/finetuning.md (an unknown name is answered with those of the
-    task), or functions of your own as module:function (docs/new_metric.md). Empty: the usual ones of the task; none:
+    task), or functions of your own as module:function (docs/extending.md). Empty: the usual ones of the task; none:
     the loss alone."""
     bleu_tokenize: Annotated[
         Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] | None, HARMLESS, _OF_BLEU

@@ -65,7 +65,7 @@ def _own(name: str) -> Metric:
         signature.bind([], [], **_asked(function, dict.fromkeys(FACTS)))
     except TypeError as error:
         raise UserError(
-            f"--metrics {name} takes {signature}, not (predictions, references) ({error}): see docs/new_metric.md."
+            f"--metrics {name} takes {signature}, not (predictions, references) ({error}): see docs/extending.md."
         ) from None
     return Metric(function=function, is_own=True)
 

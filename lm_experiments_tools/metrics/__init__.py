@@ -1,7 +1,7 @@
 """Metrics of fine-tuning, with the definitions and scales of their reference implementations.
 
 A metric is a function and its entry in the `METRICS` of its file. docs/finetuning.md lists all metrics, and
-docs/new_metric.md shows how to add one.
+CONTRIBUTING.md shows how to add one.
 """
 
 import re

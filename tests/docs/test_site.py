@@ -1,7 +1,10 @@
 """The site of docs/: every page has its place, links lead to pages, and it builds without a warning."""
 
+import ast
+import builtins
 import html
 import importlib.util
+import inspect
 import re
 import shutil
 import subprocess
@@ -13,9 +16,11 @@ import pytest
 import yaml
 
 from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.cli import ConfigArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import flags_of
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.tools.main import COMMANDS
 from scripts.build_site import MOVED, collect_pages, page_of, with_site_links
 from tests.helpers import ROOT
@@ -62,6 +67,18 @@ def test_names_of_the_reference_exist():
             assert hasattr(importlib.import_module(module), last), name
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda path: path.stem)
+def test_a_page_of_the_reference_opens_with_calls_that_its_names_take(path):
+    heading, code, rest = re.split(r"```(?:python\n)?", path.read_text(encoding="utf-8"), maxsplit=2)
+    assert len(heading.splitlines()) <= 2
+    documented = {name.rpartition(".")[2]: name for name in re.findall(r"^::: (\S+)$", rest, flags=re.M)}
+    for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Name) and call.func.id not in dir(builtins):
+            function = resolve_name(":".join(documented[call.func.id].rsplit(".", 1)))
+            keywords = {keyword.arg: None for keyword in call.keywords}
+            inspect.signature(function).bind(*call.args, **keywords)
+
+
 @pytest.mark.parametrize(
     ("page", "args_class"),
     [
@@ -71,8 +88,9 @@ def test_names_of_the_reference_exist():
     ],
 )
 def test_reference_has_every_flag_of_a_script_once(pages, page, args_class):
-    rows = re.findall(r"^\| `--(\w+)` \| [^|]+ \| [^|]*\| [^|]+ \| [^|]+ \|$", (pages / page).read_text(), flags=re.M)
-    assert sorted(rows) == sorted([*flags_of(args_class), "config", "print_config"])
+    row = r"^\| `--(\w+)` \| [^|]+; (?:default [^|]+|required) \| [^|]+ \|$"
+    rows = re.findall(row, (pages / page).read_text(), flags=re.M)
+    assert sorted(rows) == sorted(flags_of(args_class, ConfigArgs))
 
 
 def test_reference_has_every_command_of_lmtools(pages):

@@ -1,4 +1,4 @@
-"""A user's own metrics by flag, and what docs/new_metric.md says of them and of built-in ones."""
+"""A user's own metrics by flag (docs/extending.md), and how CONTRIBUTING.md adds a built-in one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from lm_experiments_tools.metrics import METRICS, text
 from tests.helpers import ROOT
 from tests.helpers.evaluation_toys import TEXTS, args_of, generated, indices, sentences
 
-PAGE = (ROOT / "docs" / "new_metric.md").read_text(encoding="utf-8")
-OWN, BUILT_IN = re.findall(r"^```python[^\n]*\n(.*?)^```", PAGE, flags=re.M | re.S)
+OWN, BUILT_IN = (
+    re.search(r"^##+ A metric\n.*?^```python[^\n]*\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)[1]
+    for page in ("docs/extending.md", "CONTRIBUTING.md")
+)
 CODE = """
 def seen(predictions, references): seen.sides = predictions, references; return {"seen": 1, "half": 0.5}
 def grouped(predictions, references, *, groups): return float(len(groups))

@@ -1,4 +1,4 @@
-"""The names in docs/architecture.md exist, and each recipe of docs/extending.md works on a copy of the project."""
+"""The names in docs/architecture.md exist; recipes of docs/extending.md and CONTRIBUTING.md work on a copy."""
 
 import ast
 import json
@@ -15,11 +15,11 @@ from tests.helpers import ROOT
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+EXTENDING = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/extending.md", "CONTRIBUTING.md"))
 JOURNEYS = PAGE.partition("## Six journeys")[2]
 RECIPES = {
     name.lower(): text
-    for name, text in re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", EXTENDING, flags=re.MULTILINE | re.DOTALL)
+    for name, text in re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", EXTENDING, flags=re.MULTILINE | re.DOTALL)
 }
 # file=PATH behind a fence's language: a file to write, or, of a diff, lines to add to one
 BLOCK = re.compile(r"^```(python|diff|bash)(?: file=(\S+))?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
@@ -129,12 +129,3 @@ def test_a_recipe_works(project, tmp_path, name, shows):
     folder = tmp_path / "project"
     shutil.copytree(project, folder)
     assert shows in carry_out(folder, RECIPES[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [("an objective", "new_objective.md"), ("a metric", "new_metric.md"), ("a model variant", "new_variant.md")],
-)
-def test_recipes_with_pages_of_their_own_name_them(name, page):
-    """Tests of their own carry these pages out."""
-    assert f"]({page})" in RECIPES[name] and (ROOT / "docs" / page).is_file()

@@ -38,6 +38,12 @@ def test_containers_are_built_by_make():
         assert make_targets(command) <= TARGETS
 
 
+def test_the_repository_has_one_address():
+    files = {name: (ROOT / name).read_text() for name in ("README.md", "CITATION.cff", "setup.py", "mkdocs.yml")}
+    found = {name: set(re.findall(r"https://[\w./]+/lm_experiments_tools\b", text)) for name, text in files.items()}
+    assert len(set.union(*found.values())) == 1 and all(found.values())
+
+
 def test_links_of_pages_lead_somewhere():
     pages = [page for folder in ("", "docs", "benchmarks", ".github") for page in (ROOT / folder).glob("*.md")]
     assert len(pages) > 40
