@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.collective import on_all, say
+from lm_experiments_tools.backends.collective import agreed, on_all, say
 from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
@@ -67,6 +67,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     on_all(backend, lambda: _check_phases(args, backend.world_size))
+    _check_choices(args, backend)
     if args.model_path is not None:
         say(backend, f"run directory: {args.model_path}")
     elif not args.validate_only:
@@ -82,6 +83,14 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
         if not any((run.path / "checkpoints").glob("step_*")):
             logger.warning("%s has no checkpoint yet: the run begins again at step 0", run.path)
     return run
+
+
+def _check_choices(args: TrainerArgs, backend: Backend) -> None:
+    """Refuse choices of `--speed auto` that differ between workers, whose machines may differ; collective."""
+    for name in ("model_cls", "bf16"):
+        choices = backend.gather(getattr(args, name))
+        if any(choice != choices[0] for choice in choices):
+            raise agreed(UserError(f"--speed auto: workers choose {name} differently: give --{name}, or --speed off."))
 
 
 def validation_beside(path: str) -> Path | None:

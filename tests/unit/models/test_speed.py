@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models import speed
 from lm_experiments_tools.models.speed import choose_speed, compile_blocks, describe_speed
+from lm_experiments_tools.recipes import common
 
 OURS, THEIRS = "modeling_t5:T5ForConditionalGeneration", "transformers:T5ForConditionalGeneration"
 LONG = 10**6  # updates
@@ -237,3 +239,11 @@ def test_ddp_splits_no_block(tmp_path):
         assert numbers == [1, 1]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_workers_that_chose_differently_are_refused():
+    ours, theirs = (choose_speed(*t5(model_cls=cls))[0] for cls in (OURS, THEIRS))
+    other = SimpleNamespace(gather=lambda mine: [mine, theirs.model_cls if isinstance(mine, str) else mine])
+    common._check_choices(theirs, other)
+    with pytest.raises(UserError, match="workers choose model_cls differently: give --model_cls"):
+        common._check_choices(ours, other)
