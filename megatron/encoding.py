@@ -1,6 +1,6 @@
 """Convert JSON records to BERT's token sequences, one per sentence, for the command preprocess_data.py.
 
-`SentenceEncoder` is an `Encoder` of the tokenization pipeline (data/tokens/encoding.py). A field of a record gives
+`SentenceEncoder` is an `Encoder` of the tokenization pipeline (data/tokens/tokenize.py). A field of a record gives
 these sequences, depending on the setting `split_sentences`:
 
 | field of the record | `split_sentences` | sequences of the document |

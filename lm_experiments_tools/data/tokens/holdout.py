@@ -48,23 +48,31 @@ def hold_out(
 
 
 def _write(datasets: Sequence[IndexedDataset], fraction: float, prefixes: Sequence[str], held_out: str) -> None:
+    if (count := sum(dataset.num_documents for dataset in datasets)) == 1:
+        raise UserError(
+            f"--valid_fraction divides documents, and {datasets[0].prefix} is one: give --document_per_line if each "
+            "line of a .txt file is a document, or name --valid_data_path."
+        )
     with ExitStack() as writers:
         widest = max((dataset.dtype for dataset in datasets), key=lambda dtype: dtype.itemsize)
         valid = writers.enter_context(IndexedDatasetWriter(held_out, widest))
-        for dataset, prefix in zip(datasets, prefixes, strict=True):
-            with IndexedDatasetWriter(prefix, dataset.dtype) as train:
-                for first in range(0, dataset.num_documents, _DOCUMENTS):
-                    _divide(dataset, dataset.document_indices[first : first + _DOCUMENTS + 1], fraction, train, valid)
-                _finalize(train, dataset)
-                if not train.num_tokens:
-                    raise UserError(f"--valid_fraction {fraction} leaves no document of {dataset.prefix} to train on.")
+        trains = [
+            writers.enter_context(IndexedDatasetWriter(prefix, dataset.dtype))
+            for dataset, prefix in zip(datasets, prefixes, strict=True)
+        ]
+        for dataset, train in zip(datasets, trains, strict=True):
+            for first in range(0, dataset.num_documents, _DOCUMENTS):
+                _divide(dataset, dataset.document_indices[first : first + _DOCUMENTS + 1], fraction, train, valid)
+            if not train.num_tokens:
+                raise UserError(f"--valid_fraction {fraction} leaves no document of {dataset.prefix} to train on.")
         if not valid.num_tokens:
-            count = sum(dataset.num_documents for dataset in datasets)
             raise UserError(
                 f"--valid_fraction {fraction} holds out none of the {count} documents: raise it, or name "
                 "--valid_data_path."
             )
-        _finalize(valid, datasets[0])
+        # Files exist once they are finalized, so a refusal leaves none.
+        for dataset, writer in zip((*datasets, datasets[0]), (*trains, valid), strict=True):
+            _finalize(writer, dataset)
 
 
 def _divide(
