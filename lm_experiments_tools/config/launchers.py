@@ -22,6 +22,12 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def launcher_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of workers from the variables of Horovod, torchrun, MPI or Slurm; 1 without a launcher."""
+    names = ["HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), 1)
+
+
 def on_several_machines(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if the launcher's variables show that the job has workers on other machines."""
     counts = [[environ.get(name, "") for name in names] for names in _COUNTS]

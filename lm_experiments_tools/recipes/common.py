@@ -66,7 +66,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
-    on_all(backend, lambda: _check_phases(args, backend.world_size))
+    on_all(backend, lambda: check_phases(args, backend.world_size))
     _check_choices(args, backend)
     if args.model_path is not None:
         say(backend, f"run directory: {args.model_path}")
@@ -163,8 +163,8 @@ def _summary(trainer: TrainingLoop, seconds: float) -> str:
     return f"{text}, best {metric} on validation {state.best_metric:.4f} at step {state.best_step}"
 
 
-def _check_phases(args: ExperimentArgs, world_size: int) -> None:
-    """`_check_optimization` of each phase; of a run without phases, of its own arguments."""
+def check_phases(args: ExperimentArgs, world_size: int) -> None:
+    """Check optimizer and schedule of a run, or of each of its phases. Raises UserError."""
     for number, phase in enumerate(phases_of(args), 1):
         try:
             _check_optimization(in_updates(phase, world_size))

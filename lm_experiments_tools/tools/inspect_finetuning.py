@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -34,11 +34,11 @@ def sections(args: Any) -> Iterator[Section]:
     args = replace(
         args,
         batch_size=args.batch_size * args.world_size,
-        backend="local",
+        fp16_allreduce=False,
         model_path=None,
         validate_only=not args.data_path,
     )
-    backend, files = get_backend(args), ModelFiles(args)
+    backend, files = LocalBackend.from_args(args), ModelFiles(args)
     tokenizer = load_tokenizer(args, files)
     data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
     if data.train is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.tools.inspect_tokens import Facts
 from lm_experiments_tools.training.micro_batches import split_batch
@@ -86,7 +87,12 @@ def _steps(samples: int | None, is_whole: bool, args: Any) -> tuple[str, str]:
     steps = f"{samples:,} examples = {samples / rows:,.1f} steps of {rows} ({shape})"
     if not is_whole:
         return "an epoch", f"of these documents has {steps}"
-    return "an epoch", f"{steps}; --iters {args.iters:,} = {args.iters * rows / samples:.2f} epochs"
+    if args.epochs is not None:
+        return "an epoch", f"{steps}; --epochs {args.epochs:g} = {ceil(args.epochs * samples / rows):,} steps"
+    if args.phases:
+        return "an epoch", steps
+    updates = in_updates(args, workers).iters
+    return "an epoch", f"{steps}; --iters {updates:,} = {updates * rows / samples:.2f} epochs"
 
 
 def _padding(micro_batches: list[dict[str, Tensor]], rows: int, labels_at_inputs: bool) -> str:

@@ -1,14 +1,19 @@
 """`--dry_run`: what a run would do, and nothing of it done."""
 
+import math
+import re
+
 import pytest
 
 import run_bert_pretraining
 import run_finetuning
 import run_t5_pretraining
+from lm_experiments_tools.tools import dry_run
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy
-from tests.helpers.runs import refused, tiny_t5_run, words
+from tests.helpers.runs import BERT, TINY, refused, tiny_run, tiny_t5_run, words
+from tests.helpers.tokenizer_toys import byte_level_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +50,88 @@ def test_fine_tuning_shows_an_example(tmp_path, monkeypatch, capsys):
     assert sorted(tmp_path.rglob("*")) == before
     assert "20 examples = 5.0 steps of 4; --epochs 2 = 10 steps" in output and "sample 0" in output
     assert "an update takes about" in output
+
+
+@pytest.fixture
+def t5(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return {**tiny_run(tmp_path, TINY, target_seq_len=16), "save_interval": None, "model_path": "run"}
+
+
+@pytest.fixture
+def bert(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = {**tiny_run(tmp_path, BERT), "tokenizer": byte_level_tokenizer(tmp_path / "tokenizer.json")}
+    for name in ("vocab", "data_pipeline", "save_interval"):
+        del flags[name]
+    return {**flags, "packing": "none", "model_cls": "transformers:BertForMaskedLM"}
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")])
+def test_under_a_launcher_rank_0_shows_the_run_of_all_workers(t5, tmp_path, monkeypatch, capsys, names):
+    for name, value in zip(names, "02", strict=True):
+        monkeypatch.setenv(name, value)
+    assert "steps of 8 (micro-batch 4 x accumulation 1 x 2 worker(s))" in printed(
+        run_t5_pretraining.main, capsys, **t5
+    )
+    save_toy("encoder-decoder", tmp_path / "t5")
+    write_json(tmp_path / "train.jsonl", pairs(20))
+    flags = {"from_pretrained": "t5", "data_path": "train.jsonl", "batch_size": 4, "epochs": 2, "lr": 1e-3}
+    assert "20 examples = 2.5 steps of 8" in printed(run_finetuning.main, capsys, **flags)
+    monkeypatch.setenv(names[0], "1")
+    assert printed(run_t5_pretraining.main, capsys, **t5) == ""
+
+
+def test_each_phase_and_all_of_them_have_a_length(t5, capsys):
+    phases = ("{iters: 30, input_seq_len: 16}", "{iters: 10}")
+    output = printed(run_t5_pretraining.main, capsys, **t5, phases=phases)
+    assert "phase 1 of 2" in output and "16 inputs, " in output
+    assert re.search(r"phase 1: an update .*; 30 take .*\n  phase 2: an update .*; 10 take .*\n  all phases", output)
+
+
+def test_epochs_are_shown_as_updates(t5, capsys):
+    output = printed(run_t5_pretraining.main, capsys, **t5, epochs=0.5)
+    rows = int(re.search(r"an epoch +(\d+) examples", output)[1])
+    assert f"; --epochs 0.5 = {math.ceil(rows / 8)} steps" in output and "--iters" not in output
+
+
+def test_documents_that_are_held_out_are_not_of_the_epoch(t5, capsys):
+    whole, shown = (printed(run_t5_pretraining.main, capsys, **t5, valid_fraction=f) for f in (None, 0.2))
+    assert "validation" not in whole.split("memory and time")[0]
+    held_out = int(re.search(r"validation (\d+) of 40 documents", shown)[1])
+    rows = [int(re.search(r"an epoch +(\d+) examples", text)[1]) for text in (whole, shown)]
+    assert rows[1] / rows[0] == pytest.approx(1 - held_out / 40, abs=0.02)
+    refused(
+        lambda: run_t5_pretraining.main(words(**t5, valid_fraction=1e-9, dry_run=True)), "holds out none of the 40"
+    )
+
+
+def test_an_encoder_reads_the_first_documents_and_leaves_nothing(bert, tmp_path, monkeypatch, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    output = printed(run_bert_pretraining.main, capsys, **bert, valid_fraction=0.2)
+    assert "documents  40" in output and re.search(r"validation [1-9]\d? of 40 documents", output)
+    monkeypatch.setattr(dry_run, "_DOCUMENTS", 10)
+    output = printed(run_bert_pretraining.main, capsys, **bert, valid_fraction=1e-3)
+    assert "the first 10 documents" in output and "validation the run holds out 0.001 of all documents" in output
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"task": "causal_lm", "target_seq_len": None}, "--task causal_lm is for decoders"),
+        ({"optimizer_options": "nonsense=1"}, "nonsense"),
+        ({"phases": ("{iters: 5}", "{iters: 5, optimizer: Nope}")}, "phase 2.*Nope"),
+        ({"trained": "*.nothing.*"}, "nothing"),
+    ],
+)
+def test_settings_that_the_run_refuses_are_refused(t5, changed, sentence):
+    refused(lambda: run_t5_pretraining.main(words(**{**t5, **changed}, dry_run=True)), sentence)
+
+
+def test_an_encoder_of_too_few_positions_is_refused(bert):
+    flags = {**bert, "input_seq_len": 128}
+    refused(lambda: run_bert_pretraining.main(words(**flags, dry_run=True)), "--input_seq_len 128")
 
 
 def test_what_a_run_would_refuse_is_refused(tmp_path, monkeypatch):
