@@ -87,6 +87,9 @@ class BertPretraining(Pretraining):
     def metric_names(self, args: BertPretrainingArgs) -> Sequence[str]:
         return ("accuracy_mlm", "accuracy_nsp") if args.use_nsp else ("accuracy_mlm",)
 
+    def commands(self, folder: str) -> list[str]:
+        return [f"lmtools generate {folder} 'The {self.tokenizer.piece(self.tokenizer.mask_id)} of the text'"]
+
     def report(self) -> None:
         write_report(self.trainer, self.tokenizer, unmasked)
 

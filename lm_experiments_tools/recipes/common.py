@@ -7,11 +7,12 @@ import os
 import platform
 import random
 import re
+import shlex
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -119,13 +120,19 @@ def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:
 
 @contextmanager
 def described(
-    args: TrainerArgs, backend: Backend, *, is_new: bool, trained: Callable[[], TrainingLoop]
+    args: TrainerArgs,
+    backend: Backend,
+    *,
+    is_new: bool,
+    trained: Callable[[], TrainingLoop],
+    commands: Callable[[str], Sequence[str]],
 ) -> Iterator[None]:
-    """Context that ends a run with its time, its best metric, the commands to go on with, and its folder.
+    """Context that ends a run with its time, its best metric, commands to try its model with, and its folder.
 
     Args:
         is_new: True if the folder was made for this start; a start that is refused removes it.
         trained: returns the loop of a run that has ended.
+        commands: f(quoted run directory) -> shell commands that read the trained model.
     """
     started, folder = time.monotonic(), None if args.validate_only else args.model_path
     ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
@@ -135,11 +142,13 @@ def described(
         if not args.validate_only:
             say(backend, _summary(trained(), time.monotonic() - started))
         if folder is not None:
-            say(
-                backend,
-                f"next: lmtools generate {folder}; lmtools evaluate {folder}; lmtools finetune --from_pretrained "
-                f"{folder}; the same command with more --iters or --epochs trains on",
-            )
+            # The user's shell has not entered --working_dir.
+            where = folder if args.working_folder() == "." else os.path.abspath(folder)
+            if following := commands(shlex.quote(str(where))):
+                say(backend, f"next: {'; '.join(following)}")
+    except UserError:
+        ending = ""  # the same command would end in the same error
+        raise
     except (KeyboardInterrupt, SystemExit):
         if folder is None and not args.validate_only:
             say(backend, "nothing is saved: there was no --model_path")

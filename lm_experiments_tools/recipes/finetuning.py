@@ -81,6 +81,11 @@ class Finetuning(Recipe):
         show_run(args, self.origins, run, backend, backend.unwrap(), self.data)
         self.train_or_validate()
 
+    def commands(self, folder: str) -> list[str]:
+        if self.args.task == "instructions" or len(self.data.sentence_names) > 1:  # inputs of several parts
+            return []
+        return [f"lmtools generate {folder} 'A text'"]
+
     def finish(self) -> None:
         evaluate_last(self.trainer, self.data)
         self.trainer.save_metrics(self.args.model_path)

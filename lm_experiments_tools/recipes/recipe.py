@@ -73,7 +73,8 @@ class Recipe(ABC):
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         is_new, self.args = self.args.model_path == AUTO, with_run_directory(self.args, self.backend, self.script)
         self.origins = {**self.origins, **({"model_path": DEFAULT} if is_new else {})}
-        with described(self.args, self.backend, is_new=is_new, trained=lambda: self.trainer):
+        options = {"trained": lambda: self.trainer, "commands": self.commands}
+        with described(self.args, self.backend, is_new=is_new, **options):
             self.train()
             self.finish()
         close_run(self.backend, self.data)
@@ -85,6 +86,14 @@ class Recipe(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Write the results; fine-tuning evaluates the trained model first."""
+
+    @abstractmethod
+    def commands(self, folder: str) -> list[str]:
+        """Shell commands that try the trained model.
+
+        Args:
+            folder: run directory, quoted.
+        """
 
     def train_or_validate(self) -> None:
         """Train the model, or only validate it."""

@@ -106,6 +106,14 @@ class T5Pretraining(Pretraining):
     def metric_names(self, args: T5PretrainingArgs) -> Sequence[str]:
         return ("generation_accuracy",) if args.use_generate_on_valid else ()
 
+    def commands(self, folder: str) -> list[str]:
+        args, model = self.trainer.args, self.backend.unwrap()
+        if args.objective().models == ("encoder",) or not getattr(model, "can_generate", bool)():
+            return []
+        blank = "<extra_id_0> " if args.task in ("span_corruption", "ul2") else ""
+        # A decoder's positions hold the text too.
+        return [f"lmtools generate {folder} 'The {blank}text' --max_new_tokens {min(64, args.input_seq_len // 2)}"]
+
     def report(self) -> None:
         objective = self.trainer.args.objective()
         language_model = unmasked if objective.models == ("encoder",) else continued

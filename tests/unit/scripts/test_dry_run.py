@@ -119,7 +119,7 @@ def test_an_encoder_reads_the_first_documents_and_leaves_nothing(bert, tmp_path,
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"task": "causal_lm", "target_seq_len": None}, "--task causal_lm is for decoders"),
+        ({"task": "mlm", "target_seq_len": None}, "--task mlm is for encoders"),
         ({"optimizer_options": "nonsense=1"}, "nonsense"),
         ({"phases": ("{iters: 5}", "{iters: 5, optimizer: Nope}")}, "phase 2.*Nope"),
         ({"trained": "*.nothing.*"}, "nothing"),
