@@ -119,16 +119,20 @@ def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:
 
 @contextmanager
 def described(
-    args: TrainerArgs, backend: Backend, *, is_new: bool, trained: Callable[[], TrainingLoop]
+    args: TrainerArgs, backend: Backend, *, is_new: bool, trained: Callable[[], TrainingLoop], in_python: bool = False
 ) -> Iterator[None]:
     """Context that ends a run with its time, its best metric, the commands to go on with, and its folder.
 
     Args:
         is_new: True if the folder was made for this start; a start that is refused removes it.
         trained: returns the loop of a run that has ended.
+        in_python: there is no command that started the run, but a call of `PreTrainer.train`.
     """
     started, folder = time.monotonic(), None if args.validate_only else args.model_path
     ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
+    longer = "the same command with more --iters or --epochs"
+    if in_python:
+        ending, longer = "; train() with this model_path continues it", "train() with more iters or epochs"
     try:
         yield
         ending = ""
@@ -138,7 +142,7 @@ def described(
             say(
                 backend,
                 f"next: lmtools generate {folder}; lmtools evaluate {folder}; lmtools finetune --from_pretrained "
-                f"{folder}; the same command with more --iters or --epochs trains on",
+                f"{folder}; {longer} trains on",
             )
     except (KeyboardInterrupt, SystemExit):
         if folder is None and not args.validate_only:
@@ -364,10 +368,3 @@ def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path]
 
     on_all(backend, write, only_main=True)
     return folder
-
-
-def close_run(backend: Backend, data: RunData) -> None:
-    """Stop data worker processes and shut down the backend."""
-    if data.train is not None:
-        data.train.close()
-    backend.close()
