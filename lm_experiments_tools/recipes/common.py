@@ -126,23 +126,22 @@ def described(
     Args:
         is_new: True if the folder was made for this start; a start that is refused removes it.
         trained: returns the loop of a run that has ended.
-        in_python: there is no command that started the run, but a call of `PreTrainer.train`.
+        in_python: no command started the run, but a call of `PreTrainer.train`; no commands are named.
     """
     started, folder = time.monotonic(), None if args.validate_only else args.model_path
     ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
-    longer = "the same command with more --iters or --epochs"
     if in_python:
-        ending, longer = "; train() with this model_path continues it", "train() with more iters or epochs"
+        ending = "; train() with this model_path continues it"
     try:
         yield
         ending = ""
         if not args.validate_only:
             say(backend, _summary(trained(), time.monotonic() - started))
-        if folder is not None:
+        if folder is not None and not in_python:
             say(
                 backend,
                 f"next: lmtools generate {folder}; lmtools evaluate {folder}; lmtools finetune --from_pretrained "
-                f"{folder}; {longer} trains on",
+                f"{folder}; the same command with more --iters or --epochs trains on",
             )
     except (KeyboardInterrupt, SystemExit):
         if folder is None and not args.validate_only:

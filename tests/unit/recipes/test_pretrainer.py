@@ -190,7 +190,7 @@ def test_the_words_auto_and_none_for_a_folder_mean_what_the_flag_means(work, cap
     assert folder.name.startswith("t5-") and run.args.model_path == f"runs/{folder.name}"
     run.train(iters=4)
     assert len(losses(folder)) == 4 and "4 updates, " in caplog.text
-    assert f"run directory: runs/{folder.name}" in caplog.messages[-1] and "the same command" not in caplog.text
+    assert f"run directory: runs/{folder.name}" in caplog.messages[-1] and "next:" not in caplog.text
     refused = t5(work, lr=1e-3, model_path="auto", data_path="absent.jsonl")
     with pytest.raises(UserError, match="absent"):
         refused.train()
