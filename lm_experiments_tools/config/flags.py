@@ -239,9 +239,17 @@ def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run
 def check_groups(args: Any, groups: Sequence[type]) -> None:
     """Check each flag's range, then call `check` of each group, then refuse flags without effect.
 
+    From Python a whole number may be written 1e5; it becomes an int.
+
     Raises:
         UserError: a value out of range, or flags in conflict.
     """
+    for name, flag in flags_of(type(args)).items():
+        value, kinds = getattr(args, name), (flag.annotation, *typing.get_args(flag.annotation))
+        if isinstance(value, float) and int in kinds and float not in kinds:
+            if not value.is_integer():
+                raise UserError(f"--{name} is {value}: it must be {describe(flag.annotation)}.")
+            object.__setattr__(args, name, int(value))  # the dataclass is frozen
     for name, rule in _rules(args, groups, Range):
         value = getattr(args, name)
         # From Python: the command line has converted it.

@@ -125,23 +125,26 @@ def described(
     *,
     is_new: bool,
     trained: Callable[[], TrainingLoop],
-    commands: Callable[[str], Sequence[str]],
+    commands: Callable[[str], Sequence[str]] | None,
 ) -> Iterator[None]:
     """Context that ends a run with its time, its best metric, commands to try its model with, and its folder.
 
     Args:
         is_new: True if the folder was made for this start; a start that is refused removes it.
         trained: returns the loop of a run that has ended.
-        commands: f(quoted run directory) -> shell commands that read the trained model.
+        commands: f(quoted run directory) -> shell commands that read the trained model; None for a call of
+            `PreTrainer.train`, which no command has started.
     """
     started, folder = time.monotonic(), None if args.validate_only else args.model_path
     ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
+    if commands is None:
+        ending = "; train() with this model_path continues it"
     try:
         yield
         ending = ""
         if not args.validate_only:
             say(backend, _summary(trained(), time.monotonic() - started))
-        if folder is not None:
+        if folder is not None and commands is not None:
             # The user's shell has not entered --working_dir.
             where = folder if args.working_folder() == "." else os.path.abspath(folder)
             if following := commands(shlex.quote(str(where))):
@@ -373,10 +376,3 @@ def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path]
 
     on_all(backend, write, only_main=True)
     return folder
-
-
-def close_run(backend: Backend, data: RunData) -> None:
-    """Stop data worker processes and shut down the backend."""
-    if data.train is not None:
-        data.train.close()
-    backend.close()

@@ -61,6 +61,7 @@ from lm_experiments_tools.recipes.finetuning_data import example_rows, finetunin
 from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder
 from lm_experiments_tools.tracking.notebook import Results
 from lm_experiments_tools.training.micro_batches import MicroBatch
+from lm_experiments_tools.training.run_folder import with_run_directory
 from lm_experiments_tools.training.validation import generate
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class FineTuner:
         """
         self._change(dict(settings))
         self._refuse_few_bits("train")
-        args = self.args.resolved()
+        args = with_run_directory(self.args.resolved(), self.backend, "finetuning")
         self._check_folder(args.model_path)
         self._check_rows()
         run = start_run(args, self.backend)

@@ -35,7 +35,7 @@ def fast(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def as_flag(name: str, value: Any, default: Any) -> Any:
-    """Convert a setting to the type of its flag: paths to text, lists and single names to tuples.
+    """Convert a setting to the type of its flag: paths to text, lists and single names to tuples, model_path none.
 
     Args:
         default: the flag's default.
@@ -43,6 +43,8 @@ def as_flag(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, tuple):
         values = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
         return tuple(str(item) if isinstance(item, Path) else item for item in values)
+    if name == "model_path" and value == "none":
+        return None
     return str(value) if isinstance(value, Path) else value
 
 

@@ -16,6 +16,7 @@ from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.cluster import attempt
 from lm_experiments_tools.checkpoint.source import Source, find_source
 from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.flags import AUTO
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models import inherited
@@ -25,10 +26,12 @@ from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.modules.inspection import evaluated
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.recipes.bert import BertPretraining
+from lm_experiments_tools.recipes.common import described
 from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder
 from lm_experiments_tools.recipes.t5 import T5Pretraining
 from lm_experiments_tools.recipes.t5_sources import sources_of_phases
 from lm_experiments_tools.tracking.notebook import Results
+from lm_experiments_tools.training.run_folder import with_run_directory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,8 +83,9 @@ class PreTrainer:
         )
         given = {**dict.fromkeys(settings, "given"), **{name: origin for name, (_, origin) in found.items()}}
         self.args, self._origins = choose_speed(self.args, given, keeps_process=True)
-        self._recipe: Pretraining | None = None
-        self._trained_in: list[str | None] = []  # model_path of each call of train
+        self._usual_schedule = usual.get("lr_scheduler")
+        self._recipe: Pretraining | None = None  # that has built the model
+        self._has_trained = False  # in `args.model_path`
 
     @cached_property
     def backend(self) -> Backend:
@@ -102,25 +106,24 @@ class PreTrainer:
     def train(self, **settings: Unpack[PreTrainingSettings]) -> Results:
         """Train on `data_path`; returns the last metrics of each split, as in metrics.json.
 
-        If `model_path` has checkpoints, the run is resumed. So a second call with more `iters` continues the first.
+        If `model_path` has checkpoints, the run is resumed. So a second call with more `iters` continues the first;
+        the usual schedule is then that of the whole length, and raises the rate again. Settings of a call that is
+        refused are forgotten.
 
         Args:
-            settings: flags to change before training, for example iters=4000.
+            settings: flags to change before training, for example iters=4000. A rate that is given here changes
+                neither the usual optimizer nor the usual schedule, as one given to PreTrainer does.
 
         Raises:
             UserError: an impossible setting, or a second call whose first saved no checkpoint.
         """
-        self.args = self._changed(self.args, dict(settings))
-        if any(path is None or path != self.args.model_path for path in self._trained_in):
+        args = self._changed(self.args, dict(settings))
+        if self._has_trained and (args.model_path is None or args.model_path != self.args.model_path):
             raise UserError(
                 "this PreTrainer has trained, and a second train() continues the checkpoints of its model_path: give "
                 "both the same one, or make a new PreTrainer, which starts anew."
             )
-        recipe = self._start(self.args)
-        self._trained_in.append(self.args.model_path)
-        recipe.train()
-        recipe.finish()
-        return Results(recipe.trainer.state.metrics)
+        return Results(self._run(args).trainer.state.metrics)
 
     @fast
     def evaluate(self) -> Results:
@@ -133,11 +136,10 @@ class PreTrainer:
         """
         if self.args.lacks_validation():
             raise UserError("there is no validation data: give valid_data_path or valid_fraction to PreTrainer.")
-        if self._recipe is None:
+        if not hasattr(self._recipe, "trainer"):
             if not (self.args.may_resume() or self.args.names_weights()):
                 raise UserError("evaluate: the weights are random: train(), or give model_path of a run.")
-            recipe = self._start(replace(self.args, validate_only=True, save_best=False))
-            recipe.train()
+            recipe = self._run(replace(self.args, validate_only=True, save_best=False))
             return Results(recipe.trainer.state.metrics["valid"])
         trainer = self._recipe.trainer
         with evaluated(self.model):
@@ -152,22 +154,40 @@ class PreTrainer:
         args_class = BertPretrainingArgs if self._is_bert else T5PretrainingArgs
         return changed_args(args_class, args, settings, owner="PreTrainer", refused=_REFUSED)
 
-    def _start(self, args: T5PretrainingArgs | BertPretrainingArgs) -> Pretraining:
-        """A new recipe on this backend; the model of the one before is freed."""
-        if self._recipe is not None:
-            self._recipe.data.train.close()
-            self.backend.release(forget=True)
-            del self._recipe.trainer, self._recipe.data
-        if isinstance(args, BertPretrainingArgs):
-            recipe: Pretraining = BertPretraining(args, self._origins)
+    def _run(self, args: T5PretrainingArgs | BertPretrainingArgs) -> Pretraining:
+        """Train or validate by a new recipe, which takes the place of the one before if it gives the object weights.
+
+        The model of the one before is kept until the new settings are accepted.
+        """
+        recipe_class = BertPretraining if self._is_bert else T5Pretraining
+        is_new, args = args.model_path == AUTO, with_run_directory(args, self.backend, recipe_class.script)
+        run_args = args
+        # The usual schedule has the length of the run: a longer second call would find a kept one ended at 0.
+        if self._usual_schedule and args.lr_scheduler == self._usual_schedule and args.epochs is None:
+            run_args = replace(args, num_training_steps=args.num_training_steps or args.iters)
+        if isinstance(run_args, BertPretrainingArgs):
+            recipe: Pretraining = BertPretraining(run_args, self._origins)
         else:
-            recipe = T5Pretraining(args, self._origins, attempt(lambda: sources_of_phases(args)))
-        recipe.backend, self._recipe = self.backend, recipe
+            recipe = T5Pretraining(run_args, self._origins, attempt(lambda: sources_of_phases(run_args)))
+        recipe.backend, recipe.before = self.backend, self._recipe
+        try:
+            with described(args, self.backend, is_new=is_new, trained=lambda: recipe.trainer, commands=None):
+                recipe.train()
+                if not args.validate_only:
+                    recipe.finish()
+        finally:
+            recipe.close_data()
+            if not hasattr(recipe, "trainer") or not (recipe.trainer.state.step or args.names_weights()):
+                recipe.free()  # no model, or one with random weights
+            else:
+                self._recipe = recipe
+                if not args.validate_only:
+                    self.args, self._has_trained = args, True
         return recipe
 
     def _built(self, what: str) -> Pretraining:
-        if self._recipe is None or not hasattr(self._recipe, "trainer"):
-            raise UserError(f"{what}: the model is built by train() or evaluate(): call one of them first.")
+        if not hasattr(self._recipe, "trainer"):
+            raise UserError(f"{what}: there is no model, or the last start failed: call train() or evaluate() first.")
         return self._recipe
 
 

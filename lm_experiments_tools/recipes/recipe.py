@@ -25,7 +25,7 @@ from lm_experiments_tools.models.freezing import train_only
 from lm_experiments_tools.models.from_args import ModelSource, model_from_args, model_source, optimizer_from_args
 from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.planning.fit import out_of_memory_explained
-from lm_experiments_tools.recipes.common import close_run, described, seed_worker, show_run, start_run, warn_of_data
+from lm_experiments_tools.recipes.common import described, seed_worker, show_run, start_run, warn_of_data
 from lm_experiments_tools.recipes.t5_sources import CACHE
 from lm_experiments_tools.training.losses import with_bytes
 from lm_experiments_tools.training.phases import Phase
@@ -77,7 +77,8 @@ class Recipe(ABC):
         with described(self.args, self.backend, is_new=is_new, **options):
             self.train()
             self.finish()
-        close_run(self.backend, self.data)
+        self.close_data()
+        self.backend.close()
 
     @abstractmethod
     def train(self) -> None:
@@ -95,6 +96,11 @@ class Recipe(ABC):
             folder: run directory, quoted.
         """
 
+    def close_data(self) -> None:
+        """Stop the data's worker processes, if the data has been opened."""
+        if hasattr(self, "data") and self.data.train is not None:
+            self.data.train.close()
+
     def train_or_validate(self) -> None:
         """Train the model, or only validate it."""
         args, trainer = self.trainer.args, self.trainer
@@ -109,6 +115,7 @@ class Pretraining(Recipe):
     """Base class of pre-training runs, which have one or several phases (parts with different settings)."""
 
     data: PretrainingData
+    before: Pretraining | None = None  # on the same backend; freed once the settings of this run are accepted
 
     @property
     @abstractmethod
@@ -163,15 +170,24 @@ class Pretraining(Recipe):
         parts = with_models(phases, self.backend, self.special_tokens)
         for phase, source in parts:
             self.check(phase.args, source)
+        if self.before is not None:
+            self.before.free()
+            self.before = None
         for phase, source in parts:
             built = self.build(phase, source)
             show_run(built.args, self.origins, run, self.backend, self.backend.unwrap(), self.data, built)
             self.train_or_validate()
             if phase is not phases[-1]:
-                self.data.train.close()
-                self.backend.release(forget=True)
-                del self.trainer, self.data  # freed before the next ones are built
+                self.free()
                 run = None  # its start is recorded
+
+    def free(self) -> None:
+        """Drop data, model and trainer, if they have been built, before others are built on this backend."""
+        if hasattr(self, "data"):
+            self.close_data()
+            self.backend.release(forget=True)
+            self.__dict__.pop("trainer", None)
+            del self.data
 
     def build(self, phase: Phase, source: ModelSource) -> Phase:
         """Build data, model, loss, optimizer and trainer of a phase; returns it with `--epochs` in updates."""

@@ -15,7 +15,9 @@ _DELAY = 5.0  # seconds of a command before its bar appears
 def in_notebook() -> bool:
     """True in the kernel of a notebook, whose cells show HTML."""
     ipython = sys.modules.get("IPython")
-    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
+    shell = type(None) if ipython is None else type(ipython.get_ipython())
+    # Colab's shell is a subclass of Jupyter's.
+    return any(cls.__name__ == "ZMQInteractiveShell" for cls in shell.__mro__)
 
 
 def shows_progress(stream: IO[str]) -> bool:

@@ -27,12 +27,16 @@ class StopSignals:
     A second SIGINT interrupts immediately. Under torchrun or accelerate launch, a dead parent process counts as
     SIGTERM. Signals of batch systems that the user's program handles, or nohup ignores, are left alone.
 
+    Args:
+        saves: the run saves a checkpoint when it stops, which the log says.
+
     Attributes:
         agreed: signal number that any worker received, known to all after `agree`; 0 for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
         self.agreed = 0
+        self._reaction = "saving a checkpoint and stopping" if saves else "stopping"
         self._noted = [0] * len(STOP_SIGNALS)
         self._previous: dict[int, Any] = {}
         self._entered = False
@@ -46,8 +50,7 @@ class StopSignals:
             return [0] * len(STOP_SIGNALS)
         if self._launcher is not None and os.getppid() != self._launcher:
             logger.warning(
-                "the launcher of this worker (process %d) ended without a signal: saving a checkpoint and stopping",
-                self._launcher,
+                "the launcher of this worker (process %d) ended without a signal: %s", self._launcher, self._reaction
             )
             self._launcher = None
             self._noted[STOP_SIGNALS.index(signal.SIGTERM)] += 1
@@ -62,7 +65,7 @@ class StopSignals:
         for number, count in zip(STOP_SIGNALS, totals, strict=True):
             if count and not self.agreed:
                 self.agreed = int(number)
-                logger.warning("%s: saving a checkpoint and stopping", signal.Signals(number).name)
+                logger.warning("%s: %s", signal.Signals(number).name, self._reaction)
 
     def __enter__(self) -> None:
         self._entered = True

@@ -59,7 +59,7 @@ class Step:
         # Otherwise keys and values of every layer would live to the step's end, unused.
         if "use_cache" in self.split.names:
             self.forward_kwargs.setdefault("use_cache", False)
-        self.signals, self._names = StopSignals(), self.loss.label_names()
+        self.signals, self._names = StopSignals(saves=bool(args.model_path)), self.loss.label_names()
         self._num_empty: int | None = 0  # steps without targets so far; None after a step with targets
 
     def count(self, micro_batches: Sequence[MicroBatch], failed: bool = False, save: bool = False) -> GlobalCounts:

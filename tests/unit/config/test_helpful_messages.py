@@ -71,6 +71,14 @@ def test_text_for_a_number_is_refused_by_the_name_of_the_setting():
         T5PretrainingArgs(data_path=("a",), model_cfg="t5-small", lr="1e-3")
 
 
+def test_a_whole_number_may_be_a_float_in_python():
+    args = TrainerArgs(iters=1e1, save_interval=2e1, model_path="run", clip_grad_norm=1.0)
+    assert repr((args.iters, args.save_interval, args.clip_grad_norm)) == "(10, 20, 1.0)"
+    for value in (10.5, float("inf"), float("nan")):
+        with pytest.raises(UserError, match=f"--iters is {value}: it must be a whole number"):
+            TrainerArgs(iters=value)
+
+
 @pytest.mark.parametrize(
     "name, ours", [("output_dir", "model_path"), ("max_steps", "iters"), ("save_steps", "save_interval")]
 )

@@ -131,7 +131,7 @@ def test_evaluation_leaves_the_weights_as_they_are(folder, sets, tmp_path):
         assert one.model.training
 
 
-def test_a_folder_is_trained_in_once(folder, sets, tmp_path):
+def test_a_folder_is_trained_in_once(folder, sets, tmp_path, monkeypatch):
     """A second training there would load its checkpoint over the model; a new tuner continues the run."""
     flags = {**sets, **LENGTHS, "metrics": "none", "lr": 1e-2, "iters": 2}
     tuner = FineTuner(folder / "t5", **flags, model_path=str(tmp_path / "a"))
@@ -142,7 +142,12 @@ def test_a_folder_is_trained_in_once(folder, sets, tmp_path):
     with pytest.raises(UserError, match=r"has trained in .*/a: choose another model_path"):
         tuner.train(iters=4)
     assert unchanged(tuner, weights)
-    tuner.train(iters=1, lr=1e-6, model_path=str(tmp_path / "b"))
+    tuner.train(iters=1, lr=1e-6, model_path="none")
+    assert tuner.args.model_path is None
+    monkeypatch.setenv("LMTOOLS_RUNS", str(tmp_path / "b"))
+    for number in (1, 2):
+        tuner.train(iters=1, lr=1e-6, model_path="auto")
+        assert len(list((tmp_path / "b").glob("finetuning-*/last"))) == number
     assert tuner.model.shared.weight.abs().max() < 1e-4
     again = FineTuner(folder / "t5", **{**flags, "iters": 5}, model_path=str(tmp_path / "a"))
     again.train()

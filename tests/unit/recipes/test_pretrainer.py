@@ -2,15 +2,23 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    get_cosine_schedule_with_warmup,
+)
 
 from lm_experiments_tools import FineTuner, PreTrainer, UserError
 from lm_experiments_tools.recipes.bert import BertPretraining
+from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers import ROOT
 from tests.helpers.runs import BERT, TINY, losses, words, write_text
 from tests.helpers.tokenizer_toys import byte_level_tokenizer
@@ -31,6 +39,12 @@ def t5(work, **settings):
     usual = {"data_path": "text.jsonl", "valid_data_path": "text.jsonl", "vocab": numbered_words_vocabulary(work)}
     sizes = {"input_seq_len": 32, "target_seq_len": 16, "batch_size": 4, "data_n_workers": 1, "log_interval": 1}
     return PreTrainer(work / "tiny.json", **{**usual, **sizes, **settings})
+
+
+def bert(work, **settings):
+    usual = {"data_path": "text.jsonl", "tokenizer": byte_level_tokenizer(work / "tokenizer.json"), "packing": "none"}
+    sizes = {"input_seq_len": 32, "batch_size": 4, "log_interval": 1}
+    return PreTrainer("bert.json", model_cls="transformers:BertForMaskedLM", **{**usual, **sizes, **settings})
 
 
 def test_training_is_that_of_the_script(work):
@@ -68,11 +82,7 @@ def test_a_short_call_trains_with_a_usual_rate(work):
 
 
 def test_an_encoder_takes_the_recipe_of_bert_on_plain_text(work):
-    run = PreTrainer(
-        "bert.json", model_cls="transformers:BertForMaskedLM", data_path="text.jsonl", valid_data_path="text.jsonl",
-        tokenizer=byte_level_tokenizer(work / "tokenizer.json"), iters=2, batch_size=4, input_seq_len=32,
-        log_interval=1, packing="none",
-    )  # fmt: skip
+    run = bert(work, iters=2, valid_data_path="text.jsonl")
     metrics = run.train()
     assert isinstance(run._recipe, BertPretraining) and run.args.packing == "none"
     assert run.evaluate() == metrics["valid"] and 0 <= metrics["valid"]["accuracy_mlm"] <= 1
@@ -99,10 +109,133 @@ def test_refusals(work, settings, sentence):
 
 def test_what_needs_a_model_or_a_folder_says_so(work):
     run = t5(work, iters=1)
-    with pytest.raises(UserError, match="save: the model is built by train"):
+    with pytest.raises(UserError, match="save: there is no model"):
         run.save("mine")
     with pytest.raises(UserError, match="the weights are random"):
         run.evaluate()
     run.train()
     with pytest.raises(UserError, match="give both the same one"):
         run.train(iters=2)
+
+
+@pytest.mark.parametrize("make", [t5, bert])
+@pytest.mark.parametrize("validation", [{"valid_data_path": "text.jsonl"}, {"valid_fraction": 0.2}])
+def test_a_run_is_evaluated_and_then_trained_on(work, make, validation):
+    settings = {"lr": 1e-3, "iters": 2, "valid_samples": 8, "model_path": "run", "valid_data_path": None, **validation}
+    metrics = make(work, **settings).train()
+    again = make(work, **settings)
+    assert again.evaluate() == pytest.approx(metrics["valid"], rel=1e-6)
+    again.train(iters=4)
+    assert len(losses("run")) == 4
+
+
+def test_a_longer_second_call_has_the_usual_schedule_of_the_whole_length(work):
+    run = t5(work, iters=4, model_path="run", valid_data_path=None)
+    run.train()
+    run.train(iters=8)
+    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["lr"] for line in lines if line["split"] == "train"}
+    # The cosine of transformers of 8 updates, 1 of them warm-up, after 4 updates of one half as long.
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-2)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 1, 8)
+    expected = []
+    for _ in range(8):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert [rates[step] for step in (5, 6, 7, 8)] == pytest.approx(expected[4:])
+    assert run.args.num_training_steps is None
+
+
+def test_a_refused_call_keeps_the_trained_model_and_the_settings(work):
+    run = t5(work, iters=2, lr=1e-3, model_path="run")
+    metrics = run.train()
+    with pytest.raises(UserError, match="seed"):
+        run.train(seed=5)
+    assert run.evaluate() == pytest.approx(metrics["valid"], rel=1e-6)
+    run.save("mine")
+    run.train(iters=4)
+    assert len(losses("run")) == 4
+
+
+def test_a_call_that_fails_after_its_start_can_be_made_again(work):
+    run = t5(work, iters=2, lr=1e-3, model_path="run")
+    metrics = run.train()
+    with pytest.raises(UserError, match="has ended"):
+        run.train(iters=4, lr_scheduler="linear", resume="run/last", num_training_steps=2)
+    with pytest.raises(UserError, match="save: there is no model, or the last start failed: call train"):
+        run.save("mine")
+    assert run.evaluate() == pytest.approx(metrics["valid"], rel=1e-6)
+    run.train(iters=4)
+    assert len(losses("run")) == 4
+
+
+def test_a_failed_start_leaves_no_model_and_may_be_corrected(work):
+    run = t5(work, iters=2, lr=1e-3, optimize_metric="nope")
+    with pytest.raises(UserError, match="optimize_metric nope"):
+        run.train()
+    with pytest.raises(UserError, match="the weights are random"):
+        run.evaluate()
+    with pytest.raises(UserError, match="absent"):
+        run.train(data_path="absent.jsonl", optimize_metric="loss")
+    assert run.train(optimize_metric="loss")["valid"]["loss"] == pytest.approx(run.evaluate()["loss"], rel=1e-6)
+
+
+def test_the_words_auto_and_none_for_a_folder_mean_what_the_flag_means(work, caplog, monkeypatch):
+    monkeypatch.delenv("LMTOOLS_RUNS", raising=False)
+    run = t5(work, iters=2, lr=1e-3, model_path="auto", valid_data_path=None)
+    caplog.set_level("INFO")
+    run.train()
+    (folder,) = (work / "runs").iterdir()
+    assert folder.name.startswith("t5-") and run.args.model_path == f"runs/{folder.name}"
+    run.train(iters=4)
+    assert len(losses(folder)) == 4 and "4 updates, " in caplog.text
+    assert f"run directory: runs/{folder.name}" in caplog.messages[-1] and "next:" not in caplog.text
+    refused = t5(work, lr=1e-3, model_path="auto", data_path="absent.jsonl")
+    with pytest.raises(UserError, match="absent"):
+        refused.train()
+    assert refused.args.model_path == "auto" and len(list((work / "runs").iterdir())) == 1
+    assert t5(work, iters=1, lr=1e-3, model_path="none").args.model_path is None
+
+
+OBJECTIVE = """
+from lm_experiments_tools import Objective
+
+class Copied(Objective):
+    models = ("encoder-decoder",)
+    def example(self, tokens, rng):
+        return {"input_ids": tokens, "labels": tokens}
+"""
+
+
+def test_no_worker_process_outlives_a_call(work, monkeypatch, caplog):
+    (work / "copied_objective.py").write_text(OBJECTIVE)
+    monkeypatch.syspath_prepend(work)
+    own = {"task": "copied_objective:Copied", "target_seq_len": 128, "data_n_workers": 2, "lr": 1e-3}
+    before = {child.pid for child in psutil.Process().children()}
+
+    def workers():
+        return {child.pid for child in psutil.Process().children()} - before
+
+    started = []
+    log_train = TrainingLoop.log_train
+
+    def log_and_count(loop):
+        started.append(len(workers()))
+        log_train(loop)
+
+    monkeypatch.setattr(TrainingLoop, "log_train", log_and_count)
+    run = t5(work, iters=2, **own)
+    run.train()
+    assert started == [2, 2] and not workers()
+    assert run.evaluate()["loss"] > 0
+    with pytest.raises(UserError, match="optimize_metric nope"):
+        t5(work, iters=2, optimize_metric="nope", **own).train()
+    assert not workers()
+    monkeypatch.setattr(TrainingLoop, "log_train", lambda loop: signal.raise_signal(signal.SIGINT))
+    run = t5(work, iters=9, **own)
+    with pytest.raises(SystemExit):
+        run.train()
+    assert not workers()
+    assert "SIGINT: stopping" in caplog.text and "saving a checkpoint" not in caplog.text
+    run.save("interrupted")

@@ -76,3 +76,11 @@ def test_a_kernel_shows_bar_and_curve(tmp_path):
 
 def test_outside_a_kernel_there_is_no_curve():
     assert not progress.in_notebook() and notebook.live_curve() is None
+
+
+def test_colab_is_a_notebook(monkeypatch):
+    """Its shell is `class Shell(ipykernel.zmqshell.ZMQInteractiveShell)` of google.colab._shell."""
+    zmqshell = pytest.importorskip("ipykernel.zmqshell")
+    shell = type("Shell", (zmqshell.ZMQInteractiveShell,), {})
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell.__new__(shell))
+    assert progress.in_notebook()
