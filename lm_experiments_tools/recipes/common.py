@@ -189,7 +189,8 @@ def _check_optimization(args: ExperimentArgs) -> None:
     if args.validate_only:
         return
     if getattr(args, "epochs", None) is not None:  # the number of updates is not known yet
-        args = replace(args, **{"epochs": None, "iters": 10**9})
+        changes: dict[str, Any] = {"epochs": None, "iters": 10**9}
+        args = replace(args, **changes)
     rules = [(f"rule {i}", options) for i, (_, options) in enumerate(args.group_rules())]  # each matches a toy
     names = ["layer.0.weight", *(pattern for pattern, _ in rules)]
     LearningRate(args, make_optimizer(args, [(name, nn.Parameter(torch.zeros(2, 2))) for name in names], rules))
