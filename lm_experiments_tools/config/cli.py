@@ -48,8 +48,8 @@ class ConfigArgs:
     print_config: bool = False
     """Print the merged settings, with the origin of each that is not the default, as YAML and exit."""
     dry_run: bool = False
-    """Print the settings, data with a first example, memory and time of the run and exit. Nothing is trained or
-    saved."""
+    """Of a training script: print settings, data with a first example, memory and time of the run and exit. Nothing is
+    trained or saved."""
 
 
 def parse(
@@ -104,6 +104,8 @@ def parse(
     origins = {name: settings[name].origin if name in settings else DEFAULT for name in flags}
     if hasattr(args, "check_origins"):
         args.check_origins(origins)
+    if written.get("dry_run") and resolve is None:
+        raise UserError("--dry_run is for the training scripts: leave it out.")
     if written.get("print_config") or written.get("dry_run"):
         _show(args, origins, resolve, is_dry_run=bool(written.get("dry_run")))
         sys.exit(0)

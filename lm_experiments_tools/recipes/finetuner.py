@@ -200,13 +200,20 @@ class FineTuner:
         Raises:
             UserError: a setting that only the constructor accepts, or a `model_path` of an earlier `train`.
         """
-        self._change(dict(settings))
-        self._refuse_few_bits("train")
-        args = with_run_directory(self.args.resolved(), self.backend, "finetuning")
-        self._check_folder(args.model_path)
-        self._check_rows()
-        run = start_run(args, self.backend)
-        data = self.data
+        before = self.args
+        try:
+            self._change(dict(settings))
+            self._refuse_few_bits("train")
+            args = with_run_directory(self.args.resolved(), self.backend, "finetuning")
+            self._check_folder(args.model_path)
+            self._check_rows()
+            run = start_run(args, self.backend)
+            data = self.data
+        except UserError:
+            # Refused settings must not stay: `predict` reads the labels of the data that they name.
+            self.args = before
+            self._forget_data()
+            raise
         per_epoch = data.train.samples_per_epoch
         args = args.with_epochs(per_epoch, self.backend.world_size)
         data.train.seek(0 if args.model_path else self._epochs * per_epoch)
@@ -232,7 +239,9 @@ class FineTuner:
         Raises:
             UserError: the split has no data.
         """
-        if split not in ("valid", "test") or getattr(self.args, f"{split}_data_path") is None:
+        if split not in ("valid", "test"):
+            raise UserError(f"there is no split {split!r}: evaluate 'valid' or 'test'.")
+        if getattr(self.args, f"{split}_data_path") is None:
             raise UserError(f"there is no {split} data: give {split}_data_path to FineTuner.")
         generates = self.args.needs_generation()
         args = replace(self.args, **_ONLY_EVALUATION, use_generate_on_valid=generates)

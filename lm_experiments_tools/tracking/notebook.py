@@ -44,6 +44,9 @@ class LiveCurve:
             colour = _COLOURS.get(split, "#2ca02c")
             line = " ".join(place(step, loss) for step, loss in points)
             shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            # A line of one point would not be seen.
+            x, y = place(*points[-1]).split(",")
+            shapes.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
             label = f"{escape(split)} {points[-1][1]:.3f}"
             shapes.append(f'<text x="{_MARGIN + 130 * number}" y="20" fill="{colour}">{label}</text>')
         for x, y, text in ((4, _MARGIN, f"{high:.2f}"), (4, _MARGIN + plot[1], f"{low:.2f}")):

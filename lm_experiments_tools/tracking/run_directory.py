@@ -414,7 +414,10 @@ def git_output(*arguments: str) -> bytes:
 
 def _way_on(path: Path, differing: Collection[str]) -> str:
     if {"reproducible", "virtual_ranks"}.isdisjoint(differing):
-        return f"choose another --model_path, or pass --resume {path / 'last'} to continue that run with the new ones"
+        product = "keep the product of --batch_size, --gradient_accumulation_steps and workers, "
+        advice = product if "global_batch_size" in differing else ""
+        last = path / "last"
+        return f"{advice}choose another --model_path, or pass --resume {last} to continue that run with the new ones"
     # With --resume too these are refused: the bits would be others.
     return f"start it as it was, or begin a new one in another --model_path, by --init_checkpoint {path / 'last'}"
 

@@ -345,7 +345,7 @@ def read_pretrained(path: Path, lowercase: bool | None = None) -> PreTrainedToke
         if lowercase is None:
             # Uncased ones too have names in brackets with capital letters: [CLS], and <S> in multilingual BERT's.
             lowercase = all(piece == piece.lower() for piece in vocab if not _BRACKETED.fullmatch(piece))
-            logger.info("%s is read as a %s vocabulary of BERT", path, "uncased" if lowercase else "cased")
+            logger.info("%s is read as BERT's %s vocabulary", path, "uncased" if lowercase else "cased")
         if not suffix and names & {"added_tokens.json", "special_tokens_map.json"}:
             return BertTokenizerFast.from_pretrained(str(folder), do_lower_case=lowercase)
         return BertTokenizerFast(vocab=vocab, do_lower_case=lowercase)

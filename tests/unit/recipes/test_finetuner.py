@@ -105,6 +105,18 @@ def test_an_encoder_predicts_labels_by_name(folder):
     assert tuner.model.config.id2label == {0: "bad", 1: "good"}
 
 
+def test_a_refused_train_leaves_the_settings_of_before(folder):
+    data = {"data_path": folder / "labels.tsv", "input_seq_len": 32}
+    tuner = FineTuner(folder / "bert", model_type="encoder", task="classification", **data)
+    answers = tuner.predict(["w3 w4"])
+    for wrong in ({"data_path": folder / "labls.tsv"}, {"iters": 1, "epochs": 1.0}, {"valid_data_path": "nowhere"}):
+        with pytest.raises(UserError):
+            tuner.train(**wrong)
+        assert tuner.predict(["w3 w4"]) == answers
+    with pytest.raises(UserError, match="no split 'tset'"):
+        tuner.evaluate("tset")
+
+
 def weights_of(tuner):
     return {name: tensor.clone() for name, tensor in tuner.model.state_dict().items()}
 

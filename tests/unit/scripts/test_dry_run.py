@@ -9,6 +9,7 @@ import run_bert_pretraining
 import run_finetuning
 import run_t5_pretraining
 from lm_experiments_tools.tools import dry_run
+from lm_experiments_tools.tools import main as lmtools
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy
@@ -144,3 +145,9 @@ def test_what_a_run_would_refuse_is_refused(tmp_path, monkeypatch):
     )  # fmt: skip
     flags = {"data_path": "absent", "vocab_file": "absent.txt", "model_cfg": "bert-micro", "lr": 1}
     refused(lambda: run_bert_pretraining.main(words(**flags, dry_run=True)), "absent")
+
+
+def test_a_command_that_trains_nothing_has_no_dry_run(capsys):
+    assert lmtools.main(["plan", "pretrain-t5", "--model_cfg", "t5-tiny", "--dry_run"]) == 2
+    assert lmtools.main(["vocab", "--input", "t", "--size", "99", "--output", "v.model", "--dry_run"]) == 2
+    assert capsys.readouterr().err.count("error: --dry_run is for the training scripts") == 2
