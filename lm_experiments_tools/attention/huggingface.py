@@ -179,7 +179,7 @@ def attention_forward(
             )
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # a decoder's self-attention and its cross-attention, which transformers does not call causal
+    # A decoder's cross-attention is not causal to transformers, and stays exact too.
     is_exact = causal or getattr(module, "is_decoder", getattr(module.config, "is_decoder", False))
     layout = None if is_exact else _layout(module, query.shape[1])
     if causal and not hasattr(module, "is_decoder") and getattr(module.config, TYPE_KEY, None) is not None:

@@ -398,13 +398,13 @@ class FineTuner:
         return [dict(zip(self.label_names, row, strict=True)) for row in values.tolist()]
 
     def _change(self, settings: dict[str, Any]) -> None:
-        """Apply settings of `train`, and drop data that they change."""
+        """Apply settings of `train`, which undoes refused ones, and drop data that they change."""
         args = _changed(self.args, settings)
         changed = [name for name in settings if getattr(args, name) != getattr(self.args, name)]
         for name in changed:
             if name in _OF_MODEL:
                 raise UserError(f"train({name}=...) comes too late for the model: give {name} to FineTuner(...).")
-        before, self.args = self.args, args
+        self.args = args
         if _OF_DATA.isdisjoint(changed):
             return
         self._forget_data()
@@ -412,9 +412,8 @@ class FineTuner:
             return
         self.label_names = self.label_names or self.data.label_names
         if self.data.label_names != self.label_names:
-            there, self.args = self.data.label_names, before
-            self._forget_data()
-            raise UserError(f"the model has the labels {', '.join(self.label_names)}, this data {', '.join(there)}.")
+            there = ", ".join(self.data.label_names)
+            raise UserError(f"the model has the labels {', '.join(self.label_names)}, this data {there}.")
 
     def _check_folder(self, model_path: str | None) -> None:
         if model_path is not None and Path(model_path).resolve() in self._run_folders:

@@ -408,7 +408,7 @@ def block_sparse_attention(
 
 
 def _attend(inputs: AttentionInputs, backend: str) -> Tensor:
-    # one operator in a compiled graph, and in a memory estimate, which has FakeTensors outside of any graph
+    # A compiled graph gets one operator, and so does a memory estimate, which has FakeTensors outside of any graph.
     if torch.compiler.is_compiling() != isinstance(inputs.q, FakeTensor):
         return _attend_in_graph(inputs, backend)
     inputs, module = select(inputs, backend)

@@ -10,15 +10,11 @@ import reprlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 DENSE_BLOCK = 64  # tokens of a block where no layout is given
 
