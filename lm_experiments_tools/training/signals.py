@@ -15,6 +15,7 @@ from typing import Any
 
 from lm_experiments_tools.config import exits
 from lm_experiments_tools.config.exits import STOP_SIGNALS
+from lm_experiments_tools.errors import LostWorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,10 @@ class StopSignals:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # The launcher's SIGTERM may come before this worker has said which one is lost, and must not end it.
+        if kind is not None and issubclass(kind, LostWorkerError):
+            self._previous.pop(signal.SIGTERM, None)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

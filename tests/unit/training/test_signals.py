@@ -126,6 +126,7 @@ def test_a_launcher_s_signal_while_a_lost_worker_is_reported_is_not_this_one_s_e
     try:
         with pytest.raises(RunError, match="a worker is lost"):
             make_loop(At(3, lambda loop: {}["connection"])).train()
+        os.kill(os.getpid(), signal.SIGTERM)  # before the program has printed the error
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not ended
