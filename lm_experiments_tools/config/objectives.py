@@ -21,6 +21,9 @@ OF_NATIVE_PIPELINE = Ignored(
     lambda args: getattr(args, "data_pipeline", None) == "seqio",  # BERT's runs have no other
     "needs --data_pipeline native",
 )
+_OF_TOKEN_FILES = Ignored(
+    lambda args: getattr(args, "streaming", False), "is not for --streaming: tokenize first (lmtools tokenize)"
+)
 PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X:64:0.5", "S:0.25@1.5")
 
 
@@ -173,7 +176,7 @@ class ObjectiveArgs:
     mlm_positions: MlmPositions = None
     """mlm: tokens whose words are scored, only those with a label or all. None: those with a label, in our
     BERT and ModernBERT."""
-    mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
+    mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE, _OF_TOKEN_FILES] = None
     """prefix_lm, ul2: rows that hold all lengths in their shares, in order of length, so that micro-batches pad
     little. None: all rows of a step, over all workers; 1: rows in random order."""
     append_eos: Annotated[bool, OF_NATIVE_PIPELINE] = True

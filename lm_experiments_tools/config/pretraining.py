@@ -26,7 +26,10 @@ INHERITED = (
     "base_model", "init_checkpoint", "reset_optimizer", "reset_lr", "reset_iteration", "model_cls",
     "vocab", "tokenizer",
 )  # fmt: skip
-_MIXES = Ignored(lambda args: len(args.data_path) < 2, "needs several --data_path")
+_MIXES = Ignored(
+    lambda args: len(args.data_path) < 2 or getattr(args, "streaming", False),
+    "needs several --data_path, and they cannot be mixed by --streaming: tokenize them first (lmtools tokenize)",
+)
 _HELD_OUT = Range(lambda value: 0 < value < 1, "it must be above 0 and below 1, for example 0.01")
 _STREAMED = Ignored(
     lambda args: getattr(args, "streaming", False),
@@ -46,8 +49,7 @@ class MixtureArgs:
     data_blending: Annotated[Literal["proportional", "megatron"], _MIXES, OF_NATIVE_PIPELINE] = "proportional"
     """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
     data_maximum: Annotated[int | None, COUNT, _MIXES, _OF_SIZES, OF_NATIVE_PIPELINE] = None
-    """proportional: most examples of a source, weighted, that count (T5's artificial limit); with --streaming, bytes
-    of its files. None: all."""
+    """proportional: most examples of a source, weighted, that count (T5's artificial limit). None: all."""
     data_temperature: Annotated[float, POSITIVE, _MIXES, _OF_SIZES, OF_NATIVE_PIPELINE] = 1.0
     """proportional: shares are sizes, weighted, to the power of 1 / temperature: 1 as they are, 100 nearly equal."""
 

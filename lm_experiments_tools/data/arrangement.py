@@ -122,19 +122,17 @@ class MixedSteps(Buckets):
     Args:
         lengths, num_samples, seed: see `Buckets`.
         step_rows: samples per step over all workers.
-        num_before: samples that are read before these, so that a step may begin among them.
     """
 
-    def __init__(self, lengths: Lengths, num_samples: int, step_rows: int, seed: int, num_before: int = 0) -> None:
+    def __init__(self, lengths: Lengths, num_samples: int, step_rows: int, seed: int) -> None:
         super().__init__(lengths, num_samples, -(-step_rows // _PARTS), seed)
-        self.num_before = num_before
         self.step_rows, self.name, self.window = step_rows, f"mix_rows={step_rows}", _STEPS * step_rows
 
     def describe(self) -> str:
         return f"all lengths in each {self.step_rows} rows"
 
     def _places(self, begin: int, end: int) -> np.ndarray:
-        steps, rows = np.divmod(self.num_before + np.arange(begin, end), self.step_rows)
+        steps, rows = np.divmod(np.arange(begin, end), self.step_rows)
         parts = rows * min(_PARTS, self.step_rows) // self.step_rows
         low, high = draw_integers(self._key, np.zeros(len(steps)), steps * _PARTS + rows * _PARTS // self.step_rows, 2)
         return np.lexsort((high << _32 | low, parts))

@@ -8,6 +8,7 @@ Unlike `multiprocessing.Process`, a worker does not import the parent's main scr
 survive a killed parent.
 """
 
+import logging
 import os
 import queue
 import subprocess
@@ -20,10 +21,12 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from lm_experiments_tools.config.exits import STOP_SIGNALS
 from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 _GRACE = 5.0  # seconds that a worker has left for the work in hand when its caller is gone
 _SECONDS_TO_END = 10.0  # from a closed connection to the end of the process
@@ -35,6 +38,13 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 def available_cores() -> int:
     """Return the number of CPUs that this process may use; all CPUs if the system does not tell (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class LogLine(NamedTuple):
+    """A line for the log of the parent, which a worker may send before its answer."""
+
+    level: int
+    text: str
 
 
 class WorkerEnded(Exception):
@@ -51,7 +61,7 @@ class WorkerEnded(Exception):
 
 
 class Worker:
-    """Handle by which a parent process starts, asks and ends one worker process. Not thread-safe.
+    """Handle by which a parent process starts, asks and ends one worker process.
 
     Args:
         work: function that the worker process runs. It is defined at module level and gets a `Caller`, the connection
@@ -70,6 +80,7 @@ class Worker:
         log: BinaryIO | None = None,
     ):
         self._connection, theirs = Pipe()
+        self._asking, self._end = threading.Lock(), None
         with theirs:
             descriptor = theirs.fileno()
             # The caller handles signals to the group. The import path is copied: `python -c` puts the current folder
@@ -102,7 +113,8 @@ class Worker:
             WorkerEnded: the worker has died.
         """
         try:
-            message = self._connection.recv()
+            while isinstance(message := self._connection.recv(), LogLine):
+                logger.log(*message)
         except (EOFError, OSError):
             try:
                 returncode = self.process.wait(_SECONDS_TO_END)
@@ -114,12 +126,20 @@ class Worker:
         return message
 
     def ask(self, request: Any) -> Any:
-        """Send a request to the worker and return its answer. Raises the same errors as `receive`."""
-        self._send(request)
-        try:
-            return self.receive()
-        except WorkerEnded as end:
-            raise WorkerEnded(end.returncode, request) from None
+        """Send a request to the worker and return its answer, in one thread at a time.
+
+        Raises the same errors as `receive`, with any of which the worker ends; then the first one each time.
+        """
+        with self._asking:
+            if self._end is None:
+                self._send(request)
+                try:
+                    return self.receive()
+                except WorkerEnded as end:
+                    self._end = WorkerEnded(end.returncode, request)
+                except (UserError, OSError) as error:
+                    self._end = error
+            raise self._end
 
     def kill(self) -> None:
         """Kill the worker process immediately."""
@@ -203,6 +223,7 @@ class Caller:
     def __init__(self, descriptor: int, parent: int):
         self._connection = Connection(descriptor)
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sending = threading.Lock()
         threading.Thread(target=self._listen, args=(parent,), daemon=True).start()
         self.settings = self._messages.get()
         if self.settings is _GONE:
@@ -224,7 +245,13 @@ class Caller:
 
     def send(self, message: Any) -> None:
         """Send a message from the worker to its parent. Raises ConnectionError if the parent has ended."""
-        self._connection.send(message)
+        with self._sending:
+            self._connection.send(message)
+
+    def log(self, level: int, text: str) -> None:
+        """Send a line to the log of the parent, which shows it when it waits for an answer."""
+        with suppress(ConnectionError):
+            self.send(LogLine(level, text))
 
     def serve(self, prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
         """Answer all requests of the parent process until it ends.

@@ -310,30 +310,17 @@ def pretraining_dataset(
 ) -> Dataset:
     """Build the dataset of an objective from one or several data sets, mixed by `--data_weights`.
 
+    Examples that differ in length are arranged by length within each step.
+
     Args:
         tokens: one item per data set of the mixture: a token file, or several that are read as one.
-        world_size: number of workers.
+        world_size: number of training processes.
         num_workers: number of processes that make examples; 0 makes them in this one.
     """
     dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())
     if num_workers:
         dataset = ParallelDataset(dataset, num_workers)
-    return arranged_by_length(args, dataset, mixed_rows(args, world_size))
-
-
-def arranged_by_length(args: T5PretrainingArgs, dataset: Dataset, step_rows: float, num_before: int = 0) -> Dataset:
-    """Arrange samples by length within each step, if the examples of `--task` differ in length.
-
-    Args:
-        step_rows: rows of a step that come from this dataset, on average.
-        num_before: samples that are read before those of the dataset.
-    """
     if not args.objective().varies_in_length:
         return dataset
-    rows = max(1, round(step_rows))
-    return dataset.arranged(MixedSteps(dataset.lengths, len(dataset), rows, args.seed, num_before))
-
-
-def mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
-    """Return the rows that hold all lengths: `--mix_rows`, by default those of a training step over all workers."""
-    return args.mix_rows or args.global_batch_size(world_size)
+    rows = args.mix_rows or args.global_batch_size(world_size)
+    return dataset.arranged(MixedSteps(dataset.lengths, len(dataset), rows, args.seed))

@@ -1,51 +1,61 @@
 """Training while the text is being read and tokenized: `--streaming`.
 
-A text is divided into V streams, which are endless sequences of documents. A chunk is some consecutive documents of a
-stream. A worker is a training process.
+A text is divided into V streams, which are endless sequences of documents. Worker processes tokenize each stream in
+chunks of consecutive documents, ahead of training.
 
-    text -> V streams of documents -> chunks of tokens -> examples -> batches of this worker
-            (text.py)                 (worker.py)         (chunks.py)
+    text -> V streams of documents -> chunks of tokens -> examples -> batches of this training process
+            (text.py)                 (text.py)           (TokenRows)
 
-Sample g is sample g // V of stream g % V. Examples are shuffled within their chunk. The
-order depends only on the seed. Worker r of W reads every n-th stream, beginning with stream r % n, where n is the
-greatest common divisor of W and V. If W divides V, no two workers read the same document. Two workers and four
-streams:
+Sample g is sample g // V of stream g % V. Examples are shuffled within their chunk. The order depends only on the
+seed. Rank r of W reads every n-th stream, beginning with stream r % n, where n is the greatest common divisor of W and
+V. If W divides V, no two ranks read the same document. Two ranks and four streams:
 
     g          0  1  2  3  4  5  6  7
     stream     0  1  2  3  0  1  2  3
-    worker     0  1  0  1  0  1  0  1
+    rank       0  1  0  1  0  1  0  1
 
-Each stream has its own epochs. Several texts are mixed example by example within each stream (`Mixture`). The last
-example of a chunk is short and padded. `datasets.IterableDataset` is not used because its order depends on the number
-of workers and its state does not restore the shuffle buffer (benchmarks/log.md).
+Each stream has its own epochs. The last example of a chunk is short and padded. The file `stream-00003.jsonl` records
+the number of examples and the end position of each chunk of stream 3, so that a resumed run does not read the text
+again. Without this file the stream is read from its beginning and gives the same examples.
+`datasets.IterableDataset` is not used because its order depends on the number of workers and its state does not
+restore the shuffle buffer (benchmarks/log.md).
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from itertools import count, takewhile
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import Dataset, SampleDataset, joined
-from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.mixture import Mixture, mixing_rates
+from lm_experiments_tools.data.loader import TrainLoader, in_background
 from lm_experiments_tools.data.objectives.objective import build_objective
-from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory, arranged_by_length, mixed_rows
+from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.order import stream_key
-from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
-from lm_experiments_tools.data.streaming.text import StreamPlan
-from lm_experiments_tools.data.streaming.worker import Chunk, ChunkRequest, ChunkSettings
+from lm_experiments_tools.data.streaming.text import (
+    Chunk,
+    ChunkRequest,
+    ChunkSettings,
+    StreamPlan,
+    rejected_path,
+    work,
+)
+from lm_experiments_tools.data.text.records import allowed, too_many
 from lm_experiments_tools.data.text.sources import content_of
 from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
 from lm_experiments_tools.data.tokens.indexed import token_prefix
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder
-from lm_experiments_tools.data.workers import available_cores
+from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import json_sha256
 
@@ -58,29 +68,137 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_VERSION = 5  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
+_VERSION = 6  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
-_PERIOD = 1 << 16  # samples of a stream after which the order of the texts in a mixture repeats
+_PATIENCE = 15.0  # seconds of waiting before a message says what for
+_SECONDS_TO_STOP = 10.0
+
+
+class Stream:
+    """The training examples of one stream of documents: endless, with access by number.
+
+    Args:
+        folder: folder of the files that record the chunks of all streams.
+        worker: the process that tokenizes this stream.
+        build: function that makes examples of a chunk.
+    """
+
+    def __init__(self, number: int, folder: Path, worker: Worker, build: Callable[[ChunkRequest, Chunk], Dataset]):
+        self.number, self._worker, self._build = number, worker, build
+        self._index = folder / f"stream-{number:05d}.jsonl"
+        self._records: list[dict[str, Any]] = []
+        self._begins = [0]  # first example of each chunk and of the next one
+        self.chunks: dict[int, futures.Future[Dataset]] = {}  # in memory, or being made
+        for record in self._read_index():
+            self._append(record)
+
+    def _read_index(self) -> list[dict[str, Any]]:
+        """Records without a gap from the first. Several processes may have written, and one may have been killed."""
+        found: dict[int, dict[str, Any]] = {}
+        for line in self._index.read_text(encoding="utf-8").splitlines() if self._index.is_file() else ():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            found[record["chunk"]] = record
+        return [found[number] for number in takewhile(found.__contains__, count())]
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._records.append(record)
+        self._begins.append(self._begins[-1] + record["num_samples"])
+
+    @property
+    def is_known(self) -> bool:
+        """True if a chunk was made, in this run or before."""
+        return bool(self._records)
+
+    @property
+    def rejected_and_lines(self) -> tuple[int, int]:
+        """Number of records that could not be used, and of all records read so far. Each record counts once."""
+        end = self._records[-1]["end"] if self._records else {"rejected": 0, "lines": 0}
+        return end["rejected"], end["lines"]
+
+    def start(self, samples: np.ndarray) -> None:
+        """Begin to tokenize the chunks of the samples int64[n] of this stream, and drop all chunks before them."""
+        first, last = (bisect_right(self._begins, sample) - 1 for sample in (samples.min(), samples.max()))
+        self.chunks = {number: chunk for number, chunk in self.chunks.items() if number >= first}
+        for number in range(first, last + 1):
+            self._chunk(number)
+
+    def read(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Dataset, np.ndarray]]:
+        """Wait for the chunks of samples; for each, yield indices into `samples`, and its dataset with its samples."""
+        while samples.max() >= self._begins[-1]:
+            self._wait(len(self._records))
+        chunks = np.searchsorted(self._begins, samples, side="right") - 1
+        for number in np.unique(chunks).tolist():
+            here = np.flatnonzero(chunks == number)
+            yield here, self._wait(number), samples[here] - self._begins[number]
+        self._chunk(int(chunks.max()) + 1)
+
+    def _wait(self, number: int) -> Dataset:
+        chunk = self._chunk(number)
+        while not futures.wait([chunk], _PATIENCE).done:
+            logger.info("waiting for text: stream %d has %d examples", self.number, self._begins[-1])
+        return chunk.result()
+
+    def _chunk(self, number: int) -> futures.Future[Dataset]:
+        """A chunk, made in the background. It is at most the first one that has no record."""
+        if number not in self.chunks:
+            begin = self._records[number - 1]["end"] if number else {}
+            request = ChunkRequest(self.number, number, begin, again=number < len(self._records))
+            self.chunks[number] = in_background(self._make, request)
+        return self.chunks[number]
+
+    def _make(self, request: ChunkRequest) -> Dataset:
+        try:
+            chunk = self._worker.ask(request)
+        except WorkerEnded as end:
+            raise OSError(
+                f"the process that tokenizes ended with exit code {end.returncode} (-9: killed, often for lack of "
+                f"memory) at chunk {request.number} of stream {self.number}"
+            ) from None
+        dataset = self._build(request, chunk)
+        record = {"chunk": request.number, "num_samples": len(dataset), "num_tokens": len(chunk.tokens)}
+        record["end"] = chunk.end
+        if request.number == len(self._records):
+            _append_line(self._index, json.dumps(record))
+            self._append(record)
+        elif record != self._records[request.number]:
+            raise UserError(
+                f"chunk {request.number} of stream {self.number} differs from before: the text has changed since; "
+                f"restore it, or remove {self._index.parent} and start a new --model_path"
+            )
+        return dataset
+
+
+def _append_line(path: Path, line: str) -> None:
+    """Append a line, also after one that was truncated by a kill or a full disk."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                line = f"\n{line}"
+        file.write(f"{line}\n".encode())
 
 
 class StreamedDataset(SampleDataset):
-    """Training samples of `--streaming`, by sample number: those of the streams that this worker reads.
-
-    A stream is an endless sequence of documents, a fixed part of the text.
+    """Training samples of `--streaming`, by sample number: those of the streams that this rank reads.
 
     Args:
-        feed: tokenizes the text of the streams.
+        streams: the streams.
+        workers: the processes that tokenize them.
+        settings: settings of these processes.
         fingerprint: hash of text, settings and seed.
-        num_streams: number of streams over all workers.
-        mixture: which text each sample of a stream comes from; None for one text.
     """
 
     samples_per_epoch = None
 
-    def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, mixture: Mixture | None = None) -> None:
-        self.feed, self.fingerprint, self.num_streams, self.mixture = feed, fingerprint, num_streams, mixture
-        self.rows_at_once = _ROWS_AT_ONCE * len(feed.streams)
+    def __init__(
+        self, streams: Sequence[Stream], workers: Sequence[Worker], settings: ChunkSettings, fingerprint: str
+    ) -> None:
+        self.streams, self.workers, self.settings, self.fingerprint = streams, workers, settings, fingerprint
+        self.rows_at_once = _ROWS_AT_ONCE * len(streams)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized.
@@ -88,30 +206,38 @@ class StreamedDataset(SampleDataset):
         Raises:
             RunError: the text cannot be read, or a worker process has died.
         """
-        streams, numbers = samples % self.num_streams, samples // self.num_streams
-        texts = np.zeros_like(samples)
-        if self.mixture is not None:
-            texts, numbers = self.mixture.locate(numbers)
-        rows_of = {
-            (text, stream): np.flatnonzero((texts == text) & (streams == stream))
-            for text, stream in np.unique(np.stack([texts, streams]), axis=1).T.tolist()
-        }
+        numbers, streams = np.divmod(samples, self.settings.plan.num_streams)
+        rows_of = {stream: np.flatnonzero(streams == stream.number) for stream in self.streams}
+        rows_of = {stream: rows for stream, rows in rows_of.items() if rows.size}
         try:
-            self.feed.wait_for({
-                where: (int(numbers[rows].min()), int(numbers[rows].max())) for where, rows in rows_of.items()
-            })  # fmt: skip
+            for stream, rows in rows_of.items():
+                stream.start(numbers[rows])
+            parts = (
+                (rows[here], dataset.batch(indices))
+                for stream, rows in rows_of.items()
+                for here, dataset, indices in stream.read(numbers[rows])
+            )
+            batch = joined(parts, len(samples), "examples of --task")
         except OSError as error:
             raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
-        parts = (
-            (rows[here], dataset.batch(indices))
-            for where, rows in rows_of.items()
-            for here, dataset, indices in self.feed.streams[where].locate(numbers[rows])
-        )
-        return joined(parts, len(samples), "examples of --task")
+        self._check_rejected()
+        return batch
+
+    def _check_rejected(self) -> None:
+        limit = self.settings.max_bad_lines
+        rejected, lines = map(sum, zip(*(stream.rejected_and_lines for stream in self.streams), strict=True))
+        if rejected > allowed(limit, lines):
+            raise UserError(
+                f"{too_many(limit, rejected, lines)}, listed in {rejected_path(self.settings.folder)}: fix them, "
+                "name another key by --text_key, or allow more with --max_bad_lines"
+            )
 
     def close(self) -> None:
         """End the worker processes that tokenize the text."""
-        self.feed.close()
+        for worker in self.workers:
+            worker.kill()
+            worker.close()
+        futures.wait([chunk for stream in self.streams for chunk in stream.chunks.values()], _SECONDS_TO_STOP)
 
 
 def streaming_data(
@@ -124,89 +250,47 @@ def streaming_data(
     Raises:
         UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
-    plans, shares, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
-    num_streams = plans[0].num_streams
-    if backend.is_main and num_streams % backend.world_size:
+    plan, fingerprint = on_all(backend, lambda: _plan(args, vocabulary))
+    if len({*backend.gather(fingerprint)}) > 1:
+        raise UserError(f"{', '.join(args.data_path)} differs between machines: every machine needs the same text")
+    if backend.is_main and plan.num_streams % backend.world_size:
         logger.warning(
             "the text can be divided into %d streams of equal size, which %d workers do not divide, so several read "
             "the same text: tokenize it before (lmtools tokenize), or give more or smaller files, or --streams",
-            num_streams,
+            plan.num_streams,
             backend.world_size,
         )
     objective = build_objective(args, vocabulary, model_kind)
-    loader = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plans, shares, fingerprint))
-    described = f"{sum(len(plan.shards) for plan in plans)} shards in {num_streams} streams"
-    if len(plans) > 1:
-        described += f", examples {' : '.join(f'{share:.2%}' for share in shares)}"
+    dataset = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plan, fingerprint))
+    loader = TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
+    described = f"{len(plan.shards)} shards in {plan.num_streams} streams"
     return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {described}"
 
 
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:
-    """Return the numbers of the text streams that a worker reads.
-
-    Args:
-        rank, world_size: number of the worker, from 0, and number of workers.
-        num_streams: number of streams over all workers.
-    """
+    """Return the numbers of the text streams that a rank reads."""
     step = gcd(world_size, num_streams)
     return range(rank % step, num_streams, step)
 
 
-def _plan(
-    args: T5PretrainingArgs, vocabulary: Tokenizer, world_size: int
-) -> tuple[list[StreamPlan], list[float], str]:
-    """The texts in equally many streams, their shares, and the fingerprint of data, objective and seed."""
+def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer) -> tuple[StreamPlan, str]:
+    """The text in streams, and the fingerprint of data, objective and seed."""
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
-    texts = [(path,) for path in args.data_path] if args.is_weighted() else [args.data_path]
-    plans = [
-        StreamPlan.make(text, args.streams, stream_key(args.seed, f"text {number}"), args.document_per_line)
-        for number, text in enumerate(texts)
-    ]
-    num_streams = min(plan.num_streams for plan in plans)
-    num_streams = next(n for n in range(num_streams, 0, -1) if all(plan.is_balanced(n) for plan in plans))
-    plans = [replace(plan, num_streams=num_streams) for plan in plans]
+    plan = StreamPlan.make(args.data_path, args.streams, args.seed, args.document_per_line)
     parts = {
         "version": _VERSION,
-        "text": [content_of(plan.shards) for plan in plans],
-        "mixing": (shares := _shares(args, plans)),
+        "text": content_of(plan.shards),
         "text_key": args.text_key,
         "vocabulary": vocabulary.fingerprint,
         "encode_by": vocabulary.encode_by,
         "append_eos": args.ends_documents(),
         "objective": args.settings_of_examples(),
-        "streams": num_streams,
+        "streams": plan.num_streams,
         "seed": args.seed,
     }
-    order = f"/mix_rows={mixed_rows(args, world_size)}" if args.objective().varies_in_length else ""
-    return plans, shares, json_sha256(parts) + order
-
-
-def _shares(args: T5PretrainingArgs, plans: Sequence[StreamPlan]) -> list[float]:
-    """Fraction of the examples that come from each text. The size of a text is that of its files in bytes."""
-    rates = np.ones(1) if len(plans) == 1 else _rates(args, plans)
-    shares = rates / rates.sum()
-    if shares.min() < 1 / _PERIOD:
-        path = args.data_path[int(shares.argmin())]
-        raise UserError(f"{path} would be 1 of {1 / shares.min():,.0f} examples: leave it out, or give it more weight")
-    return shares.tolist()
-
-
-def _rates(args: T5PretrainingArgs, plans: Sequence[StreamPlan]) -> np.ndarray:
-    """Relative numbers of examples of several texts."""
-    mixing = args.mixing()
-    weights = np.array(mixing["weights"] or [1.0] * len(plans), np.float64)
-    if mixing["blending"] == "megatron":
-        return weights
-    kinds = {(shard.kind == "dataset", shard.end is None) for plan in plans for shard in plan.shards}
-    if len(kinds) > 1 or (True, True) in kinds:
-        raise UserError(
-            f"the sizes of {', '.join(args.data_path)} do not compare (unknown for datasets, and only some files are "
-            "compressed): give the shares by --data_blending megatron and --data_weights"
-        )
-    sizes = [sum(shard.num_bytes for shard in plan.shards) for plan in plans]
-    return mixing_rates(sizes, weights, mixing["maximum"], mixing["temperature"])
+    return plan, json_sha256(parts)
 
 
 def _open(
@@ -214,40 +298,31 @@ def _open(
     vocabulary: Tokenizer,
     objective: Objective,
     backend: Backend,
-    plans: Sequence[StreamPlan],
-    shares: Sequence[float],
+    plan: StreamPlan,
     fingerprint: str,
-) -> TrainLoader:
+) -> StreamedDataset:
     """Start the workers and wait for the first examples, to find most errors here."""
-    folder = (CACHE / fingerprint[:16]).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    num_streams, world_size = plans[0].num_streams, backend.world_size
 
-    def build(chunk: Chunk, request: ChunkRequest) -> Dataset:
-        where = f"text {request.text}, stream {request.stream}, chunk {request.number}"
+    def build(request: ChunkRequest, chunk: Chunk) -> Dataset:
         if request.number == 0:
             num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
             warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {request.stream}")
-        dataset = Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, stream_key(args.seed, where)))
-        # A step takes this text's share of the rows of each stream.
-        rows = mixed_rows(args, world_size) / num_streams * shares[request.text]
-        return arranged_by_length(args, dataset, rows, request.num_before)
+        seed = stream_key(args.seed, f"stream {request.stream}, chunk {request.number}")
+        return Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, seed))
 
+    folder = (CACHE / fingerprint[:16]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
-    own_plans = tuple(plan.on_this_machine() for plan in plans)
-    settings = ChunkSettings(own_plans, str(folder), encoder, args.max_bad_lines)
-    streams = streams_of(backend.rank, world_size, num_streams)
-    examples = [ExampleStream(folder, text, number) for text in range(len(plans)) for number in streams]
-    feed = ChunkFeed(examples, settings, build, args.data_n_workers or min(_WORKERS, available_cores()))
-    mixture = None
-    if len(plans) > 1:
-        mixture = Mixture([_PERIOD // len(plans)] * len(plans), shares, "megatron")
-    unread = {where: (0, 0) for where, stream in feed.streams.items() if not stream.num_known}
-    if unread:
+    settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
+    numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
+    num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))
+    workers = [Worker(work, settings) for _ in range(num_workers)]
+    streams = [Stream(n, folder, workers[k % num_workers], build) for k, n in enumerate(numbers)]
+    dataset = StreamedDataset(streams, workers, settings, fingerprint)
+    if unread := [stream.number for stream in streams if not stream.is_known]:
         try:
-            feed.wait_for(unread)
-        except (UserError, OSError):
-            feed.close()
+            dataset.batch(np.array(unread))
+        except (UserError, RunError):
+            dataset.close()
             raise
-    dataset = StreamedDataset(feed, fingerprint, num_streams, mixture)
-    return TrainLoader(dataset, args.rows_on_worker(world_size), backend.rank, world_size)
+    return dataset

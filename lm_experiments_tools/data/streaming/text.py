@@ -1,14 +1,15 @@
-"""The text of a `--streaming` run: it is divided into streams, which are read in an order fixed by the seed.
+"""The text of a `--streaming` run, divided into streams, and the worker process that tokenizes it chunk by chunk.
 
-A stream is an endless sequence of documents. A shard is a part of a file, or a shard of a Hugging Face dataset. The
-shards are assigned to V streams, differently in each epoch. Six shards of equal size in two streams:
+A stream is an endless sequence of documents. A shard is a part of a file, or a shard of a Hugging Face dataset. Each
+epoch assigns the shards to V streams in another way. Six shards of equal size in two streams:
 
     epoch       0         1         2
     stream 0    4 1 3     0 4 2     5 3 0   ...
     stream 1    0 5 2     3 1 5     1 2 4   ...
 
 V depends on the data and on `--streams`, not on the number of workers. A stream, and each `Position` in it, is a
-function of (data, seed). A text that cannot be cut, such as one compressed file, is one stream.
+function of (data, seed). A text that cannot be cut, such as one compressed file, is one stream. This module does not
+import torch.
 """
 
 import heapq
@@ -16,9 +17,10 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +32,11 @@ from lm_experiments_tools.data.text.records import (
     locate,
     no_documents,
     read_shard,
+    utf8_length,
 )
-from lm_experiments_tools.data.text.sources import Shard, file_stamp, plan_shards
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.data.text.sources import Shard, plan_shards
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder, batches
+from lm_experiments_tools.data.workers import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +45,17 @@ _MIN_SHARD_BYTES = 1 << 12
 _MAX_SHARD_BYTES = 64 << 20
 _MAX_IMBALANCE = 1.1  # the largest stream over the average
 _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of the datasets package itself
+# Tokens of a chunk: some hundred KB of text of each stream, and training begins; doubled chunk after chunk.
+FIRST_CHUNK, LARGEST_CHUNK = 1 << 15, 1 << 20
+_BATCH_BYTES = 1 << 16  # text per call into the vocabulary: small, so that the first chunk is ready soon
 
 
 @dataclass(frozen=True)
 class Position:
-    """A position in one text of a stream, from which a resumed run reads on.
+    """A position in a stream, from which a resumed run reads on.
 
     Attributes:
-        epoch, shard: how often the stream has read the text, and the number of the current shard (part of the text).
+        epoch, shard: how often the stream has read the text, and the number of the current shard.
         items: records read in this shard, with those that could not be used.
         rejected, lines: unusable records and all records of epoch 0, which meets each record once.
     """
@@ -62,7 +69,7 @@ class Position:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How a text is divided among streams: its shards (parts of files or datasets), and the number of streams."""
+    """How a text is divided among streams: its shards, and the number of streams."""
 
     shards: tuple[Shard, ...]
     num_streams: int
@@ -70,56 +77,22 @@ class StreamPlan:
 
     @classmethod
     def make(cls, inputs: Sequence[str], max_streams: int, seed: int, document_per_line: bool = False) -> "StreamPlan":
-        """Divide a text into as many streams of about equal size as possible.
-
-        The inputs are cut into shards (parts of files or datasets). The largest stream has at most 1.1 times the
-        average size.
-
-        Args:
-            inputs: files, folders and datasets.
-            max_streams: maximum number of streams.
-            seed: determines which stream reads which shards.
-            document_per_line: each line of a text file is a document.
-
-        Raises:
-            UserError: an input does not exist or is empty.
-        """
+        """Divide a text into as many streams as have about equal size: at most 1.1 times the average."""
         shards = plan_shards(inputs, document_per_line=document_per_line)
-        size = sum(shard.num_bytes for shard in shards)
-        if size:
+        if size := sum(shard.num_bytes for shard in shards):
             wanted = size // (_SHARDS_PER_STREAM * max_streams)
             wanted = min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
             shards = plan_shards(inputs, wanted, document_per_line=document_per_line)
         counts = range(min(max_streams, len(shards)), 0, -1)
-        plan = cls(tuple(shards), 1, seed)
-        return replace(plan, num_streams=next(n for n in counts if plan.is_balanced(n)))
+        return next(plan for plan in (cls(tuple(shards), n, seed) for n in counts) if plan._is_balanced())
 
-    def is_balanced(self, num_streams: int) -> bool:
-        """Return True if so many streams would have about equal size."""
-        sums, sizes = [0] * num_streams, sorted(_weights(self.shards), reverse=True)
-        for size in sizes:
-            heapq.heapreplace(sums, sums[0] + size)
-        return max(sums) * num_streams <= _MAX_IMBALANCE * sum(sizes)
-
-    def on_this_machine(self) -> "StreamPlan":
-        """Return the plan with the modification times that the input files have on this machine.
-
-        The plan was made on another machine, where copies of the files may have other times. Raises UserError if file
-        sizes differ.
-        """
-        planned = {shard.path: shard.stamp for shard in self.shards if shard.stamp is not None}
-        stamps = {path: file_stamp(path) if os.path.exists(path) else (-1, 0) for path in planned}
-        for path, stamp in planned.items():
-            if stamps[path][0] != stamp[0]:
-                here = f"{stamps[path][0]:,} bytes" if stamps[path][0] >= 0 else "missing"
-                raise UserError(
-                    f"{path} has {stamp[0]:,} bytes where the run was planned and is {here} here: every machine needs "
-                    "the same text"
-                )
-        return replace(self, shards=tuple(replace(shard, stamp=stamps.get(shard.path)) for shard in self.shards))
+    def _is_balanced(self) -> bool:
+        weights = _weights(self.shards)
+        sizes = [sum(weights[number] for number in numbers) for numbers in _assign(self, 0)]
+        return max(sizes) * len(sizes) <= _MAX_IMBALANCE * sum(sizes)
 
     def shards_of(self, stream: int, epoch: int) -> list[Shard]:
-        """Return the shards (parts of the text) that a stream reads in an epoch, in reading order."""
+        """Return the shards that a stream reads in an epoch, in reading order."""
         return [self.shards[number] for number in _assign(self, epoch)[stream]]
 
 
@@ -148,15 +121,12 @@ def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
 
 
 class StreamText:
-    """The documents that one stream reads from one text, as an endless iterator.
+    """The documents of one stream, as an endless iterator.
 
     Args:
-        plan: the shards (parts) of the text, and the number of streams.
-        stream: index of the stream.
         position: position to begin at.
-        text_key: key of the text in a JSON record.
-        max_bad_lines: maximum number of unusable records of this text in the stream; None stops only where most
-            records are unusable.
+        max_bad_lines: maximum number of unusable records in the stream; None stops only where most records are
+            unusable.
         listed_in: path of the list of unusable records, for error messages.
 
     Attributes:
@@ -225,3 +195,95 @@ class StreamText:
             self.rejected.append(located := locate(shard, item))
             counts.add(located.where, located.reason)
         self.position = Position(position.epoch, position.shard, position.items + 1, counts.count, counts.lines)
+
+
+# ---- the worker process ----
+
+
+@dataclass(frozen=True)
+class ChunkRequest:
+    """Request to tokenize the next documents of a stream, which together form a chunk.
+
+    Attributes:
+        stream, number: number of the stream, and of the chunk in it.
+        begin: position where the chunk starts, a `Position` as JSON.
+        again: True if the chunk was made before, so that its rejected records are listed already.
+    """
+
+    stream: int
+    number: int
+    begin: dict[str, Any]
+    again: bool
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Settings of a worker process.
+
+    Attributes:
+        folder: folder for the list of unusable records.
+        encoder: converts text to token ids.
+        max_bad_lines: see `StreamText`.
+    """
+
+    plan: StreamPlan
+    folder: str
+    encoder: TextEncoder
+    max_bad_lines: int | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Token ids of consecutive whole documents, and the position after them, a `Position` as JSON."""
+
+    tokens: np.ndarray
+    end: dict[str, Any]
+
+
+class ChunkMaker:
+    """Reads and tokenizes the text of streams, one chunk for each request. Files stay open from chunk to chunk."""
+
+    def __init__(self, settings: ChunkSettings):
+        self.settings = settings
+        self._open: dict[int, tuple[StreamText, Iterator[Record]]] = {}
+
+    def make(self, request: ChunkRequest) -> Chunk:
+        """Tokenize a chunk: at least 32,768 tokens, doubled from chunk to chunk up to a million."""
+        encoder, least = self.settings.encoder, min(FIRST_CHUNK << min(request.number, 30), LARGEST_CHUNK)
+        text, documents = self._text_at(request)
+        parts, size = [], 0
+        try:
+            for batch in batches(documents, lambda document: utf8_length(document.value), _BATCH_BYTES):
+                ids = encoder.encode([part for document in batch for part in encoder.parts(document)]).ids
+                parts.append(ids.astype(encoder.dtype))
+                size += len(ids)
+                if size >= least:
+                    break
+        finally:
+            if text.rejected and not request.again:
+                with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
+                    file.writelines(f"{record.to_json()}\n" for record in text.rejected)
+            text.rejected.clear()
+        # Not after an error, which the iterator does not survive.
+        self._open[request.stream] = text, documents
+        return Chunk(np.concatenate(parts), asdict(text.position))
+
+    def _text_at(self, request: ChunkRequest) -> tuple[StreamText, Iterator[Record]]:
+        settings, begin = self.settings, Position(**request.begin)
+        text, documents = self._open.pop(request.stream, (None, None))
+        if text is None or text.position != begin:
+            listed_in = rejected_path(settings.folder)
+            key, limit = settings.encoder.key, settings.max_bad_lines
+            text = StreamText(settings.plan, request.stream, begin, key, limit, listed_in)
+            documents = iter(text)
+        return text, documents
+
+
+def rejected_path(folder: str | os.PathLike) -> Path:
+    """Return the path of the list of records that could not be used, in the folder of a streamed run."""
+    return Path(folder) / "bad_lines.jsonl"
+
+
+def work(caller: Caller) -> None:
+    """Run the worker process of a streamed run, which answers each ChunkRequest with a Chunk."""
+    caller.serve(lambda settings: ChunkMaker(settings).make)

@@ -1,6 +1,5 @@
 """--streaming: each document once an epoch, one order for any number of workers and speed, resume at any sample."""
 
-import gzip
 import json
 import random
 import shutil
@@ -18,12 +17,10 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.objectives.token_rows import TokensInMemory
-from lm_experiments_tools.data.streaming import chunks as stream_chunks
 from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
-from lm_experiments_tools.data.streaming import worker as streaming_worker
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
-from lm_experiments_tools.data.streaming.worker import ChunkMaker
+from lm_experiments_tools.data.streaming.text import ChunkMaker
 from lm_experiments_tools.data.text import records
 from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -73,9 +70,10 @@ class OneOfMany(LocalBackend):
 @pytest.fixture
 def in_process(monkeypatch):
     """Workers in threads, and small chunks."""
-    monkeypatch.setattr(streaming_worker, "FIRST_CHUNK", FIRST_CHUNK)
-    monkeypatch.setattr(streaming_worker, "LARGEST_CHUNK", 4 * FIRST_CHUNK)
-    monkeypatch.setattr(stream_chunks, "Worker", InProcess)
+    monkeypatch.setattr(stream_text, "FIRST_CHUNK", FIRST_CHUNK)
+    monkeypatch.setattr(stream_text, "LARGEST_CHUNK", 4 * FIRST_CHUNK)
+    monkeypatch.setattr(stream_text, "_BATCH_BYTES", 1 << 12)
+    monkeypatch.setattr(streaming, "Worker", InProcess)
     return monkeypatch
 
 
@@ -141,7 +139,7 @@ def test_two_or_three_workers_have_the_rows_of_one(start, in_process):
         loaders = [start(rank, world_size, cache=f"{rank} of {world_size}") for rank in range(world_size)]
         assert_equal(interleaved([take(loader, 30) for loader in loaders]), expected)
         read = [
-            {path.name for path in Path(f"../{r} of {world_size}").rglob("text-*.jsonl")} for r in range(world_size)
+            {path.name for path in Path(f"../{r} of {world_size}").rglob("stream-*.jsonl")} for r in range(world_size)
         ]
         assert sum(map(len, read)) == 4 == len(set().union(*read))  # nothing is read twice
     loaders = [start(rank, 3, cache="shared", batch_size=4) for rank in range(3)]  # all read all, in one cache
@@ -153,7 +151,7 @@ def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch
     by_line = start(cache="line")
     monkeypatch.setattr(SentencePieceTokenizer, "encode_by", "document")
     whole = start(cache="document")
-    ways = [loader.dataset.feed._settings.encoder.encode_by for loader in (by_line, whole)]
+    ways = [loader.dataset.settings.encoder.encode_by for loader in (by_line, whole)]
     assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
 
 
@@ -169,7 +167,7 @@ def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data
 
     in_process.setattr(streaming, "TokensInMemory", lambda tokens: chunks.append(tokens) or TokensInMemory(tokens))
     loader = start(streams=1, data_n_workers=1)
-    index = next(Path(".cache/streams").iterdir()) / "text-0-stream-00000.jsonl"
+    index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
     batch = take(loader, 10)
     assert [len(chunk) // FIRST_CHUNK for chunk in chunks[:2]] == [1, 2]
     rows = json.loads(index.read_text().splitlines()[0])["num_samples"]
@@ -178,27 +176,6 @@ def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data
     kept = [part[:rows].numpy().ravel() for part in (batch["input_ids"], batch["labels"])]
     kept = np.concatenate([part[~np.isin(part, special)] for part in kept])
     assert sorted(kept.tolist()) == sorted(chunks[0].tolist())
-
-
-def test_a_mixture_of_texts_is_the_same_for_any_number_of_workers_and_resumes(start, in_process, data, tmp_path):
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((data / "text" / "b.jsonl").read_bytes()))
-    mixed = {
-        "data_path": (str(data / "text" / "a.jsonl"), str(tmp_path / "b.jsonl.gz")), "data_blending": "megatron",
-        "data_weights": (3.0, 1.0),
-    }  # fmt: skip
-    whole = start(cache="one", **mixed)
-    first, expected = take(whole, 20), take(whole, 20)
-    loaders = [start(rank, 2, cache=f"{rank}", **mixed) for rank in range(2)]
-    assert_equal(interleaved([take(loader, 20) for loader in loaders]), first)
-    for loader in loaders:
-        loader.close()
-    again = [start(rank, 4, cache=cache, **mixed) for rank, cache in enumerate(["0", "new", "0", "new"])]
-    assert {loader.fingerprint for loader in again} == {whole.fingerprint}
-    for loader in again:
-        loader.seek(20 * 8)
-    assert_equal(interleaved([take(loader, 20) for loader in again]), expected)
-    others = [{}, {**mixed, "data_weights": (3.0, 2.0)}, {**mixed, "data_weights": ()}]
-    assert len({loader.fingerprint for loader in (whole, *(start(cache="x", **other) for other in others))}) == 4
 
 
 @pytest.mark.parametrize("left", ["all", "part of the index", "nothing"])
@@ -215,7 +192,7 @@ def test_resumed_is_uninterrupted(start, in_process, left):
     if left == "nothing":
         shutil.rmtree(folder)
     if left == "part of the index":  # killed in the middle of a line
-        index = folder / "text-0-stream-00001.jsonl"
+        index = folder / "stream-00001.jsonl"
         index.write_text(index.read_text()[:150])
     again = start(streams=2)
     again.seek(50 * 8)
@@ -234,18 +211,18 @@ def test_resumed_is_uninterrupted(start, in_process, left):
     again.seek(50 * 8)
     assert_equal(take(again, 20), expected)
     again.close()
-    index = (folder / "text-0-stream-00001.jsonl").read_bytes()
+    index = (folder / "stream-00001.jsonl").read_bytes()
     once_more = start(streams=2)
     once_more.seek(50 * 8)
     assert_equal(take(once_more, 20), expected)
-    assert (folder / "text-0-stream-00001.jsonl").read_bytes().startswith(index)
+    assert (folder / "stream-00001.jsonl").read_bytes().startswith(index)
 
 
 def test_an_index_with_a_gap_is_good_up_to_the_gap(start, in_process):
     whole = start(streams=1, data_n_workers=1)
     expected = take(whole, 60)
     whole.close()
-    index = next(Path(".cache/streams").iterdir()) / "text-0-stream-00000.jsonl"
+    index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
     lines = index.read_text().splitlines(keepends=True)
     assert len(lines) > 4
     index.write_text("".join([*lines[:2], lines[2][:40] + lines[2], *lines[3:]]))  # a full disk, then a restart
@@ -256,45 +233,10 @@ def test_old_chunks_are_dropped_and_made_again(start, in_process):
     loader = start(streams=1, data_n_workers=1)
     expected = take(loader, 10)
     take(loader, 100)
-    numbers = sorted(loader.dataset.feed.streams[0, 0]._open)
+    numbers = sorted(loader.dataset.streams[0].chunks)
     assert numbers[0] >= 2 and len(numbers) <= 4
     loader.seek(0)
     assert_equal(take(loader, 10), expected)
-
-
-@pytest.mark.parametrize("task", ["prefix_lm", "ul2"])
-def test_rows_of_a_micro_batch_are_of_like_length_for_any_number_of_workers(start, in_process, task):
-    """Steps of 64 rows in micro-batches of 8; each stream arranges its own rows."""
-    settings = {"task": task, "mix_rows": 64}
-    expected = take(start(cache="one", **settings), 32)
-    loaders = [start(rank, 2, cache=f"{rank}", **settings) for rank in range(2)]
-    assert_equal(interleaved([take(loader, 32) for loader in loaders]), expected)
-    lengths = (expected["labels"] != -100).sum(1).float()
-    assert expected["labels"].shape[1] >= lengths.max()
-    shuffled = lengths[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
-    padding = [float(1 - one.sum() / (one.reshape(-1, 8).amax(1) * 8).sum()) for one in (lengths, shuffled)]
-    assert padding[0] < 0.6 * padding[1]
-    spread = [float(one.reshape(-1, 64).mean(1).std()) for one in (lengths, shuffled)]
-    assert spread[0] < 1.3 * spread[1]
-
-
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (5.0, 2.0)])
-def test_steps_of_two_texts_have_all_lengths(start, in_process, data, weights):
-    """Each text has its part of a step: were it arranged by whole steps, short ones and long ones would alternate."""
-    paths = tuple(str(data / "text" / name) for name in ("a.jsonl", "b.jsonl"))
-    mixed = {"data_path": paths, "data_blending": "megatron", "data_weights": weights}
-    lengths = (take(start(task="ul2", mix_rows=64, **mixed), 64)["labels"] != -100).sum(1).float()
-    shuffled = lengths[torch.randperm(512, generator=torch.Generator().manual_seed(0))]
-    spread = [float(one.reshape(-1, 64).mean(1).std()) for one in (lengths, shuffled)]
-    assert spread[0] < 1.3 * spread[1]
-
-
-def test_a_text_that_hardly_comes_is_refused_and_weights_are_relative(start, in_process, data):
-    paths = tuple(str(data / "text" / name) for name in ("a.jsonl", "b.jsonl"))
-    mixed = {"data_path": paths, "data_blending": "megatron"}
-    assert len({start(**mixed, data_weights=weights).fingerprint for weights in ((3.0, 1.0), (6.0, 2.0))}) == 1
-    with pytest.raises(UserError, match=r"b\.jsonl would be 1 of 10,000,001 examples"):
-        start(**mixed, data_weights=(1e7, 1.0))
 
 
 def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp_path, monkeypatch):
@@ -325,7 +267,7 @@ def test_a_real_worker_process_and_its_death(start, monkeypatch):
     expected_error = r"the streamed text stopped: the process that tokenizes ended with exit code -9 \(-9: killed"
     loader = start()
     take(loader, 3)
-    processes = [worker.process for worker in loader.dataset.feed._workers]
+    processes = [worker.process for worker in loader.dataset.workers]
     assert len(processes) == 2
     modules = Path(f"/proc/{processes[0].pid}/maps").read_text() if Path("/proc").is_dir() else ""
     assert "libtorch" not in modules and "tensorflow" not in modules
@@ -343,8 +285,8 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1}
     loader = start(max_bad_lines=2, **settings)
     take(loader, 100)
-    stream = loader.dataset.feed.streams[0, 0]
-    assert stream._records[-1].end["epoch"] >= 2 and stream.rejected_and_lines[0] == 2
+    stream = loader.dataset.streams[0]
+    assert stream._records[-1]["end"]["epoch"] >= 2 and stream.rejected_and_lines[0] == 2
     loader.close()
     listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
     listed = [json.loads(line) for line in listed.read_text().splitlines()]
@@ -381,25 +323,16 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ),
         ({"data_path": ("HALF",)}, r"half\.idx exists without .*half\.bin"),
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
-        (
-            {"data_path": ("NUMBERS", "GZIP"), "data_temperature": 3.0},
-            r"sizes of .*numbers.jsonl, .*gzip.jsonl.gz do not compare .* by --data_blending megatron and",
-        ),
-        ({"data_path": ("NUMBERS", "BLANK"), "data_weights": (1.0, 2.0)}, "no document in .*numbers"),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path, changes, message):
     (tmp_path / "blank.jsonl").write_text("\n" * 10)
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n' * 1000)
-    (tmp_path / "gzip.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
     write_tokens(tmp_path / "tokens", [[]])
     (tmp_path / "half.idx").write_bytes((tmp_path / "tokens.idx").read_bytes())
-    names = {
-        name.upper(): str(tmp_path / name)
-        for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl", "gzip.jsonl.gz")
-    }
-    names = {name.removesuffix(".GZ").removesuffix(".JSONL"): path for name, path in names.items()}
+    names = ("tokens", "half", "blank.jsonl", "numbers.jsonl")
+    names = {name.removesuffix(".jsonl").upper(): str(tmp_path / name) for name in names}
     if "data_path" in changes:
         changes = changes | {"data_path": tuple(names.get(path, path) for path in changes["data_path"])}
     with pytest.raises(UserError, match=message):
@@ -412,7 +345,7 @@ def test_a_full_disk_is_one_sentence(start, in_process):
     def write(path, line):
         raise OSError(28, "No space left on device", str(path))
 
-    in_process.setattr(stream_chunks, "_append_line", write)
+    in_process.setattr(streaming, "_append_line", write)
     with pytest.raises(RunError, match=r"the streamed text stopped: .*\.jsonl: No space left on device: free some"):
         take(loader, 1000)
 
@@ -453,7 +386,7 @@ def test_the_limit_of_bad_lines_is_a_rate_where_no_number_is_given(start, in_pro
     in_process.setattr(records, "_MIN_ALLOWED", 2)
     in_process.setattr(records, "_LINES_PER_REJECTED", 100)
     take(loader := start(**settings), 150)
-    assert [s.rejected_and_lines for s in loader.dataset.feed.streams.values()] == [(10, 1500)]
+    assert [s.rejected_and_lines for s in loader.dataset.streams] == [(10, 1500)]
     in_process.setattr(records, "_LINES_PER_REJECTED", 10_000)
     with pytest.raises(UserError, match=r"more than 2 bad lines, and than 0.1 % of the .*--max_bad_lines"):
         take(start(cache="again", **settings), 150)
