@@ -19,8 +19,8 @@ import tensorflow as tf
 from t5.data import preprocessors as t5
 
 from lm_experiments_tools.data.seqio import tasks as seqio_tasks
-from lm_experiments_tools.data.seqio.job import PADDING, Job
 from lm_experiments_tools.data.seqio.tasks import TaskExamples, step_name
+from lm_experiments_tools.data.seqio.worker import PADDING, Job
 from lm_experiments_tools.errors import UserError
 
 ROWS, NUMBER, SEED = 8, 480, 11
@@ -34,7 +34,7 @@ def job(folder, task, **changed):
         task=task, data_path=[str(folder / "json")], text_key="text", max_bad_lines=3,
         rejected_path=str(folder / "bad_lines.jsonl"), vocab_path=str(folder / "vocab.model"), inputs_length=inputs,
         targets_length=targets, noise_density=0.15, mean_noise_span_length=3.0, seed=SEED, validation=False,
-        valid_samples=None, threads=2, clients=1, folder=str(folder),
+        valid_samples=None, threads=2, folder=str(folder),
     )  # fmt: skip
     return dataclasses.replace(settings, **changed)
 

@@ -1,23 +1,16 @@
 """The training side of seqio: starts a process that runs TensorFlow, and reads batches from it.
 
-One worker process (worker.py) serves all training processes of a machine, so that text is tokenized once. All machines
-make the same sequence of rows, which depends only on the seed. The training process with number `rank` of `world_size`
-uses the rows k * world_size + rank for k = 0, 1, ...
+Each training process has a worker process (worker.py) of its own. All of them make the same sequence of rows, which
+depends only on the seed. Rank `rank` of `world_size` uses the rows k * world_size + rank for k = 0, 1, ...
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-import os
-import shutil
 import socket
-import subprocess
-import tempfile
-from contextlib import ExitStack, suppress
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +18,7 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
-from lm_experiments_tools.data.seqio.job import PADDING, SOCKET, VALIDATION, Job
-from lm_experiments_tools.data.seqio.worker import work
+from lm_experiments_tools.data.seqio.worker import PADDING, Job, work
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.sources import find_files
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
@@ -41,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_SOCKET_NAME = 100  # the system's limit is 108 bytes
-_SECONDS_TO_END = 10.0  # of a worker that has hung up
 _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
     "CUDA_VISIBLE_DEVICES": "-1",
     "HIP_VISIBLE_DEVICES": "-1",
@@ -63,31 +53,20 @@ def seqio_data(
         UserError: a package is missing, t5 would make wrong examples with these settings, or the task has no examples.
     """
     check_possible(args, vocabulary)
-    targets_length = _targets_length(args, vocabulary)
-    folder = tempfile.gettempdir()
-    machine = (socket.gethostname(), os.stat(folder).st_dev, os.stat(folder).st_ino)  # containers share only the first
-    machines = backend.gather(machine)
-    ranks = [rank for rank, other in enumerate(machines) if other == machine]
-
-    def start() -> WorkerProcess | None:
-        if backend.rank != ranks[0]:
-            return None
-        logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
-        job = _job(args, vocabulary, targets_length, logs / f"bad_lines.rank{backend.rank}.jsonl", len(ranks))
-        return WorkerProcess(job, logs / f"seqio.rank{backend.rank}.log")
-
-    worker = on_all(backend, start)
-    folder, answer = backend.gather((worker.job.folder, worker.answer) if worker else None)[ranks[0]]
-    lengths = (args.input_seq_len, targets_length)
-    fingerprint, rows = answer["fingerprint"], args.rows_on_worker(backend.world_size)
-    train = SeqioLoader(
-        folder, fingerprint, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size, worker=worker
-    )
+    lengths = (args.input_seq_len, _targets_length(args, vocabulary))
+    hosts = backend.gather(socket.gethostname())
+    cores = max(1, available_cores() // hosts.count(hosts[backend.rank]))
+    logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
+    job = _job(args, vocabulary, lengths[1], logs, args.data_n_workers or cores, is_main=backend.is_main)
+    worker = on_all(backend, lambda: SeqioWorker(job, logs / f"seqio.rank{backend.rank}.log"))
+    rows = args.rows_on_worker(backend.world_size)
+    train = SeqioLoader(worker, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size)
     valid = None
-    if answer["validation"] is not None:
-        examples = WrittenExamples(Path(folder) / VALIDATION, fingerprint, lengths, vocabulary.pad_id)
+    if job.validation:
+        found = on_all(backend, lambda: worker.ask("validation"))
+        examples = ValidationExamples(found, train.fingerprint, lengths, vocabulary.pad_id)
         valid = ValidLoader(examples, rows, backend.rank, backend.world_size)
-    return train, valid, f"{answer['title']}, {lengths[0]} inputs + {lengths[1]} targets"
+    return train, valid, f"{worker.title}, {lengths[0]} inputs + {lengths[1]} targets"
 
 
 def check_possible(args: T5PretrainingArgs, vocabulary: Tokenizer) -> None:
@@ -127,43 +106,37 @@ def _targets_length(args: T5PretrainingArgs, vocabulary: Tokenizer) -> int:
 
 
 def _job(
-    args: T5PretrainingArgs, vocabulary: Tokenizer, targets_length: int, rejected_path: Path, clients: int
+    args: T5PretrainingArgs, vocabulary: Tokenizer, targets_length: int, logs: Path, threads: int, *, is_main: bool
 ) -> Job:
-    registered = ":" in args.task
-    base = tempfile.gettempdir()
-    if len(os.path.join(base, "seqio_12345678", SOCKET)) > _LONGEST_SOCKET_NAME:
-        base = "/tmp"
     return Job(
         task=args.task,
         data_path=list(args.data_path),
         text_key=args.text_key,
         document_per_line=args.document_per_line,
         max_bad_lines=args.max_bad_lines,
-        rejected_path=str(rejected_path),
+        rejected_path=str(logs / "bad_lines.jsonl") if is_main else None,
         vocab_path=vocabulary.recorded_as,
         inputs_length=args.input_seq_len,
         targets_length=targets_length,
         noise_density=args.noise_density,
         mean_noise_span_length=args.mean_noise_span_length,
         seed=args.seed,
-        validation=registered and bool(args.needs_validation() or args.valid_samples),
+        validation=":" in args.task and bool(args.needs_validation() or args.valid_samples),
         valid_samples=args.valid_samples,
-        threads=args.data_n_workers or available_cores(),
-        clients=clients,
-        folder=tempfile.mkdtemp(prefix="seqio_", dir=base),
+        threads=threads,
+        folder=str(logs),
     )
 
 
-class WorkerProcess:
-    """Handle of the process that runs TensorFlow and seqio, held by the training process that started it.
+class SeqioWorker:
+    """The process that runs TensorFlow and seqio for one training process.
 
     Args:
-        job: the work of the process.
         log_file: file for the output of TensorFlow and of the user's module.
 
     Attributes:
-        answer: the worker's first message: `fingerprint`, `title` and `validation` (number of validation examples, or
-            None).
+        fingerprint: hash of data, task and seed.
+        title: description of the task, for the log.
 
     Raises:
         UserError: the worker refuses the job.
@@ -171,34 +144,21 @@ class WorkerProcess:
     """
 
     def __init__(self, job: Job, log_file: Path) -> None:
-        self.job, self._log_file = job, log_file
+        self._log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(log_file, "ab") as log:
             self._worker = Worker(work, job, environment=_ENVIRONMENT, log=log)
-        with ExitStack() as failed:
-            failed.callback(self.close)
-            try:
-                while isinstance(message := self._worker.receive(), tuple):
-                    logger.log(*message)
-            except WorkerEnded as end:
-                raise self.failure() from end
-            failed.pop_all()
-        self.answer = message
+        self.fingerprint, self.title = self.ask("task")
 
-    def failure(self) -> RunError:
-        """Build the error that reports an unexpected end of the worker, with its exit code.
-
-        The method is called when the worker has closed its connections. It waits some seconds for the process to end.
-        """
-        code = None
-        with suppress(subprocess.TimeoutExpired):
-            code = self._worker.process.wait(_SECONDS_TO_END)
-        if code is None:
-            return RunError(f"the seqio worker (process {self.pid}) closed its connection")
-        return RunError(
-            f"the seqio worker ended with exit code {code} (-9: killed, often for lack of memory); {self._log_file} "
-            "says why"
-        )
+    def ask(self, request: Any) -> Any:
+        """Return the answer of `worker.Server`. Raises the errors of the class."""
+        try:
+            return self._worker.ask(request)
+        except WorkerEnded as end:
+            raise RunError(
+                f"the seqio worker ended with exit code {end.returncode} (-9: killed, often for lack of memory); "
+                f"{self._log_file} says why"
+            ) from end
 
     @property
     def pid(self) -> int:
@@ -206,10 +166,9 @@ class WorkerProcess:
         return self._worker.process.pid
 
     def close(self) -> None:
-        """End the worker process and remove its temporary folder."""
+        """End the worker process."""
         self._worker.kill()
         self._worker.close()
-        shutil.rmtree(self.job.folder, ignore_errors=True)
 
 
 def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
@@ -217,7 +176,6 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
 
     Args:
         rows: int32[n, inputs_length + targets_length], inputs and targets of n examples, padded with `PADDING`.
-        inputs_length: tokens per input.
         pad_id: id that fills up `input_ids`; labels are filled up with -100.
 
     Returns:
@@ -232,82 +190,36 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
 
 
 class SeqioLoader(TrainSource):
-    """Endless training batches of a seqio task, which the TensorFlow process makes ahead of time.
-
-    Seeking to a position makes all earlier batches again. All training processes of a machine must seek to the same
-    position.
-
-    Args:
-        folder: folder of the TensorFlow process, with the socket to connect to.
-        fingerprint: hash of data, task and seed.
-        lengths: (inputs_length, targets_length), tokens per input and per target.
-        rows_per_worker, rank, world_size: see `TrainSource`.
-        worker: the TensorFlow process, in the training process that started it; None in others.
-    """
+    """Endless training batches of a seqio task. Seeking to a position makes all earlier batches again."""
 
     def __init__(
         self,
-        folder: str,
-        fingerprint: str,
+        worker: SeqioWorker,
         lengths: tuple[int, int],
         pad_id: int,
         rows_per_worker: int,
         rank: int = 0,
         world_size: int = 1,
-        *,
-        worker: WorkerProcess | None = None,
     ) -> None:
         super().__init__(rows_per_worker, rank, world_size)
-        self.fingerprint, self.lengths, self.pad_id = fingerprint, lengths, pad_id
-        self._address, self._worker = os.path.join(folder, SOCKET), worker
-        self._connection: Connection | None = None
-
-    def seek(self, consumed_samples: int) -> None:
-        super().seek(consumed_samples)
-        self._disconnect()
+        self.worker, self.fingerprint, self.lengths, self.pad_id = worker, worker.fingerprint, lengths, pad_id
 
     def _next_batch(self) -> dict[str, np.ndarray]:
-        try:
-            if self._connection is None:
-                self._connection = Client(self._address, "AF_UNIX")
-                request = {"start": self._consumed, "rows": self.rows_per_worker, "rank": self.rank}
-                self._connection.send({**request, "world_size": self.world_size})
-            while isinstance(message := self._connection.recv(), tuple):
-                if self._worker is not None:  # one process of the machine logs
-                    logger.log(*message)
-        except (EOFError, OSError) as error:
-            if self._worker is not None:
-                raise self._worker.failure() from error
-            raise RunError(
-                "the seqio worker of this machine has ended; the process that started it says why"
-            ) from error
-        if isinstance(message, UserError):
-            raise message
-        return to_batch(message, self.lengths[0], self.pad_id)
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        rows = self.worker.ask((self._consumed, self.global_batch, self.rank, self.world_size))
+        return to_batch(rows, self.lengths[0], self.pad_id)
 
     def close(self) -> None:
-        """End the TensorFlow process if this training process started it."""
-        self._disconnect()
-        if self._worker is not None:
-            self._worker.close()
+        """End the TensorFlow process."""
+        self.worker.close()
 
 
-class WrittenExamples(SampleDataset):
-    """Validation examples that the seqio worker has written to a file.
+class ValidationExamples(SampleDataset):
+    """Validation examples of a seqio task, in the same order in every epoch."""
 
-    Every epoch has the same examples in the same order.
-    """
-
-    def __init__(self, path: Path, fingerprint: str, lengths: tuple[int, int], pad_id: int) -> None:
-        if not path.stat().st_size:
+    def __init__(self, rows: np.ndarray, fingerprint: str, lengths: tuple[int, int], pad_id: int) -> None:
+        if not len(rows):
             raise UserError("the validation split of the task has no example: leave the flags of validation out")
-        self._rows = np.memmap(path, np.int32, "r").reshape(-1, sum(lengths))
-        self.samples_per_epoch = len(self._rows)
+        self._rows, self.samples_per_epoch = rows, len(rows)
         self.fingerprint, self._lengths, self._pad_id = fingerprint, lengths, pad_id
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ import seqio
 import tensorflow as tf
 from sentencepiece import sentencepiece_model_pb2
 
-from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
+from lm_experiments_tools.data.seqio.worker import PADDING, Job, one_line
 from lm_experiments_tools.data.text.records import (
     Record,
     Rejected,
@@ -38,7 +38,7 @@ from lm_experiments_tools.data.text.records import (
 from lm_experiments_tools.data.text.sources import Shard, content_of, plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer, sentinel_piece
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import json_sha256
+from lm_experiments_tools.files import json_sha256, write_atomic
 
 FEATURES = ("inputs", "targets")
 _VERSION = 2  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
@@ -335,8 +335,8 @@ def seqio_vocabulary(vocabulary: Tokenizer, folder: Path) -> seqio.SentencePiece
     else:
         for index in vocabulary.sentinel_ids.tolist():
             model.pieces[index].type = _UNUSED
-    path = folder / "vocabulary.model"
-    path.write_bytes(model.SerializeToString())
+    path = folder / "seqio_vocabulary.model"
+    write_atomic(path, model.SerializeToString())  # other ranks write the same
     theirs = seqio.SentencePieceVocabulary(str(path))
     at_the_end = np.array_equal(vocabulary.sentinel_ids, vocabulary.size - 1 - np.arange(vocabulary.num_sentinels))
     if vocabulary.pad_id != 0 or theirs.eos_id != vocabulary.eos_id or not at_the_end:

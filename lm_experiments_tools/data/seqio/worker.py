@@ -1,90 +1,61 @@
-"""The process that owns TensorFlow: it makes seqio's examples for the training processes of its machine.
+"""The process that owns TensorFlow: it makes seqio's examples for one training process.
 
-| message of the worker | to |
-|---|---|
-| `(level, text)`, a line for the log | its parent while it builds the task, later each client |
-| `{"fingerprint", "title", "validation"}`: the task is built | its parent |
-| int32[rows, inputs_length + targets_length], padded with `PADDING` | each client, its rows of every global batch |
-| a UserError, before it ends | as a line for the log |
-
-Clients connect to a Unix socket. TensorFlow's output goes to stdout and stderr. TensorFlow is imported only by
-tasks.py, which only the worker process loads.
+TensorFlow's output goes to stdout and stderr. TensorFlow is imported only by tasks.py, which only this process loads.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import sys
-import threading
-from contextlib import suppress
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.seqio.job import SOCKET, VALIDATION, Job, one_line
 from lm_experiments_tools.data.workers import Caller
-from lm_experiments_tools.errors import UserError
+
+PADDING = -100  # in the rows that are sent: no token id, so that a real id 0 is not mistaken for it
 
 
-class Hub:
-    """Connections of the TensorFlow process to its parent and to its clients, the training processes of a machine.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Settings of the process that runs TensorFlow.
 
-    A client connects once for each position at which it starts to read. It sends `start` (the number of the first
-    example), `rows` (examples per step and client), `rank` and `world_size` (its number, and the number of training
-    processes). When all clients have sent the same request, each gets batch after batch: row k of rank r is row k *
-    world_size + r of the global batch. When one client disconnects to seek, all are expected to connect again.
+    Attributes:
+        task: "span_corruption" or "prefix_lm" over `data_path`, or "module:name" of a registered task.
+        inputs_length, targets_length: seqio's `task_feature_lengths`.
+        rejected_path: file that lists records of the text that cannot be used; None for none.
+        validation: True if validation examples are needed too, at most `valid_samples`.
+        threads: number of TensorFlow's threads.
+        folder: folder for the vocabulary that seqio reads.
     """
 
-    def __init__(self, caller: Caller) -> None:
-        self._caller, self._lock = caller, threading.Lock()  # text is read, and lines are logged, in several threads
-        self._clients: list[tuple[Connection, dict[str, int]]] = []
-        self._is_ready = False
+    task: str
+    data_path: list[str]
+    text_key: str
+    document_per_line: bool = False
+    max_bad_lines: int | None
+    rejected_path: str | None
+    vocab_path: str
+    inputs_length: int
+    targets_length: int
+    noise_density: float
+    mean_noise_span_length: float
+    seed: int
+    validation: bool
+    valid_samples: int | None
+    threads: int
+    folder: str
 
-    def answer(self, message: dict[str, Any]) -> None:
-        """Tell the parent process that the task is built. The parent reads no further message."""
-        with self._lock:
-            self._caller.send(message)
-            self._is_ready = True
 
-    def tell(self, message: Any) -> None:
-        """Send a message, such as a log line, to all clients, or to the parent while the task is being built."""
-        with self._lock:
-            receivers = [client for client, _ in self._clients] if self._is_ready else [self._caller]
-            for receiver in receivers:
-                with suppress(ConnectionError):
-                    receiver.send(message)
-
-    def accept(self, listener: Listener, clients: int) -> dict[str, int]:
-        """Wait until all training processes of the machine have connected, and return their common request.
-
-        All must send the same request, except for the rank.
-
-        Args:
-            listener: the socket that clients connect to.
-            clients: number of clients to wait for.
-        """
-        with self._lock:
-            for client, _ in self._clients:
-                client.close()
-            self._clients = []
-        while len(self._clients) < clients:
-            client = listener.accept()
-            with suppress(EOFError, ConnectionError):  # it has sought again already
-                self._clients.append((client, client.recv()))
-        requests = [{**request, "rank": 0} for _, request in self._clients]
-        if any(request != requests[0] for request in requests):
-            raise ValueError(f"workers of one machine ask for different batches: {requests}")
-        return requests[0]
-
-    def send(self, batch: np.ndarray) -> None:
-        """Send each client its rows of a global batch. Raises ConnectionError if a client has disconnected."""
-        with self._lock:
-            for client, request in self._clients:
-                client.send(batch[request["rank"] :: request["world_size"]])
+def one_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "no message").strip()
+    if first.startswith("{{") and "}}" in first:
+        first = first.partition("}}")[2].strip() or first
+    return f"{type(error).__name__}: {first}"
 
 
 def import_triton() -> None:
@@ -97,54 +68,42 @@ def import_triton() -> None:
         print(f"triton is not loaded: {one_line(error)}", file=sys.stderr)
 
 
-def serve(job: Job, hub: Hub) -> None:
-    """Build the seqio task of a job, then send endless batches to the training processes."""
-    import_triton()
-    from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
+class Server:
+    """Function object that answers requests for examples.
 
-    limit_threads(job.threads)
-    examples = TaskExamples(job, lambda level, text: hub.tell((level, text)))
-    validation = write_validation(examples, Path(job.folder) / VALIDATION) if job.validation else None
-    with Listener(os.path.join(job.folder, SOCKET), "AF_UNIX", backlog=job.clients) as listener:
-        hub.answer({"fingerprint": examples.fingerprint(), "title": examples.title, "validation": validation})
-        while True:
-            request = hub.accept(listener, job.clients)
-            with suppress(ConnectionError):  # clients have sought another position, and connect again
-                for batch in examples.batches(request["start"], request["rows"] * request["world_size"]):
-                    hub.send(batch)
-
-
-def write_validation(examples: Any, path: Path) -> int:
-    """Write the validation examples to a file and return their number.
-
-    Args:
-        examples: the seqio task's examples.
-        path: file for int32[n, inputs_length + targets_length], inputs and targets of n examples.
+    | request | answer |
+    |---|---|
+    | "task" | fingerprint and title of the task |
+    | "validation" | all validation examples, int32[n, inputs_length + targets_length], padded with `PADDING` |
+    | start, rows, rank, world_size | the rows of this rank in the batch of `rows` examples that begins at `start` |
     """
-    rows = 0
-    with open(path, "wb") as file:
-        for batch in examples.validation():
-            file.write(np.ascontiguousarray(batch).data)
-            rows += len(batch)
-    return rows
 
+    def __init__(self, examples: Any, width: int) -> None:
+        self._examples, self._width = examples, width
+        self._batches: Iterator[np.ndarray] = iter(())
+        self._next = (-1, 0)  # first example and size of the next batch
 
-def end_with_caller(caller: Caller, folder: str) -> None:
-    """End this worker process, and remove its folder, when the parent process has ended."""
-    for _ in caller:
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    def __call__(self, request: Any) -> Any:
+        if request == "task":
+            return self._examples.fingerprint(), self._examples.title
+        if request == "validation":
+            return np.concatenate([np.empty((0, self._width), np.int32), *self._examples.validation()])
+        start, rows, rank, world_size = request
+        if self._next != (start, rows):
+            self._batches = self._examples.batches(start, rows)
+        self._next = start + rows, rows
+        return next(self._batches)[rank::world_size]
 
 
 def work(caller: Caller) -> None:
-    """Run the seqio worker process: the function that the parent process starts it with."""
-    job, hub = caller.settings, Hub(caller)
-    threading.Thread(target=end_with_caller, args=(caller, job.folder), daemon=True).start()
+    """Run the seqio worker process."""
+
+    def prepare(job: Job) -> Server:
+        import_triton()
+        from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
+
+        limit_threads(job.threads)
+        return Server(TaskExamples(job, caller.log), job.inputs_length + job.targets_length)
+
     sys.path.insert(0, os.getcwd())  # where the user's module may lie
-    try:
-        serve(job, hub)
-    except UserError as error:
-        hub.tell(UserError(str(error)))
-        print(error, file=sys.stderr)  # for a client that has just disconnected
-        sys.exit(2)
+    caller.serve(prepare)

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -25,8 +24,8 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio import worker as seqio_worker
-from lm_experiments_tools.data.seqio.client import SeqioLoader, WorkerProcess, seqio_data, to_batch
-from lm_experiments_tools.data.seqio.job import Job
+from lm_experiments_tools.data.seqio.client import SeqioLoader, SeqioWorker, seqio_data, to_batch
+from lm_experiments_tools.data.seqio.worker import Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.recipes.t5 import pretraining_data
@@ -49,14 +48,12 @@ def start(tmp_path, monkeypatch):
     started = []
 
     def start(**changed):
-        (tmp_path / f"worker_{len(started)}").mkdir()
         job = Job(
-            task="tasks:numbers", data_path=[], text_key="text", max_bad_lines=0, rejected_path="", vocab_path="",
+            task="tasks:numbers", data_path=[], text_key="text", max_bad_lines=0, rejected_path=None, vocab_path="",
             inputs_length=LENGTHS[0], targets_length=LENGTHS[1], noise_density=0.15, mean_noise_span_length=3.0,
-            seed=1, validation=False, valid_samples=None, threads=1, clients=1,
-            folder=str(tmp_path / f"worker_{len(started)}"),
+            seed=1, validation=False, valid_samples=None, threads=1, folder=str(tmp_path),
         )  # fmt: skip
-        started.append(WorkerProcess(replace(job, **changed), tmp_path / "worker.log"))
+        started.append(SeqioWorker(replace(job, **changed), tmp_path / "worker.log"))
         return started[-1]
 
     yield start
@@ -64,20 +61,13 @@ def start(tmp_path, monkeypatch):
         worker.close()
 
 
-def loaders(worker, world_size, rows=3):
-    """One for each training process; the first owns the worker."""
-    return [
-        SeqioLoader(worker.job.folder, "f", LENGTHS, 0, rows, rank, world_size, worker=worker if rank == 0 else None)
-        for rank in range(world_size)
-    ]
+def loader(worker, rank=0, world_size=1, rows=3):
+    return SeqioLoader(worker, LENGTHS, 0, rows, rank, world_size)
 
 
-def global_batches(sources, number):
-    """Example numbers of global batches; the workers of one machine are served in step, so each has a thread."""
-    with ThreadPoolExecutor(len(sources)) as pool:
-        for _ in range(number):
-            parts = [batch["labels"][:, 0].numpy() for batch in pool.map(next, sources)]
-            yield np.stack(parts, axis=1).reshape(-1)  # row k of rank r is row k * world_size + r
+def numbers(source, count):
+    """Example numbers of `count` batches, int64[count, rows]."""
+    return np.stack([batch["labels"][:, 0].numpy() for batch in islice(source, count)])
 
 
 def test_a_row_of_the_worker_becomes_a_row_of_the_model():
@@ -91,47 +81,36 @@ def test_a_row_of_the_worker_becomes_a_row_of_the_model():
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_global_batches_are_the_same_for_any_number_of_workers(start, world_size):
-    sources = loaders(start(clients=world_size), world_size, rows=12 // world_size)
-    stream = np.concatenate(list(global_batches(sources, 20)))
-    np.testing.assert_array_equal(stream, np.arange(240))
+    sources = [loader(start(), rank, world_size, rows=12 // world_size) for rank in range(world_size)]
+    stream = np.stack([numbers(source, 20) for source in sources], axis=2)
+    np.testing.assert_array_equal(stream.reshape(-1), np.arange(240))
     assert {source.consumed_samples for source in sources} == {240}
 
 
 def test_seek_is_as_if_all_before_had_been_yielded(start):
-    sources = loaders(start(clients=2), 2)
+    source = loader(start(), rank=1, world_size=2)
     for position in (0, 100, 7, 7):
-        for source in sources:
-            source.seek(position)
-        found = np.concatenate(list(global_batches(sources, 5)))
-        np.testing.assert_array_equal(found, position + np.arange(30))
-        assert sources[0].consumed_samples == position + 30
-
-
-def test_workers_of_one_machine_must_ask_for_the_same(start):
-    sources = loaders(start(clients=2), 2)
-    sources[1].seek(6)
-    with pytest.raises(RunError, match=r"ended with exit code 1 .*worker\.log"):
-        list(global_batches(sources, 1))
+        source.seek(position)
+        np.testing.assert_array_equal(numbers(source, 5).reshape(-1), position + 1 + 2 * np.arange(15))
+        assert source.consumed_samples == position + 30
 
 
 def test_signals_to_the_whole_job_leave_the_worker_to_its_parent(start):
     worker = start()
-    (source,) = loaders(worker, 1)
+    source = loader(worker)
     next(source)
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.pid, number)
     assert len(list(islice(source, 300))) == 300
 
 
-def test_a_killed_worker_is_a_sentence_on_each_process(start, tmp_path):
-    worker = start(clients=2)
-    sources = loaders(worker, 2)
-    list(global_batches(sources, 1))
+def test_a_killed_worker_is_a_sentence(start):
+    worker = start()
+    source = loader(worker)
+    next(source)
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(RunError, match=r"exit code -9 .*worker\.log"):
-        list(islice(sources[0], 10_000))
-    with pytest.raises(RunError, match="the process that started it says why"):
-        list(islice(sources[1], 10_000))
+        list(islice(source, 10_000))
 
 
 @pytest.mark.parametrize(
@@ -148,14 +127,12 @@ def test_what_the_worker_cannot_do_is_a_sentence(start, tmp_path, task, error, s
     assert "what a library prints" in (tmp_path / "worker.log").read_text()
 
 
-def test_an_error_within_the_stream_reaches_every_process(start):
-    sources = loaders(start(task="tasks:ends", clients=2), 2, rows=10)
-    with pytest.raises(UserError, match="more than 3 bad lines"), ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda source: list(islice(source, 200)), sources))
-    for source in sources:
-        source.seek(0)
-        with pytest.raises((UserError, RunError)):
-            next(source)
+def test_an_error_within_the_stream_is_that_of_all_later_batches(start):
+    source = loader(start(task="tasks:ends"), rows=10)
+    for position in (900, 0):
+        source.seek(position)
+        with pytest.raises(UserError, match="more than 3 bad lines"):
+            list(islice(source, 200))
 
 
 def test_the_worker_dies_with_its_parent(start, tmp_path):
@@ -164,13 +141,12 @@ def test_the_worker_dies_with_its_parent(start, tmp_path):
 import os, time
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
-from lm_experiments_tools.data.seqio.job import Job
+from lm_experiments_tools.data.seqio.worker import Job
 from tests.unit.data.seqio.fake_worker import work
 module.work = work
 fields = dict.fromkeys(Job.__dataclass_fields__, 1)
-fields |= dict(task="tasks:numbers", validation=False, folder={str(tmp_path / "own")!r})
-os.mkdir(fields["folder"])
-worker = module.WorkerProcess(Job(**fields), module.Path({str(tmp_path / "own.log")!r}))
+fields |= dict(task="tasks:numbers", validation=False)
+worker = module.SeqioWorker(Job(**fields), module.Path({str(tmp_path / "own.log")!r}))
 if os.fork() == 0:
     time.sleep(5)
     os._exit(0)
@@ -179,11 +155,11 @@ time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment())
     pid = int(parent.stdout.readline())
-    assert psutil.pid_exists(pid) and (tmp_path / "own").exists()
+    assert psutil.pid_exists(pid)
     parent.kill()
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(4)
-    assert not psutil.pid_exists(pid) and not (tmp_path / "own").exists()
+    assert not psutil.pid_exists(pid)
     parent.wait()
     parent.stdout.close()
 
@@ -212,10 +188,8 @@ def test_a_run_gets_its_loaders(start, vocab, tmp_path, monkeypatch):
     assert train.samples_per_epoch is None and next(train)["labels"][:, 0].tolist() == [0, 1, 2]
     for _ in range(2):  # the same at every pass
         assert [batch["labels"][:, 0].tolist() for batch in valid] == [[0, 1, 2], [3, 4, 5], [6]]
-    folder = train._worker.job.folder
-    next(train)
     train.close()
-    assert not os.path.exists(folder) and not psutil.pid_exists(train._worker.pid)
+    assert not psutil.pid_exists(train.worker.pid)
 
 
 def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, monkeypatch):
@@ -229,7 +203,7 @@ def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, m
 def test_raw_text_is_read_natively_unless_seqio_is_asked_for(vocab, tmp_path, monkeypatch):
     """Installed packages do not decide the order of a run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "WorkerProcess", lambda *_: pytest.fail("seqio was started"))
+    monkeypatch.setattr(module, "SeqioWorker", lambda *_: pytest.fail("seqio was started"))
     monkeypatch.setattr(module, "check_possible", lambda *_: None)  # as where all packages are installed
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     Path("text.txt").write_text("word1 number2\n" * 400)
@@ -259,7 +233,7 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
 )
 def test_what_needs_no_tensorflow_is_said_before_it_starts(vocab, tmp_path, monkeypatch, settings, sentence):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "WorkerProcess", lambda *_: pytest.fail("the worker was started"))
+    monkeypatch.setattr(module, "SeqioWorker", lambda *_: pytest.fail("the worker was started"))
     monkeypatch.setattr(T5Sources, "tokens", lambda *_: pytest.fail("validation text was tokenized"))
     for name in ("empty.jsonl", "half.bin"):
         Path(name).touch()
